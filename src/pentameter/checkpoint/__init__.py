@@ -1,2 +1,2 @@
-"""Checkpoints, saved and loaded by tensor name and committed atomically, and model folders. The
-package imports torch late."""
+"""Save and load checkpoints by tensor name, each committed atomically, and open model folders (run,
+checkpoint or Hugging Face). Importing the package does not import torch."""

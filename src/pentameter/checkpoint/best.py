@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the one that represents a run is its best, or the best available
+"""Resolution from a path to the checkpoint that represents it: a run's best, or the best available
 substitute."""
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pentameter.errors import ConfigError, CorruptError
 
 def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | None:
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
-    in a run folder; None for a Hugging Face folder, which has none.
+    in a run folder; None if `path` is a Hugging Face folder.
 
-    `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
-    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model folder;
-    CorruptError if no checkpoint is intact.
+    The best has the lowest validation loss; `best_checkpoint` lists the substitutes. Each damaged
+    checkpoint that is passed over adds a line to `warnings`. Raises ConfigError, describing the
+    folder's content, if `path` is no model folder or the run has no checkpoint yet; CorruptError if
+    no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -58,15 +59,15 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
 def best_checkpoint(
     folder: Path, warnings: list[str], run_id: str | None = None
 ) -> Checkpoint | None:
-    """Find the verified checkpoint in `folder` that represents its run; None if the folder has
-    none.
+    """Find the verified checkpoint in `folder` (a run's `checkpoints/`) that represents its run;
+    None if there is none.
 
     Candidates, in order: the best checkpoint; the best one saved before it, if the best is absent
     or damaged; the newest. The newest checkpoint records both steps in state.json (`best.step`,
     `saved_best_step`), because saving the best may have failed, on a full disk for example.
 
-    With `run_id`, checkpoints from other runs are ignored. Each damaged checkpoint adds a line to
-    `warnings`. Raises CorruptError if all are damaged.
+    With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
+    adds a line to `warnings`. Raises CorruptError if all are damaged.
     """
     for run, step in _recorded(folder, run_id):
         with suppress(CorruptError):
@@ -78,7 +79,8 @@ def best_checkpoint(
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
     """List (run id, step) of the best checkpoint and of the best one saved before it, as recorded
-    in the newest checkpoint that records any."""
+    in the newest checkpoint that records any. Empty if none does; a `run_id` leaves out other
+    runs."""
     for candidate in list_checkpoints(folder):
         with suppress(CorruptError):
             manifest = read_own_manifest(candidate.path)
@@ -96,6 +98,7 @@ def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face model folder, whatever its architecture."""
+    """Return True if `path` is a Hugging Face model folder, whatever its architecture: it has
+    config.json, but neither a pentameter manifest nor `checkpoints/`."""
     ours = (path / MANIFEST_NAME, path / "checkpoints")
     return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))

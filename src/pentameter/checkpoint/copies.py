@@ -1,4 +1,5 @@
-"""Comparison of the replicas that several ranks hold of a tensor or a region.
+"""Comparison of the replicas that several ranks hold of a tensor or a region (a rectangular block
+of one).
 
 Ranks replicate each other's tensors in many ways (data parallelism, norms under tensor parallelism,
 replicated shards, a tied embedding at both ends of a pipeline), and a checkpoint takes each region
@@ -38,9 +39,10 @@ def differing_copies(
     """Describe a tensor whose replicas differ and the ranks that hold them, in a sentence that is
     the same on every rank; None if all replicas are equal.
 
-    Each rank passes `groups` with the tensors it has, replicas included. Collective: one
-    all-gather, with one hash for each set of ranks that hold the same tensors, as `owners.holdings`
-    derives these sets from `mesh` and `stages_of`. If those hashes differ, or placements do not
+    Each rank passes `groups` (`model` or `optimizer` → name → tensor) with the tensors it has,
+    replicas included. Collective: one all-gather, with one hash for each set of ranks that hold the
+    same tensors, as derived from the layout's `mesh` and `stages_of` (parameter name → its
+    coordinates along `pipeline`, if several). If those hashes differ, or placements do not
     determine the holders, the hash of every tensor is gathered too.
     """
     if world.size == 1:
@@ -61,7 +63,8 @@ def differing_copies(
 def _hash_of_sets(
     ranks_of: Mapping[Region, Ranks], hashes: Mapping[Region, int]
 ) -> dict[Ranks, bytes]:
-    """Map each set of several ranks to one hash over all regions that this set holds."""
+    """Hash, for each set of several ranks, all regions that exactly these ranks hold: ranks → 8
+    bytes. `hashes` has each region's content hash."""
     content: dict[Ranks, list[tuple[str, int]]] = {}
     for region, ranks in ranks_of.items():
         if len(ranks) > 1:
@@ -73,7 +76,8 @@ def _hash_of_sets(
 
 
 def _some_differ(sums: Sequence[Mapping[Ranks, bytes]]) -> bool:
-    """Return True unless, for each set, all its ranks have the same hash."""
+    """Return True if any set of ranks has members with different hashes. `sums` holds, for each
+    rank in order, its result from `_hash_of_sets`."""
     every = {ranks for of_rank in sums for ranks in of_rank}
     return any(len({sums[rank].get(ranks) for rank in ranks}) > 1 for ranks in every)
 
@@ -110,10 +114,11 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     hashes, whatever the strides and the device.
 
     The bits are read as 64-bit words x, and Σ (m_c · x_rc) · m_r is summed modulo 2⁶⁴ over matrix
-    rows r with 2¹⁸ words each. Each multiplier is an odd number drawn from its position. An odd
-    number has an inverse modulo 2⁶⁴, so a change within one word always changes the sum. Changes in
-    several words by multiples of 2ᵗ (t = 22 if every fp32 word flips bit 22) cancel by chance in
-    one of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the multipliers are known.
+    rows r with 2¹⁸ words (columns c) each. Each multiplier m is an odd number drawn from its
+    position. An odd number has an inverse modulo 2⁶⁴, so a change within one word always changes
+    the sum. Changes in several words by multiples of 2ᵗ (t = 22 if every fp32 word flips bit 22)
+    cancel by chance in one of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the
+    multipliers are known.
     """
     import torch
     import torch.nn.functional as F
@@ -131,7 +136,8 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache  # a pure function whose value every tensor needs
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Draw one odd 64-bit number per word in a row, int64 (2¹⁸,)."""
+    """Return the multipliers for `content_hash`: one odd 64-bit number per word in a row, int64
+    (2¹⁸,)."""
     import torch
 
     index = np.arange(_CHUNK_WORDS, dtype=np.int32)
@@ -141,7 +147,8 @@ def _multipliers(device: torch.device) -> torch.Tensor:
 
 
 def _hashes(tensors: Sequence[torch.Tensor | LazyTensor]) -> list[int]:
-    """Hash each tensor, synchronizing with each device once."""
+    """Return each tensor's `content_hash` as an int, in order, with one synchronization per
+    device."""
     import torch
 
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -157,7 +164,8 @@ def _hashes(tensors: Sequence[torch.Tensor | LazyTensor]) -> list[int]:
 
 
 def _identities(regions: Mapping[Region, object]) -> list[int]:
-    """Number each region: equal numbers for equal group, name, shape, offset and dtype."""
+    """Return a signed 64-bit identity for each region, in order: equal for equal group, name,
+    shape, offset, sizes and dtype."""
     return [
         int.from_bytes(
             blake2b(repr(region).encode(), digest_size=8).digest(), "little", signed=True
@@ -167,9 +175,9 @@ def _identities(regions: Mapping[Region, object]) -> list[int]:
 
 
 def _differing_ranks(ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
-    """Describe the ranks that differ: `of rank 2 is not that of ranks 0, 1 and 3`. The majority is
-    taken as right. If the two largest parties are equal in size, the one with rank 0 comes last,
-    and either may be wrong."""
+    """Describe the ranks that differ: hash → ranks becomes `of rank 2 is not that of ranks 0, 1 and
+    3`. The majority is taken as right. If the two largest parties are equal in size, the one with
+    rank 0 comes last, and either may be wrong."""
     parties = sorted(ranks_by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
     odd = sorted(rank for ranks in parties[1:] for rank in ranks)
     either = " (either may be wrong)" if len(parties[0]) == len(parties[1]) else ""

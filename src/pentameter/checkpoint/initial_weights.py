@@ -38,7 +38,8 @@ reason. Every other key must be equal: the weights mean nothing in another archi
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A model on disk that was found to fit a configuration."""
+    """A model on disk that fits a run's configuration (architecture and tokenizer), ready to
+    initialize its weights."""
 
     path: Path
     """The path as the user gave it."""
@@ -48,19 +49,20 @@ class InitialWeights:
 
     @property
     def origin(self) -> dict[str, str]:
-        """The record that a run keeps about its initial weights: the path and identity that
-        `check_origin` compares and, for exports, the Hugging Face base model if there was one."""
+        """The record that a run keeps about its initial weights: `path` and `identity` (sha256 over
+        the weight files), which `check_origin` compares, and `base_model` if a Hugging Face model
+        lies behind them."""
         origin = {"path": str(self.path.resolve()), "identity": self.stored.identity}
         base = self.stored.base_model
         return origin if base is None else {**origin, "base_model": base}
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Copy the weights, in place, into a model that matches the configuration, or into a slice
-        of one.
+        """Copy the weights, in place, into a model that matches the configuration, or into the
+        slices (pipeline stages) that this rank holds.
 
-        For a sharded parameter, each rank reads and copies its own shard. If the stored context is
-        longer, the first positions are taken. Rows that pad the vocabulary in `model` stay
-        unchanged. Values are rounded to the model's dtype.
+        For a sharded parameter, each rank reads and copies its own shard, without communication. If
+        the stored context is longer, the first positions are taken. Rows that pad the vocabulary
+        and adapters in `model` stay unchanged. Values are rounded to the model's dtype.
         """
         axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
         vocab_size = self.stored.config.model.vocab_size
@@ -76,14 +78,16 @@ class InitialWeights:
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
-    """Open the weights in MODEL (a run, checkpoint or Hugging Face folder) for a run with `config`.
+    """Open the weights in the model `path` (a run, checkpoint or Hugging Face folder, or
+    `hf://OWNER/NAME`) for a run with `config`.
 
     `config` is resolved (its vocab_size is set); `tokenizer` is the data's. No tensor is loaded
     yet.
 
-    Raises ConfigError if the architecture differs, naming each key and both values; if MODEL was
-    trained with another tokenizer; or if its context is too short for a learned position table.
-    Also raises whatever `open_model` raises.
+    Raises ConfigError if the architecture differs, naming each key and both values; if the model
+    was trained with another tokenizer; or if its context is too short for a learned position table.
+    Also raises ConfigError if `path` is no model folder, CorruptError if none of its checkpoints is
+    intact.
     """
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings)

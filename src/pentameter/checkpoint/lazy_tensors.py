@@ -16,7 +16,8 @@ class LazyTensor:
     """A tensor that is computed at each access; its shape and dtype are known beforehand.
 
     It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
-    for which nothing else is computed.
+    for which nothing else is computed. The result is a new tensor on the CPU; slices need both
+    start and stop.
     """
 
     shape: tuple[int, ...]
@@ -39,8 +40,11 @@ def copy_region(
     source: torch.Tensor | LazyTensor,
     region: tuple[slice, ...] | EllipsisType = ...,
 ) -> None:
-    """Fill `target` with one region from `source`, or with the whole; a lazy one is computed in
-    place."""
+    """Fill `target`, in place, with one region from `source`, or with the whole (`...`); shapes
+    must be equal, and values are converted to the target's dtype.
+
+    `region` has one slice per dimension. A lazy source is computed directly into `target`.
+    """
     if isinstance(source, LazyTensor):
         source.fill(target, _bounds(source, region))
     else:

@@ -1,6 +1,6 @@
-"""Models given as MODEL on the command line: opened on disk, or loaded so that they run.
+"""Opening on disk, or loading ready to run, a model that the command line names as MODEL.
 
-`best.py` says which checkpoint is meant; `pentameter.checkpoint.hugging_face` reads a Hugging Face
+`best.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
 folder.
 """
 
@@ -55,11 +55,12 @@ def load_model(
     warnings: list[str] | None = None,
 ) -> LoadedModel:
     """Load a model from a run folder (its best checkpoint, else its last), a checkpoint folder, or
-    a Hugging Face folder.
+    a Hugging Face folder, whole and in evaluation mode on `device`.
 
     Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
-    Hugging Face folder become fp32. Anything passed over or left out adds a line to `warnings`.
-    Raises whatever `find_model` and `read_hf` raise.
+    Hugging Face folder become fp32. A damaged checkpoint that is passed over and anything left out
+    add a line to `warnings`. Raises ConfigError if `path` is no model folder or has an unsupported
+    architecture, CorruptError if nothing in it is intact.
 
     `model` is the argument that `Trainer` was given when a custom model was trained. Raises
     ConfigError if it is given for a built-in model, or missing for a custom one.
@@ -88,11 +89,12 @@ def load_model(
 def open_model(
     path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
 ) -> StoredModel:
-    """Open on disk the model that `load_model` loads: its weights are memory-mapped, and weights
-    that the run adapted have their adapters added.
+    """Open on disk the model that `load_model` loads: its weights are memory-mapped, and LoRA
+    adapters are added to the weights that they adapt, at access. `warnings` gets a line for
+    anything passed over or left out.
 
-    If training removes a checkpoint after it was found, the next one is taken. Raises ConfigError
-    unless `is_own` is true for a custom model and false for a built-in one.
+    If training removes a checkpoint after it was found, the next one is taken. `is_own` says that
+    the caller expects a custom model; raises ConfigError if the folder holds the other kind.
     """
     from pentameter.checkpoint.hugging_face.hub import local_model
     from pentameter.config.load import load_config
@@ -125,8 +127,8 @@ def _stored_model(
     *,
     is_custom: bool,
 ) -> StoredModel:
-    """Return what a checkpoint holds as a model like any other: adapters are added to the weights
-    that they adapt, and its configuration has none.
+    """Return a checkpoint's content as a StoredModel: adapters are added to the weights that they
+    adapt, and its configuration has none.
 
     Raises ConfigError if a custom model is opened as the built-in one, or vice versa; CorruptError
     unless a built-in model's tensors have exactly its configuration's names and shapes, adapters
@@ -162,7 +164,8 @@ def _stored_model(
 
 def _with_adapters_added(weights: Weights, lora: LoraConfig) -> tuple[Weights, Adapters | None]:
     """Return the weights with a run's adapters merged into them, each sum W + factor · B A computed
-    at access, and the adapters by themselves. Without adapters the weights are returned."""
+    at access, and the adapters by themselves. The adapters are None, and the weights unchanged, if
+    the run trained none."""
     from pentameter.checkpoint.model_folder import Adapters
 
     if lora.rank is None:
@@ -185,8 +188,8 @@ def _add(
     target: torch.Tensor,
     region: tuple[slice, ...],
 ) -> None:
-    """Fill `target` with one region: W + factor · B A, with W (m, n), A (rank, n) and B (m, rank),
-    computed in fp32 or higher and rounded to W's dtype."""
+    """Fill `target` with one region (row and column slices of the result): W + factor · B A, with W
+    (m, n), A (rank, n) and B (m, rank), computed in fp32 or higher and rounded to W's dtype."""
     import torch
 
     rows, columns = region

@@ -34,7 +34,7 @@ class Manifest:
     layout: Mapping[str, int]
     """Degrees of parallelism in the layout that wrote it; an absent one is 1."""
     groups: Mapping[str, tuple[str, ...]]
-    """Tensor group → the files that hold its tensors."""
+    """Tensor group (`model`, `optimizer`) → names of the files that hold its tensors."""
     files: tuple[FileRecord, ...]
 
     @property
@@ -65,7 +65,7 @@ class Manifest:
 
 
 def encode_json(content: Any) -> bytes:
-    """Encode JSON with one spelling per content, so that any changed byte shows.
+    """Encode JSON with one spelling per content, so that equal content gives equal bytes.
 
     Raises ValueError for values that JSON cannot hold: NaN, infinities, foreign types.
     """
@@ -73,7 +73,8 @@ def encode_json(content: Any) -> bytes:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True if `name` is a file name that cannot lead out of its folder."""
+    """Return True if `name` is a file name of letters, digits, `.`, `_` and `-`, which cannot lead
+    out of its folder."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
@@ -90,8 +91,9 @@ def seal(
     """Turn a folder whose files are written into a checkpoint: add the manifest and sync the
     folder.
 
-    `tensors` maps each group to its files; `small` are the other files. The manifest is written
-    last, so nothing it names can be missing.
+    `tensors` maps each group (`model`, `optimizer`) to the records of its files; `small` are those
+    of the other files. `layout` has the degrees of parallelism, axis → degree. The manifest is
+    written last, so nothing it names can be missing.
     """
     records = [*(record for of_group in tensors.values() for record in of_group), *small]
     groups = {group: tuple(each.name for each in files) for group, files in tensors.items()}
@@ -102,8 +104,8 @@ def seal(
 
 
 def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
-    """Build the manifest from the JSON object in the file `path`. Raises CorruptError, naming
-    `path`, if it is malformed or written by a newer version."""
+    """Build the Manifest from `content`, the JSON object that was read from the file `path`. Raises
+    CorruptError, naming `path`, if it is malformed or written by a newer version."""
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CorruptError(

@@ -1,4 +1,5 @@
-"""A model on disk: its weights are memory-mapped, and read only when accessed."""
+"""A model on disk (from a checkpoint or a Hugging Face folder), memory-mapped and read only when
+accessed, and the writer for a checkpoint folder that holds a model alone."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Adapters:
 
     lora: LoraConfig
     tensors: Weights
-    """Keyed by the names in `planning.adapters.training_table`."""
+    """Keyed by the names in `planning.adapters.training_table`. Each adapted layer has a matrix A
+    and a matrix B."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class StoredModel:
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:
-    """Write the checkpoint folder `out` from a model alone; `sample`, `eval` and `train` accept it.
+    """Write the checkpoint folder `out`, with the weights but no optimizer state, and return it;
+    `sample`, `eval` and `train --init-from` accept it.
 
     It holds model.safetensors (pentameter's names), config.toml, tokenizer.json, and the files that
     make it a checkpoint: state.json and a manifest with every file's sha256. One tensor is in

@@ -1,4 +1,5 @@
-"""Search for checkpoints and opening them. A folder counts only if its manifest verifies."""
+"""Finding and opening checkpoints. A folder counts only if its manifest and every file's hash
+verify."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     state: Mapping[str, Any]
-    """state.json: step, tokens, best, … as they were saved."""
+    """The JSON object in state.json: step, tokens, best and the rest of the training state, as
+    saved."""
 
     @property
     def step(self) -> int:
@@ -54,8 +56,8 @@ class Checkpoint:
         return self.manifest.step
 
     def tensors(self, group: str) -> StoredTensors:
-        """Map the tensors in a group (`model`, `optimizer`), name → tensor, from the files, on the
-        CPU.
+        """Return the tensors in a group (`model`, `optimizer`), name → tensor, memory-mapped from
+        the files, on the CPU.
 
         A tensor saved in several regions is a LazyTensor, assembled at each access. Copy a tensor
         before changing it or keeping it for long. Raises CorruptError if the checkpoint has no such
@@ -68,18 +70,19 @@ class Checkpoint:
         return StoredTensors([self.path / name for name in self.manifest.groups[group]])
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file (`config.toml`), verified again; CorruptError if there
-        is none."""
+        """Return the content of a small file (`config.toml`), verified again; CorruptError if the
+        checkpoint has no such file or its bytes changed."""
         return read_checked(self.path, self.manifest.files, name, max_bytes=MAX_JSON_BYTES)
 
 
 def step_folder_name(step: int) -> str:
-    """Name a step's folder: `step-00000500`."""
+    """Return the name for the folder of a checkpoint at `step`: `step-00000500`."""
     return f"step-{step:08d}"
 
 
 def is_step_folder(name: str) -> bool:
-    """Return True if a finished checkpoint could have this name."""
+    """Return True if `name` is one that a finished checkpoint can have: `step-` with eight digits
+    or more, also with the suffix `.replaced`."""
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
@@ -100,15 +103,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
-    """Read state.json, verified against the manifest. Raises CorruptError if it is not a JSON
-    object."""
+    """Read state.json in the folder `path`, verified against its manifest. Raises CorruptError if
+    it is missing, damaged or no JSON object."""
     data = read_checked(path, manifest.files, STATE_NAME, max_bytes=MAX_JSON_BYTES)
     return decode_json(data, path / STATE_NAME)
 
 
 def read_own_manifest(path: Path) -> Manifest:
-    """Read a folder's manifest; CorruptError if the folder is unfinished or named after another
-    step."""
+    """Read and verify the manifest in the checkpoint folder `path`; CorruptError if it is missing
+    or damaged, the folder is an unfinished save, or its name gives another step."""
     if is_temporary(path.name):
         raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
     manifest = read_manifest(path)
@@ -122,7 +125,8 @@ def read_own_manifest(path: Path) -> Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
-    are not opened. Raises CorruptError if it is damaged, and as `parse_manifest` does."""
+    are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
+    version."""
     path = folder / MANIFEST_NAME
     data = read_regular(path, max_bytes=MAX_JSON_BYTES)
     content = decode_json(data, path)
@@ -134,7 +138,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
-    """Raise CorruptError naming the first file that does not match its record in the manifest.
+    """Raise CorruptError naming the first file in `folder` that does not match its record in the
+    manifest.
 
     Sizes are compared first: they reveal most damage without reading gigabytes. With
     `hash_content`, sha256 hashes follow, in up to 8 threads.
@@ -153,7 +158,8 @@ class Candidate:
 
     step: int
     replaced: bool
-    """Renamed while a new save of its step commits; restored if that commit never finished."""
+    """True if its name ends with `.replaced`: renamed while a new save at its step commits;
+    restored if that commit never finished."""
     path: Path
 
 
@@ -163,10 +169,10 @@ def find_checkpoint(
     """Find the verified checkpoint with the highest step in `folder`, among those from `run_id` and
     at `step` if these are given; None if there is none.
 
-    Only names and contents count, never times. Each damaged folder that is passed over adds a line
-    to `warnings`; if all are damaged, CorruptError names the newest one's file. A folder that
-    another process prunes meanwhile is not damage: the search starts over, for up to 60 seconds,
-    then StorageError.
+    The step comes from names and contents, never from file times. Each damaged folder that is
+    passed over adds a line to `warnings`; if all are damaged, CorruptError names the newest one's
+    file. A folder that another process prunes meanwhile is not damage: the search starts over, for
+    up to 60 seconds, then StorageError.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -196,7 +202,7 @@ def find_checkpoint(
 
 def list_checkpoints(folder: Path) -> list[Candidate]:
     """List the folders named like checkpoints, highest step first; the proper name before
-    `.replaced`."""
+    `.replaced`. Empty if `folder` does not exist."""
     found = []
     with storage_errors(folder, "list"), suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,7 +1,8 @@
 """Owners: the rank that writes each region of each tensor in a checkpoint.
 
-A distributed run saves a tensor in regions. Each rank writes the regions it owns into its own file;
-if several ranks hold a region (replicas under data parallelism), one of them writes it.
+A distributed run saves a tensor in regions, rectangular blocks of it. Each rank writes the regions
+it owns into its own file; if several ranks hold a region (replicas under data parallelism), one of
+them writes it.
 
 The device mesh and the tensor's placements determine the ranks that hold a region: those with the
 same coordinates along `pipeline` and along every dimension that shards the tensor, whatever their
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Groups = Mapping[str, Mapping[str, "torch.Tensor | LazyTensor"]]
-"""Group (`model`, `optimizer`) → name → tensor, whole or a DTensor."""
+"""Group (`model`, `optimizer`) → name → tensor: plain and whole, lazy and whole, or a DTensor."""
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A region that a rank holds."""
+    """A region, or a whole tensor, that a rank holds."""
 
     group: str
     piece: Piece
@@ -58,18 +59,20 @@ class Holdings:
     ranks_of: Mapping[Region, Ranks]
     """Region → all ranks with a replica; empty if placements do not determine it."""
     view: bytes
-    """A hash over names, shapes, dtypes and placements, equal on all ranks in a pipeline stage if
-    placements determine the holders; empty if they do not."""
+    """A hash over names, shapes, dtypes and sharding dimensions, equal on all ranks in a pipeline
+    stage if placements determine the holders; empty if they do not."""
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """A hash over the regions themselves."""
+        """A hash over this rank's regions (not their elements), to notice that they changed since
+        the last save."""
         return _hash(self.tensors)
 
 
 def held_regions(groups: Groups) -> dict[Region, torch.Tensor | LazyTensor]:
-    """Map the regions that this rank holds to their elements. Ranks that hold the same region are
-    replicas of each other. Raises ValueError for a tensor whose local region is unknown."""
+    """Return the regions that this rank holds, region → elements; empty shards are left out. Ranks
+    that hold the same region are replicas. Raises ValueError for a tensor whose local region is
+    unknown."""
     held: dict[Region, torch.Tensor | LazyTensor] = {}
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
@@ -92,8 +95,9 @@ def holdings(
     """Return this rank's Holdings, with the other holders as far as `mesh` determines them.
 
     `mesh` is the mesh for the whole layout; all its dimensions are named, `pipeline` among them.
-    `stages_of` names parameters held at several coordinates along `pipeline`. Raises ValueError for
-    a tensor whose local region is unknown.
+    `stages_of` maps a parameter's name to its coordinates along `pipeline` if it has several.
+    Without a mesh, or with one that lacks a tensor's sharding dimension, the holders are left
+    empty. Raises ValueError for a tensor whose local region is unknown.
     """
     held = held_regions(groups)
     if mesh is None:
@@ -145,8 +149,9 @@ def _ranks_at(mesh: DeviceMesh, over: frozenset[str], stages: tuple[int, ...] | 
 
 
 def views_agree(views: Sequence[bytes], mesh: DeviceMesh | None) -> bool:
-    """Return True if, in each pipeline stage, all ranks expect each other to hold the same, judged
-    from every rank's `view`. The result is the same on all ranks."""
+    """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions,
+    judged from every rank's `Holdings.view`, in rank order. False without a mesh. The result is the
+    same on all ranks."""
     if mesh is None or mesh.mesh.numel() != len(views) or not all(views):
         return False
     dimensions = list(mesh.mesh_dim_names or ())
@@ -157,10 +162,9 @@ def views_agree(views: Sequence[bytes], mesh: DeviceMesh | None) -> bool:
 
 
 def exchange(held: Iterable[Region], world: World) -> dict[Region, Ranks]:
-    """Gather every rank's list of regions into region → the ranks that hold it, for the whole
-    world.
+    """Gather every rank's list of regions: region → the ranks that hold it, in the whole world.
 
-    Collective. Raises ValueError for a tensor that its regions together do not cover.
+    Collective. Raises ValueError if the regions do not add up to a whole tensor.
     """
     ranks_of: dict[Region, list[int]] = {}
     for rank, regions in enumerate(world.all_gather(list(held))):
@@ -184,7 +188,7 @@ def owned(ranks_of: Mapping[Region, Ranks], rank: int) -> set[Region]:
     first, each goes to the rank with the fewest bytes so far.
 
     All holders compute the same owner, because each of them knows every region that the same ranks
-    hold.
+    hold. `ranks_of` maps each region to its holders.
     """
     own = set()
     n_bytes: dict[Ranks, list[int]] = {}
@@ -205,9 +209,11 @@ def _largest_first(region: Region) -> tuple[int, str, str, tuple[int, ...]]:
 
 
 def files_of(own: Iterable[Region], holds: Holdings) -> dict[str, TensorFile]:
-    """Plan the file for each group in which this rank owns regions, group → file.
+    """Plan the file that holds this rank's own regions, for each group with any: group →
+    TensorFile.
 
-    Raises TypeError for a tensor that cannot be saved.
+    `own` is the result from `owned`, `holds` has the elements. Raises TypeError for a tensor that
+    cannot be saved.
     """
     by_group: dict[str, list[Region]] = {}
     own = set(own)
@@ -218,14 +224,15 @@ def files_of(own: Iterable[Region], holds: Holdings) -> dict[str, TensorFile]:
 
 
 def file_name(group: str, writers: Sequence[int], rank: int) -> str:
-    """Name a group's file: `model.safetensors`, or the second of four:
-    `model-00001-of-00004.safetensors`."""
+    """Name the file that `rank` writes for a group: `model.safetensors`, or for the second of four
+    `writers` (ranks in ascending order) `model-00001-of-00004.safetensors`."""
     part = f"-{writers.index(rank):05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
     return f"{group}{part}.safetensors"
 
 
 def _file_of(regions: Sequence[Region], holds: Holdings) -> TensorFile:
-    """Plan the file for these regions in one group; a whole tensor keeps its own name as key."""
+    """Plan the file for these regions in one group. A whole tensor's key is its name; a region's
+    key has its ranges appended."""
     tensors: dict[str, torch.Tensor | LazyTensor] = {}
     pieces: dict[str, Piece] = {}
     for region in regions:

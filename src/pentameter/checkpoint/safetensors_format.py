@@ -46,7 +46,7 @@ DTYPE_CODES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""dtype → its name in safetensors."""
+"""PyTorch dtype, as text → its code in the safetensors format."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,19 @@ class TensorFile:
 
     @property
     def n_data_bytes(self) -> int:
-        """Size in bytes of the data after the header."""
+        """Size in bytes of the tensors' data, after the header."""
         return self.n_bytes - len(self.header)
 
     @property
     def gpus(self) -> set[torch.device]:
-        """The CUDA devices that hold some of the tensors."""
+        """The CUDA devices that hold some of the tensors; lazy tensors count as on the host."""
         devices = {each.device for each in self.tensors if not isinstance(each, LazyTensor)}
         return {device for device in devices if device.type == "cuda"}
 
     def copied_to(self, buffer: torch.Tensor) -> TensorFile:
         """Return the same file with its data copied into `buffer`, uint8 (n_data_bytes,) on the
-        host. If the buffer is pinned, copies from a GPU are only started."""
+        host. If the buffer is pinned, copies from a GPU are only started: synchronize before
+        reading."""
         start = 0
         for tensor in self.tensors:
             source = tensor[...].detach()
@@ -92,7 +93,8 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """The tensor that an entry holds a region of, and the region's offset in it."""
+    """The whole tensor (name and shape) to which an entry's region belongs, and the region's offset
+    in it: its first index along each dimension."""
 
     name: str
     shape: tuple[NonNegativeInt, ...]
@@ -101,7 +103,8 @@ class Piece:
 
 
 def piece_key(piece: Piece, sizes: Sequence[int]) -> str:
-    """Name a region in its file: `token_embedding.weight[0:128,0:64]`."""
+    """Return the key for a region in its file, with start and end per dimension:
+    `token_embedding.weight[0:128,0:64]`."""
     ranges = zip(piece.offset, sizes, strict=True)
     return f"{piece.name}[{','.join(f'{start}:{start + size}' for start, size in ranges)}]"
 
@@ -109,11 +112,12 @@ def piece_key(piece: Piece, sizes: Sequence[int]) -> str:
 def plan_file(
     tensors: Mapping[str, torch.Tensor | LazyTensor], pieces: Mapping[str, Piece] | None = None
 ) -> TensorFile:
-    """Plan the file for `tensors` by key, largest dtypes first so that each stays aligned.
+    """Plan the file that holds `tensors`, key → tensor, largest dtypes first so that each stays
+    aligned.
 
-    `pieces` lists the keys that are regions, each with its tensor and offset. Tensors that share
-    memory are written once per name. Raises TypeError for a tensor without dense data (sparse,
-    meta) or with a dtype that the format lacks.
+    `pieces` maps the keys that hold regions to the tensor and offset; all other keys hold whole
+    tensors. Tensors that share memory are written once per name. Raises TypeError for a tensor
+    without dense data (sparse, meta) or with a dtype that the format lacks.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     metadata = {"format": "pt"}

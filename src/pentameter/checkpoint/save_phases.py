@@ -42,24 +42,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NamedFiles = Mapping[str, tuple[str, TensorFile]]
-"""Group → name and content of the file that this rank writes for it, if it writes any."""
+"""Group (`model`, `optimizer`) → name and content of the file that this rank writes for it. A group
+is absent if this rank writes nothing for it."""
 
 
 @dataclass
 class Exchanged:
-    """The regions that ranks reported to each other because placements do not determine them."""
+    """The regions that ranks reported to each other because placements do not determine them. Kept
+    from save to save, and used again while every rank's regions stay the same."""
 
     fingerprints: Sequence[bytes] = ()
-    """Hash of each rank's regions at that time."""
+    """`Holdings.fingerprint` for each rank in order, from the exchange."""
     ranks_of: Mapping[Region, Ranks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Written:
-    """Records of the files that one rank has written and read back."""
+    """Records (name, size, sha256) of the files that one rank has written and read back."""
 
     tensors: Mapping[str, FileRecord]
-    """Keyed by group."""
+    """Tensor group → record of this rank's file."""
     small: Sequence[FileRecord]
 
 
@@ -72,8 +74,8 @@ class HostBuffers:
     def copy(
         self, files: Mapping[str, tuple[str, TensorFile]]
     ) -> dict[str, tuple[str, TensorFile]]:
-        """Return the same files with their bytes copied into these buffers. Earlier copies are
-        overwritten."""
+        """Copy the files' tensors into these buffers, and return the files with their bytes there;
+        group → name and content. Earlier copies are overwritten. Waits for copies from GPUs."""
         import torch
 
         copied = {}
@@ -90,9 +92,9 @@ class HostBuffers:
 
 
 def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate host memory, uint8 (n_bytes,), on large pages if the system has them: the first copy
-    touches every page while training waits, and then takes a fifth of the time that small pages
-    take."""
+    """Allocate host memory, uint8 (n_bytes,), page-locked if `pinned`, else on large pages if the
+    system has them: the first copy touches every page while training waits, and large pages cut
+    that time to a fifth."""
     import torch
 
     if pinned or not n_bytes:
@@ -105,7 +107,8 @@ def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 @dataclass
 class Save:
-    """A planned save on one rank, and its progress."""
+    """A save on one rank, from its plan to commit: the files to write, and the progress of
+    writing."""
 
     step: int
     folder: Path
@@ -122,8 +125,8 @@ class Save:
     _thread: Thread | None = None
 
     def start_writing(self, buffers: HostBuffers) -> None:
-        """Take a snapshot into `buffers`, so that the tensors may change from now on, and write it
-        in a thread, which `written` joins.
+        """Copy the tensors into `buffers`, so that they may change from now on, and start a thread
+        that writes the files; `written` joins it.
 
         If memory for the snapshot is lacking, `written` raises StorageError, not this method: until
         then ranks with and without the memory proceed alike.
@@ -141,12 +144,12 @@ class Save:
 
     @property
     def is_beside(self) -> bool:
-        """True if a thread writes it, overlapped with training."""
+        """True if a thread was started to write the files while training goes on."""
         return self._thread is not None
 
     @property
     def is_writing(self) -> bool:
-        """True while this rank's thread writes."""
+        """True while this rank's thread is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
     def written(self) -> Written:
@@ -183,11 +186,13 @@ class Save:
 def plan_files(
     groups: Groups, world: World, mesh: DeviceMesh | None, exchanged: Exchanged
 ) -> tuple[NamedFiles, int]:
-    """Plan the files that this rank writes, and sum the bytes that all ranks write.
+    """Plan the files that this rank writes: group → name and content, and the bytes that all ranks
+    together write.
 
     Collective: each rank passes the same groups with the tensors it has, and the `mesh` for the
-    layout that placed them. Raises ValueError if the ranks together do not hold a whole tensor,
-    TypeError for a tensor that cannot be saved; an error on one rank is raised on all.
+    layout that placed them. `exchanged` is reused, and updated, if placements do not determine the
+    owners. Raises ValueError if the ranks together do not hold a whole tensor, TypeError for a
+    tensor that cannot be saved; an error on one rank is raised on all.
     """
     found: dict[str, Any] = {}
 
@@ -216,9 +221,10 @@ def plan_files(
 def _files_by_exchange(
     holds: Holdings, fingerprints: Sequence[bytes], world: World, exchanged: Exchanged
 ) -> tuple[dict[str, TensorFile], Sequence[Mapping[str, int]]]:
-    """Plan this rank's files, and gather the sizes of every rank's, when placements do not
-    determine the holders. The ranks exchange their regions unless they did so before and nothing
-    changed since."""
+    """Plan this rank's files, group → TensorFile, and gather every rank's sizes (group → bytes),
+    when placements do not determine the holders. Collective. The ranks exchange their lists of
+    regions, and store them in `exchanged`, unless no rank's list changed since the last
+    exchange."""
     if exchanged.fingerprints != fingerprints:
         exchanged.ranks_of = exchange(holds.tensors, world)
         exchanged.fingerprints = fingerprints
@@ -239,8 +245,9 @@ def _sizes(files: Mapping[str, TensorFile]) -> dict[str, int]:
 def small_files(
     state: Mapping[str, Any], extra_files: Mapping[str, bytes], groups: Collection[str]
 ) -> dict[str, bytes]:
-    """Map name → content for the files next to the tensors. Raises ValueError for a state that JSON
-    cannot hold, and for a file or group whose name is taken or leads out of the folder."""
+    """Return name → content for the files next to the tensors: state.json and `extra_files`. Raises
+    ValueError for a state that JSON cannot hold, and for a file or group whose name is taken or
+    leads out of the folder."""
     taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:

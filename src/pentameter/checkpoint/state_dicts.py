@@ -1,8 +1,9 @@
 """Model and optimizer state by parameter name: the content of a checkpoint, independent of
 sharding.
 
-The optimizer's tensors are named `PARAMETER.SLOT` (`token_embedding.weight.exp_avg`), so a state
-can be read without knowing the order or the groups in which an optimizer held its parameters.
+The optimizer's tensors are named `PARAMETER.SLOT` (`token_embedding.weight.exp_avg`; a slot is one
+tensor that the optimizer keeps per parameter), so a state can be read without knowing the order or
+the groups in which an optimizer held its parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _N_SHOWN = 5
 
 
 def model_state(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Map name → tensor for a model's parameters and persistent buffers; the tensors are not
+    """Return name → tensor for a model's parameters and persistent buffers, detached but not
     copied.
 
-    `model` may be a list of slices that this rank holds. Parameters that FSDP had all-gathered for
-    a pass are sharded again, and the modules hold the shards afterwards.
+    `model` may be a list of slices (pipeline stages) that this rank holds. Parameters that FSDP had
+    all-gathered for a pass are sharded again, and the modules hold the shards afterwards.
     """
     from torch import nn
 
@@ -47,9 +48,10 @@ def load_model_state(
 ) -> None:
     """Copy `tensors` into the model, in place; names, shapes and dtypes must be the model's own.
 
-    `model` may be sharded, or be slices that the ranks in `world` hold between them. Collective:
-    each rank fills its own shards. Raises CorruptError, before anything is changed, saying which
-    tensors are missing or do not fit; an error on one rank is raised on all.
+    `model` may be sharded, or be slices that the ranks in `world` (None: this process alone) hold
+    between them. Collective: each rank fills its own shards. Raises CorruptError, before anything
+    is changed, saying which tensors are missing or do not fit; an error on one rank is raised on
+    all.
     """
     targets = model_state(model)
     _fill("model", targets, targets, tensors, World() if world is None else world)
@@ -58,11 +60,12 @@ def load_model_state(
 def optimizer_state(
     optimizer: AnyOptimizer, named_parameters: NamedParameters, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Map `PARAMETER.SLOT` → tensor for the optimizer's state; the tensors are not copied.
+    """Return `PARAMETER.SLOT` → tensor for the optimizer's state, detached but not copied.
 
-    The state of parameters in `without` is left out: another rank saves it. The result is empty
-    before the first step, and for SGD without momentum. The optimizers in a joint optimizer may
-    keep different slots.
+    `named_parameters` gives each parameter that the optimizer holds its name. The state of
+    parameters named in `without` is left out: another rank saves it. The result is empty before the
+    first step, and for SGD without momentum. The optimizers in a joint optimizer may keep different
+    slots.
 
     Raises ValueError if an optimizer of a known kind has state for some parameters and none for
     others, because such a state could not be loaded again. Raises ConfigError if a custom optimizer
@@ -106,12 +109,12 @@ def load_optimizer_state(
     tensors: Tensors,
     world: World | None = None,
 ) -> None:
-    """Load copies of `tensors`, named as `optimizer_state` names them, into the optimizer.
+    """Load copies of `tensors`, keyed `PARAMETER.SLOT`, into the optimizer.
 
-    State is sharded like its parameter. Collective: each rank in `world` fills its own shards.
-    Raises CorruptError, before anything is changed, if a parameter lacks state that others have, a
-    name does not belong to this optimizer, or a shape differs; an error on one rank is raised on
-    all.
+    State is sharded like its parameter. Collective: each rank in `world` (None: this process alone)
+    fills its own shards. Raises CorruptError, before anything is changed, if a parameter lacks
+    state that others have, a name does not belong to this optimizer, or a shape differs; an error
+    on one rank is raised on all.
     """
     world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
@@ -143,8 +146,12 @@ def load_optimizer_state(
 def _empty_slot(
     name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor, *, any_shape: bool
 ) -> torch.Tensor:
-    """Allocate a tensor for one stored tensor in the parameter's state, sharded like the parameter;
-    with `any_shape`, a stored tensor whose shape differs is allocated whole."""
+    """Allocate the tensor into which one stored tensor of the parameter's state is loaded, sharded
+    like the parameter, with the stored dtype.
+
+    A step count, and with `any_shape` a tensor whose shape is not the parameter's, is allocated
+    whole on the host. Raises CorruptError if any other shape differs.
+    """
     import torch
 
     is_other = any_shape and tuple(stored.shape) != tuple(parameter.shape)
@@ -162,10 +169,12 @@ def _fill(
     tensors: Tensors,
     world: World,
 ) -> None:
-    """Copy this rank's shards from `tensors` into the targets that bear their names.
+    """Copy this rank's shards from `tensors` into `targets`, name → tensor or DTensor.
 
     Collective. Raises CorruptError, before anything is changed, unless the `names` that all ranks
     expect are, together, those in `tensors`, and each fits its target.
+
+    `kind` (`model`, `optimizer`) is for the error message. `names` are those this rank expects.
     """
 
     def check() -> list[str]:
@@ -190,8 +199,9 @@ def _fill(
 def _slots_to_load(
     optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors
 ) -> dict[str, set[str]]:
-    """Map each parameter that this optimizer holds to the slots that `tensors` must have: all slots
-    that a known kind keeps, or for an unknown kind those that were saved."""
+    """Return, for each parameter that this optimizer holds, the slots that `tensors` must have: all
+    slots that a known kind keeps, or for an unknown kind those that were saved. Raises CorruptError
+    for a slot that a known kind does not keep."""
     kept: dict[str, set[str]] = {name: set() for name, _ in held}
     for parameter, _, slot in (name.rpartition(".") for name in tensors):
         if parameter in kept:
@@ -211,7 +221,7 @@ def _slots_to_load(
 def _held(
     optimizer: AnyOptimizer, named_parameters: NamedParameters
 ) -> list[tuple[torch.optim.Optimizer, Held]]:
-    """List each torch optimizer with the named parameters it holds.
+    """Pair each torch optimizer (several in a joint one) with the (name, parameter) pairs it holds.
 
     Raises ValueError if one of them holds a parameter that has no name.
     """
@@ -232,15 +242,15 @@ def _held(
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Map each parameter's id to its number in the optimizer's state_dict, counted through the
-    groups."""
+    """Map each parameter's `id()` to its number in the optimizer's state_dict: its position over
+    all parameter groups."""
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     return {id(value): number for number, value in enumerate(parameters)}
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Name the slots that the optimizer keeps per parameter once it has stepped; None for an
-    unknown kind."""
+    """Return the slots that an optimizer keeps per parameter once it has stepped; None for an
+    unknown class."""
     import torch
 
     groups = optimizer.param_groups
@@ -260,7 +270,8 @@ def check_fits(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise CorruptError unless a stored tensor has this shape and, if given, dtype."""
+    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and, if
+    given, dtype."""
     if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
         raise CorruptError(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
@@ -272,7 +283,7 @@ def check_weights(
     weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
 ) -> None:
     """Raise CorruptError, naming the folder `where`, unless the weights have exactly the expected
-    names, each with its shape and, if given, its dtype."""
+    names, name → shape and dtype (None: any)."""
     if differences := name_differences(expected, weights):
         raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
     for name, (shape, dtype) in expected.items():
@@ -280,7 +291,8 @@ def check_weights(
 
 
 def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
-    """Describe the missing and the unexpected names; an empty string if there are none."""
+    """Describe the expected names that are missing and the found ones that are unexpected, as a
+    clause for an error message; empty if there are none."""
     missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     parts = [f"missing: {few(missing)}"] if missing else []
     parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
@@ -288,7 +300,7 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """Join the names in order, shortened to the first five and a count."""
+    """Join the sorted names with commas; beyond five, the rest become a count."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

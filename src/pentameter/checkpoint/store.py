@@ -67,9 +67,10 @@ class Saved:
 
 
 class _StepFolders:
-    """The step folders of one run: which are its own and valid, and how one appears and disappears.
+    """The step folders of one run: tells valid ones from damaged ones, and renames them so that
+    each appears and disappears whole.
 
-    A reader, and the next process after a crash at any moment, find whole checkpoints alone. Each
+    After a crash at any moment, readers and the next process find only whole checkpoints. Each
     content is hashed once. `warnings` gets a line for each damaged checkpoint.
     """
 
@@ -85,7 +86,8 @@ class _StepFolders:
                     yield candidate
 
     def trust(self, path: Path, manifest: Manifest) -> None:
-        """Note that the files of a checkpoint matched its manifest: they are not hashed again."""
+        """Record that the files of the checkpoint at `path` match `manifest`, so that they are not
+        hashed again."""
         self._verified[path] = manifest.to_bytes()
 
     def is_valid(self, path: Path) -> bool:
@@ -102,8 +104,11 @@ class _StepFolders:
         return manifest.run_id == self._run_id
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Rename a complete temporary folder, whose files were all read back, to its step's name:
-        with a single rename if the name was free."""
+        """Rename a complete temporary folder, whose files were all read back, to its step's name.
+
+        Takes a single rename if the name is free. An existing folder is kept under `.replaced` (a
+        valid one) or a temporary name until then, and removed afterwards.
+        """
         target = self._folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
@@ -131,8 +136,8 @@ class _StepFolders:
                 self.discard(aside)
 
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
-        """Remove a checkpoint, first its name, then its files, so that it never appears half
-        removed."""
+        """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
+        appears half removed, then call `remove` on that."""
         self._verified.pop(folder, None)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
         with storage_errors(folder, "remove"):
@@ -141,7 +146,8 @@ class _StepFolders:
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` in a run; a process that writes to it holds the run's lock.
+    """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
+    writes to it holds the run's lock.
 
     `warnings` collects one line for each damaged checkpoint that was passed over.
     """
@@ -166,10 +172,11 @@ class CheckpointStore:
     ) -> Saved:
         """Save the checkpoint for `step`; it is durable on return.
 
-        `tensors` holds groups of named tensors, each written to `GROUP.safetensors`; `state` must
-        be JSON without NaN; `extra_files` are small additional files. A failure (StorageError)
-        leaves all other checkpoints as they were and nothing half-written. Saving a step again
-        replaces it, and at each moment the old or the new one can be found.
+        `tensors` holds groups (`model`, `optimizer`) of named tensors, each written to
+        `GROUP.safetensors`; `state` must be JSON without NaN; `extra_files` are small additional
+        files; the manifest records `layout` (axis → degree). A failure (StorageError) leaves all
+        other checkpoints as they were and nothing half-written. Saving a step again replaces it,
+        and at each moment the old or the new one can be found.
 
         Collective if `world` has several ranks: each passes the same groups with the tensors it has
         (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it
@@ -188,9 +195,15 @@ class CheckpointStore:
         world: World | None = None,
         mesh: DeviceMesh | None = None,
     ) -> Save:
-        """Begin the save that `save` describes: plan it and create its temporary folder. The
-        returned Save carries it through the next phases, up to `commit`. Collective; raises as
-        `save` does."""
+        """Begin a save: plan which rank writes which regions, check for free space and create the
+        temporary folder.
+
+        The arguments are those for `save`. The returned Save carries it through snapshot and write
+        to `commit`. Collective. Raises StorageError if space is lacking, ValueError for a state
+        that JSON cannot hold or an incomplete tensor, TypeError for a tensor that cannot be saved,
+        ConfigError if the step's folder belongs to another run; an error on one rank is raised on
+        all.
+        """
         started_at = time.perf_counter()
         world = World() if world is None else world
         files, n_bytes = plan_files(tensors, world, mesh, self._exchanged)
@@ -213,7 +226,8 @@ class CheckpointStore:
         """Wait until all ranks have written their files, then commit: rename the save's folder to
         its final name.
 
-        Collective; raises as `save` does, with the failure of a write.
+        Collective. Raises StorageError if a write failed on any rank or the rename fails; the
+        save's folder is then removed.
         """
         world = save.world
 
@@ -260,7 +274,8 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Find the verified checkpoint with this run's highest step; None if the run has none.
 
-        A damaged one is passed over with a line in `warnings`; CorruptError if all are damaged.
+        A damaged checkpoint is passed over with a line in `warnings`; CorruptError if all are
+        damaged.
         """
         checkpoint = find_checkpoint(self.folder, self.warnings, run_id=self.run_id)
         if checkpoint is not None:
@@ -268,10 +283,11 @@ class CheckpointStore:
         return checkpoint
 
     def clean(self) -> list[str]:
-        """Remove saves and removals that a dead process left unfinished; return their folder names.
+        """Remove the folders of saves and removals that a dead process left unfinished; return
+        their names.
 
-        Readers never look at these. A checkpoint that was renamed for a new save of its step gets
-        its name back if that save was never committed.
+        Readers never look at these folders. A checkpoint that was renamed for a new save at its
+        step gets its name back if that save was never committed.
         """
         removed = []
         with storage_errors(self.folder, "list"):
@@ -300,12 +316,12 @@ class CheckpointStore:
         keep_steps: Collection[int] = (),
         remove: Callable[[Path], object] = remove_tree,
     ) -> list[int]:
-        """Remove this run's checkpoints except the `keep_last` newest valid ones and `keep_steps`;
-        return the removed steps.
+        """Remove this run's checkpoints except the `keep_last` newest valid ones and those at
+        `keep_steps`; return the removed steps.
 
         A checkpoint is removed only if a newer one verifies, and a damaged one never counts as
-        kept. Folders that belong to other runs or cannot be identified stay. `remove` is given
-        folders that are no longer checkpoints, under temporary names; it may take its time.
+        kept. Folders that belong to other runs or cannot be identified stay. `remove` is called
+        with each folder once it has a temporary name, and may return before the files are gone.
         """
         kept_steps = set(keep_steps)
         removed = []

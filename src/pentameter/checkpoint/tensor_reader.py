@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A region, or a whole tensor, held by one entry in a file."""
+    """A region, or a whole tensor, held by the entry `key` in a safetensors file."""
 
     path: Path
     key: str
@@ -41,7 +41,8 @@ class StoredTensor:
 
 
 class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
-    """Tensors by name, on the CPU: mapped from their file, or lazy if regions must be assembled.
+    """Mapping from name to tensor, on the CPU: memory-mapped from its file, or lazy if its regions
+    must be assembled.
 
     Pages are read when touched; writing to a tensor changes memory, never the file. The files stay
     readable while this object lives, even if their folder is removed. Opening raises CorruptError,
@@ -66,13 +67,15 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         return len(self.stored)
 
     def read(self, region: StoredRegion) -> torch.Tensor:
-        """Return one entry in a file, memory-mapped."""
+        """Return the tensor (sizes of `region`) in one entry of a file, memory-mapped. Raises
+        CorruptError if the file is malformed, StorageError if it cannot be read."""
         with _reading(region.path):
             tensor: torch.Tensor = self._files[region.path].get_tensor(region.key)
         return tensor
 
     def _fill(self, stored: StoredTensor, target: torch.Tensor, region: tuple[slice, ...]) -> None:
-        """Fill `target` with one region, from every stored region that overlaps it."""
+        """Fill `target`, in place, with one region (start and stop per dimension) of the whole
+        tensor, from every stored region that overlaps it."""
         offset = [each.start for each in region]
         for each in stored.regions:
             starts = list(map(max, offset, each.offset))
@@ -103,8 +106,8 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         return found
 
     def _entries(self, path: Path) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield each entry in a file as the tensor's name and a StoredTensor with that one
-        region."""
+        """Yield each entry in a file as the name of the whole tensor and a StoredTensor with that
+        one region. Raises CorruptError if the header is malformed or a dtype unknown."""
         import torch
         from safetensors import safe_open
 
@@ -136,7 +139,7 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
 
 
 def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Convert a region [starts, ends) of a whole tensor to slices local to the block at
+    """Convert a region [starts, ends) of a whole tensor to slices into the block that begins at
     `offset`."""
     return tuple(
         slice(start - begin, end - begin)

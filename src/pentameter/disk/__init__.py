@@ -1,1 +1,1 @@
-"""Crash-safe files, locks between processes, and data folders."""
+"""Crash-safe files, locks between processes, the data and cache folders."""

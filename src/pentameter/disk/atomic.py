@@ -1,5 +1,6 @@
-"""Crash-safe files and folders: written under a temporary name, synced, then renamed. And files
-that others may have placed: opened so that none hangs the reader, read up to a bound, checked.
+"""Crash-safe files and folders: written under a temporary name, synced, then renamed. Also safe
+reading: a file that another program may have placed is opened without blocking, read up to a
+maximum size, and verified.
 
 Everything goes through `os` functions, one system call each, so that a test can stop a save before
 any single one.
@@ -31,7 +32,7 @@ _INLINE_BYTES = 2**20  # below this a thread costs more than it saves
 _MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in memory
 
 LIMIT_BYTES = 1 << 28
-"""Maximum bytes when another program's file is read whole."""
+"""Maximum size in bytes when another program's file is read whole."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 
@@ -52,7 +53,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Name, size and hash that a file must have."""
+    """Name, size in bytes and sha256 (hex) that a file must have."""
 
     name: str
     n_bytes: int
@@ -60,14 +61,15 @@ class FileRecord:
 
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """Return the StorageError for a failed operation: action, path, reason, remedy."""
+    """Return the StorageError whose message is `cannot DOING PATH: reason; remedy` (DOING is a
+    verb)."""
     remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
 
 
 @contextmanager
 def storage_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn the body's OSError into a StorageError about `path`."""
+    """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: …`."""
     try:
         yield
     except OSError as error:
@@ -75,19 +77,19 @@ def storage_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 def temporary_name(name: str) -> str:
-    """Return `name.tmp-<uuid>`, which never counts as finished."""
+    """Return `name.tmp-<uuid>`, which readers ignore as unfinished; unique at each call."""
     return f"{name}.tmp-{uuid.uuid4().hex}"
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `temporary_name` made this name."""
+    """Return whether `name` ends as `temporary_name` makes it: `.tmp-` and a UUID in hex."""
     return _TEMPORARY.search(name) is not None
 
 
 def sync(path: Path) -> None:
     """Make a file, or a folder's entries (creations, renames), survive a power loss.
 
-    A network file system that does not sync folders does not need it. Raises StorageError.
+    A file system that refuses to sync folders (some network ones) is accepted. Raises StorageError.
     """
     with storage_errors(path, "sync"):
         fd = os.open(path, os.O_RDONLY)
@@ -119,8 +121,8 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file's whole content; a reader, or a crash, finds the old or the new one. Raises
-    StorageError."""
+    """Replace a file's whole content; a reader, or a crash, finds the old or the new one. The new
+    content is on disk on return. Raises StorageError, the old file unchanged, if writing fails."""
     temporary = path.with_name(temporary_name(path.name))
     try:
         with storage_errors(path, "write"):
@@ -134,18 +136,19 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file from `chunks`, sync it, and return its size and sha256.
+    """Write a new file from `chunks` (its bytes, in order), sync it, and return its name, size and
+    sha256.
 
     A second thread hashes behind the writing and during the final sync, so a large file costs about
-    the slower of the two. The file must not exist. Failure raises StorageError and leaves the torn
-    file behind, under a temporary name that the caller removes.
+    the slower of the two. Raises StorageError if the file exists or writing fails; the partial file
+    is left for the caller to remove.
     """
     with storage_errors(path, "write"):
         return _write_hashed(path, chunks)
 
 
 def _write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write like `write_hashed`, raising OSError."""
+    """Write, sync and hash a new file as `write_hashed` does, but raise OSError."""
     digest = hashlib.sha256()
     n_bytes = 0
     unhashed: deque[Future[None]] = deque()
@@ -175,10 +178,10 @@ def _write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecor
 
 
 def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write like `write_hashed`, then read the file back and check it, so that the writer answers
-    for it.
+    """Write a new file from `chunks`, sync it, read it back and compare; return its name, size and
+    sha256.
 
-    Raises StorageError if the content read differs.
+    Raises StorageError if the file exists, writing fails or the content read differs.
     """
     record = write_hashed(path, chunks)
     try:
@@ -191,7 +194,7 @@ def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileReco
 
 
 def check_free_space(folder: Path, n_bytes: int) -> None:
-    """Raise StorageError unless `folder`'s disk has room for `n_bytes` more."""
+    """Raise StorageError unless the file system with `folder` has `n_bytes` bytes free."""
     with storage_errors(folder, "ask for the free space of"):
         status = os.statvfs(folder)
     free_bytes = status.f_bavail * status.f_frsize
@@ -207,7 +210,7 @@ class FolderExistsError(ConfigError):
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise FolderExistsError unless `folder` can be created: it is absent, or empty."""
+    """Raise FolderExistsError unless `folder` is absent or an empty folder."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
@@ -228,8 +231,9 @@ def remove_tree(path: Path) -> None:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
-    """Return a regular file's content. Raises CorruptError above `max_bytes`, and the errors in
-    `open_regular`."""
+    """Return a regular file's content. Raises CorruptError if it is larger than `max_bytes`, no
+    regular file, or a link without `follow_links`; MissingFileError if it is absent; StorageError
+    if it cannot be read."""
     with open_regular(path, follow_links=follow_links) as file:
         is_larger = os.fstat(file.fileno()).st_size > max_bytes
         data = b"" if is_larger else file.read(max_bytes + 1)
@@ -239,23 +243,26 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
-    """Return the UTF-8 text in another program's file; links are followed, since Hugging Face's
-    cache is made from them.
+    """Return the UTF-8 text in another program's file; links are followed.
 
-    Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or too large,
-    StorageError if it cannot be read.
+    Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or larger
+    than `limit_bytes`, StorageError if it cannot be read.
     """
     return _utf8(_read_foreign(path, limit_bytes), path)
 
 
 def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
-    """Return the JSON object in another program's file; raises like `read_text` and
-    `decode_json`."""
+    """Return the JSON object in another program's file; links are followed.
+
+    Raises ConfigError if it is absent, CorruptError if it is no JSON object, no regular file or
+    larger than `limit_bytes`, StorageError if it cannot be read.
+    """
     return decode_json(_read_foreign(path, limit_bytes), path)
 
 
 def decode_json(data: bytes, path: Path) -> dict[str, Any]:
-    """Parse the JSON object that `path` holds; CorruptError, naming it, for anything else."""
+    """Parse UTF-8 `data` as a JSON object; CorruptError, naming `path` (the data's source), for
+    anything else."""
     try:
         content = json.loads(_utf8(data, path))
     except (ValueError, RecursionError) as error:
@@ -280,7 +287,9 @@ def _utf8(data: bytes, path: Path) -> str:
 
 
 def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
-    """Raise CorruptError, naming the file, unless it exists with its recorded size (and hash)."""
+    """Raise CorruptError, naming the file, unless `folder` has a regular file with the record's
+    name and size and, with `hash_content`, its sha256. Raises StorageError if the file cannot be
+    read."""
     path = folder / record.name
     with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
@@ -295,8 +304,11 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
 def read_checked(
     folder: Path, records: Iterable[FileRecord], name: str, *, max_bytes: int
 ) -> bytes:
-    """Return the content of a small file, verified against its record; raises like `check_file`,
-    and CorruptError if no record has this name."""
+    """Return the content of the small file `name` in `folder`, verified against its record.
+
+    Raises CorruptError if no record has this name, the file is missing, larger than `max_bytes`, or
+    its sha256 differs; StorageError if it cannot be read.
+    """
     path = folder / name
     record = next((each for each in records if each.name == name), None)
     if record is None:
@@ -317,11 +329,11 @@ class MissingFileError(CorruptError):
 
 @contextmanager
 def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
-    """Open a regular file for reading; every file that others may have placed is opened here.
+    """Open a regular file for readingthat another program may have placed.
 
-    Does not wait for a pipe or read a device, which may have no end. Links are followed only with
-    `follow_links`; a folder in the path may be one. Raises CorruptError for other than a regular
-    file or for a link, MissingFileError if it is absent, StorageError if it cannot be read.
+    Never waits for a pipe or reads a device, which may have no end. A link at `path` is followed
+    only with `follow_links`; folders in the path may be links. Raises CorruptError for other than a
+    regular file or for a link, MissingFileError if it is absent, StorageError if it cannot be read.
     """
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.

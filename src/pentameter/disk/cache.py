@@ -1,4 +1,5 @@
-"""Data folder and cache, and public files, downloaded once."""
+"""Data and cache folders, and public files (corpora, vocabularies), downloaded once and
+verified."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DOWNLOAD_TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class PublicFile:
-    """A public file with known content."""
+    """A file on the public web with known content."""
 
     path: str
     """Path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
@@ -27,14 +28,14 @@ class PublicFile:
     n_bytes: int
     """Size in bytes; an upper bound if only git's id is known."""
     git_blob: str | None = None
-    """git's id for the content, instead of sha256."""
+    """git's blob id (SHA-1, hex) for the content, if its sha256 is unknown."""
 
     def checksum(self) -> str:
-        """Return the known checksum and its kind: `sha256 86c4…`."""
+        """Return the known checksum with its kind, `sha256 86c4…` or `git blob id …`."""
         return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
 
     def checksum_of(self, content: bytes) -> str:
-        """Return any content's checksum, of the same kind."""
+        """Return any content's checksum, in the form of `checksum()`."""
         if self.sha256:
             return f"sha256 {hashlib.sha256(content).hexdigest()}"
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
@@ -91,7 +92,8 @@ def local_file(file: PublicFile) -> Path | None:
 
 
 def _public_folders() -> list[Path]:
-    """Return the folders to search for public files, in order."""
+    """Return the folders to search for public files, in order: PENTAMETER_DATA_DIR if it is set,
+    then the cache."""
     given = data_folder()
     return [cache_folder()] if given is None else [given, cache_folder()]
 

@@ -1,11 +1,12 @@
 """Locks between processes, on `flock`: the kernel drops it with the process, however that ends.
 
-`building` makes a folder while others wait. `scratch_folder` makes one that goes with its process,
-or when the next one is made. `RunLock` (run.lock) refuses others and names the owner, so that one
-process at a time owns a run folder. There the file's record names the holder, and decides if
-`flock` does not reach: another machine on a shared disk, or a file system without locks. Ages are
-never compared with a clock: a newcomer watches whether the owner's beat still moves, so a clock
-that jumps changes nothing. `is_held` asks the same without taking the lock.
+`building` makes a folder while other processes wait. `scratch_folder` makes one that is removed
+with its process, or when the next one is made. `RunLock` (run.lock) refuses others and names the
+owner, so that one process at a time owns a run folder. The record in run.lock names the holder, and
+decides if `flock` does not reach: another machine on a shared disk, or a file system without locks.
+The owner raises a counter in the record (its beat) every two seconds. A newcomer watches whether
+that counter still moves, and compares no file times, so a clock that jumps changes nothing.
+`is_held` asks the same without taking the lock.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the n
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, distinct from every other on any machine."""
+    """The process that holds a lock, identified so that it differs from every other on any
+    machine."""
 
     pid: int
     host: str
@@ -62,7 +64,7 @@ class Owner:
 
 
 def current_owner() -> Owner:
-    """Return this process as an Owner."""
+    """Return this process as an Owner, with a new random token at each call."""
     pid = os.getpid()
     namespace = ""
     with suppress(OSError):
@@ -78,11 +80,12 @@ def current_owner() -> Owner:
 
 
 class RunLock:
-    """Ownership of `path`'s folder (`…/run.lock`) while entered; creates the folder.
+    """Context manager that owns the folder containing `path` (`…/run.lock`); creates the folder.
 
     Entering raises RunFolderInUseError, naming the owner, if another process holds it. A dead
     owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat if the
-    owner was on another. A thread writes a beat every `beat_seconds` and ends on leaving.
+    owner was on another. A thread raises the counter in the file (the beat) every `beat_seconds`,
+    until the context ends.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock. Raises RunFolderInUseError, and StorageError if it cannot be written."""
+        """Take the lock and start its beat. Raises RunFolderInUseError if another process holds it,
+        StorageError if the file cannot be written."""
         if self._owner is not None:
             raise RuntimeError(f"{self.path} is already held by this object")
         make_folder(self.path.parent)
@@ -122,7 +126,8 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Release the lock and end the beat; a forked child leaves its parent's lock alone."""
+        """Release the lock, remove its file and end the beat; does nothing if the lock is not held.
+        In a forked child, the parent's lock stays."""
         if self._owner is None:
             return
         if self._owner.pid == os.getpid():
@@ -137,8 +142,13 @@ class RunLock:
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
     ) -> tuple[Owner, int] | None:
-        """Try to take the lock. Return None if it is ours or the file just vanished, else the
-        remote owner to watch."""
+        """Try once to take the lock. Return None if it is now ours or its file just vanished (the
+        caller checks which), else the remote owner and its beat, to watch.
+
+        `guarded`: this process is the only newcomer on this machine. `watched`: a remote owner
+        whose beat stood still long enough to be dead. Raises RunFolderInUseError if the lock is
+        held on this machine.
+        """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             locked = _flock(fd)
@@ -185,7 +195,8 @@ class RunLock:
 
 
 def owner_of(path: Path) -> Owner | None:
-    """Return the process that a RunLock's file names, dead or alive; None if none can be read."""
+    """Return the process that the RunLock file `path` names, dead or alive; None if the file is
+    absent or damaged."""
     with suppress(CorruptError, StorageError):
         seen = _record_at(path)
         return None if seen is None else seen[0]
@@ -193,8 +204,8 @@ def owner_of(path: Path) -> Owner | None:
 
 
 def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
-    """Return whether a process holds the RunLock at `path`, by reading only: others may have put a
-    file there. A remote owner is watched for up to `watch_seconds`, until its beat moves."""
+    """Return whether a process holds the RunLock at `path`, without writing to the file or taking
+    its lock. A remote owner counts as alive only if its beat moves within `watch_seconds`."""
     with suppress(CorruptError, StorageError):
         seen = _record_at(path)
         if seen is None:
@@ -209,8 +220,8 @@ def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
 def _await_beat(
     path: Path, seen: tuple[Owner, int], seconds: float, pause: float
 ) -> tuple[Owner, int] | None:
-    """Return the record at `path` once it differs from `seen`; None if it does not within
-    `seconds`."""
+    """Return the record (owner, beat) at `path` once it differs from `seen`, read every `pause`
+    seconds; None if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(pause)
@@ -221,7 +232,8 @@ def _await_beat(
 
 
 def _record_at(path: Path) -> tuple[Owner, int] | None:
-    """Return a lock file's record, None without one. Raises like `open_regular`."""
+    """Return a lock file's record (owner, beat); None if the file is absent or holds none. Raises
+    CorruptError if it is no regular file, StorageError if it cannot be read."""
     # Opened anew each time: that is what makes a network file system look again.
     with suppress(MissingFileError), open_regular(path) as file:
         return _read_record(file.fileno())
@@ -230,7 +242,8 @@ def _record_at(path: Path) -> tuple[Owner, int] | None:
 
 @contextmanager
 def _folder_guard(folder: Path) -> Iterator[bool]:
-    """Admit one newcomer on this machine at a time; yield whether the file system can do that."""
+    """Admit one newcomer on this machine at a time, by a lock on the folder; yield False if the
+    file system has no locks, so that all are admitted."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _flock(fd, wait=True) is not None
@@ -239,7 +252,8 @@ def _folder_guard(folder: Path) -> Iterator[bool]:
 
 
 def _flock(fd: int, *, wait: bool = False) -> bool | None:
-    """Return whether the lock is now ours; None if the file system has no locks."""
+    """Try to lock the open file exclusively, waiting for it with `wait`. Return True if it is now
+    ours, False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,10 +279,11 @@ def _release_file(fd: int, path: Path) -> None:
 def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on leaving, synced and in one rename.
 
-    One process at a time: others call `waiting` once and wait for the first. An error leaves
-    nothing behind, and a killed process's remains, on whichever machine, are removed first. If the
-    file system has no locks, each process builds in its own folder. Raises FolderExistsError if
-    `target` exists, also if it has appeared meanwhile, StorageError if writing fails.
+    One process at a time builds: the others call `waiting`, if it is given, and wait for the first.
+    An error leaves nothing behind, and a killed process's remains, on whichever machine, are
+    removed first. If the file system has no locks, each process builds in its own folder. Raises
+    FolderExistsError if `target` exists, also if it has appeared meanwhile, StorageError if writing
+    fails.
     """
     with storage_errors(target, "write"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -337,8 +352,9 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _await_lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
-    """Return the descriptor holding the lock on the file `path`, created if absent; None without
-    locks or if the file cannot be created: that error shows later."""
+    """Wait for the lock on the file `path`, created if absent, calling `waiting` each time another
+    process holds it; return the file's descriptor. Returns None without locks, or if the file
+    cannot be created."""
     while True:
         try:
             # A file, and writable: NFS has no other locks.
@@ -365,7 +381,7 @@ def _await_lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Return whether the path still names the open file."""
+    """Return whether `path` still names the open file `fd`; False if it was removed or replaced."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -379,7 +395,8 @@ def _write_record(fd: int, owner: Owner, beat: int) -> None:
 
 
 def _read_record(fd: int) -> tuple[Owner, int] | None:
-    """Return owner and beat; None if the file is empty or damaged by a crash."""
+    """Return the lock record (owner, beat) in the open file; None if it is empty or damaged by a
+    crash."""
     try:
         content = json.loads(os.pread(fd, _RECORD_BYTES, 0))
         beat = int(content.pop("beat"))
@@ -395,7 +412,8 @@ def _is_same_machine(owner: Owner, me: Owner) -> bool:
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
-    """Return whether a recorded owner is certainly gone; `locked`: we hold the file's `flock`."""
+    """Return whether a recorded owner is certainly gone; `locked`: this process holds the file's
+    `flock`."""
     if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
     return _is_dead(owner, me)
@@ -415,7 +433,8 @@ def _is_dead(owner: Owner, me: Owner) -> bool:
 
 
 def _process_start(pid: int) -> int | None:
-    """Return field 22 in /proc/PID/stat (see proc(5)); -1 for a zombie, None without /proc."""
+    """Return when a process started, in clock ticks since boot (proc(5), field 22); -1 for a
+    zombie, None without /proc."""
     text = _read_text(f"/proc/{pid}/stat")
     if not text:
         return None

@@ -1,1 +1,1 @@
-"""Loss over a whole split, and accuracy on multiple-choice questions."""
+"""Evaluation: loss over a whole split, and accuracy on multiple-choice questions."""

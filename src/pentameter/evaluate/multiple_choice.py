@@ -39,18 +39,18 @@ class ChoiceMetrics(EvalMetrics):
     """Metrics from a pass over questions.
 
     The loss is that of the right choices given their contexts, in nats per token; `tokens` and
-    bits_per_byte count those choices. Accuracies, from 0 to 1, take the likeliest choice by three
-    measures; among equally likely ones the first.
+    bits_per_byte count those choices. Accuracies are fractions of questions whose right choice is
+    the likeliest, by three measures; among equally likely choices the first is taken.
     """
 
     examples: int
     """Number of questions."""
     accuracy: float
-    """By log-probability, summed over the choice's tokens."""
+    """Fraction right by log-probability, summed over the choice's tokens."""
     accuracy_per_token: float
-    """By log-probability per token in the choice."""
+    """Fraction right by log-probability per token in the choice."""
     accuracy_per_byte: float
-    """By log-probability per UTF-8 byte in the choice."""
+    """Fraction right by log-probability per UTF-8 byte in the choice."""
 
 
 def evaluate_multiple_choice(
@@ -64,7 +64,8 @@ def evaluate_multiple_choice(
 ) -> ChoiceMetrics | None:
     """Compute loss and accuracies over `questions`; None if `should_stop` ended it early.
 
-    The figures do not depend on `batch_size`. Where logits are NaN, the loss is, too. Collective.
+    `name` labels the result. `batch_size` choices run at once; the figures do not depend on it.
+    `should_stop` is asked before each batch. The loss is NaN if any logit is. Collective.
     """
     start = time.perf_counter()
     scores = choice_scores(engine, questions.choices, batch_size=batch_size, stop=should_stop)
@@ -100,8 +101,9 @@ def choice_scores(
     """Return each choice's log-probability, in nats, given its context: (n_choices,) float64; None
     if `stop` ended it early.
 
-    `batch_size` choices with similar lengths run at once; scores do not depend on it, as a causal
-    model cannot see the padding behind a choice. Collective: every rank gets all scores.
+    `stop` is asked before each batch. `batch_size` choices with similar lengths run at once; scores
+    do not depend on it, as a causal model cannot see the padding behind a choice. Collective: every
+    rank gets all scores.
     """
     scores = np.empty(len(choices))
     # The longest first: if memory is short, that shows at once.
@@ -131,7 +133,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """One question's choice, behind its context."""
+    """One choice for a question, as tokens behind its context."""
 
     tokens: Ids
     """(n,) token ids for context and choice; at most context_length + 1, the context shortened to
@@ -149,12 +151,12 @@ class ChoiceTokens:
 
 @dataclass(frozen=True)
 class EncodedQuestions:
-    """Questions as tokens: what `encode_questions` makes of them for one model."""
+    """Questions as token ids for one model, with every question's choices in one list."""
 
     choices: Sequence[ChoiceTokens]
     """Every question's choices, in order."""
     first_choices: Ids
-    """(n_questions,) index of each question's first choice."""
+    """(n_questions,) index in `choices` of each question's first choice."""
     answers: Ids
     """(n_questions,) right choice's index, among the question's."""
 
@@ -165,12 +167,12 @@ class EncodedQuestions:
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest row of context and choice needs as inputs."""
+        """Tokens in the longest row's inputs: context and choice, without the last token."""
         return max(len(choice.tokens) for choice in self.choices) - 1
 
     def accuracy(self, scores: Floats) -> float:
-        """Return the fraction of questions whose right choice scores highest; `scores`
-        (n_choices,) follow the choices' order."""
+        """Return the fraction of questions whose right choice scores highest; `scores` (n_choices,)
+        are in the order of `choices`."""
         of_questions = np.split(scores, self.first_choices[1:])
         best = np.array([int(np.argmax(each)) for each in of_questions])
         return float(np.mean(best == self.answers))

@@ -23,7 +23,8 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Metrics from a pass over a whole split."""
+    """Metrics from a pass over a whole split: loss in nats per token, tokens counted as targets,
+    and seconds taken. `best` marks a run's best loss so far."""
 
     step: int
     split: str
@@ -45,14 +46,16 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Compute loss, perplexity and bits per byte over `split`; None if `should_stop` ended it
-    early.
+    """Compute loss, perplexity and bits per byte over `split`; None if `should_stop`, asked before
+    each batch, ended it early.
 
-    Every target token counts once, so the figures do not depend on `batch_size`. Windows are
-    adjacent, or overlap with a `stride` (see `evaluation_batches`). If training reads one document
-    a batch row, so does evaluation, and for conversations always. Bits per byte are nats per token
-    ÷ ln 2 × tokens per UTF-8 byte in the split's text; they compare models with different
-    tokenizers. In conversations only assistant tokens count.
+    Every target token counts once, so the figures do not depend on `batch_size`. Windows with
+    context_length inputs are adjacent, or begin every `stride` tokens and overlap. If training
+    reads one document per batch row, so does evaluation, and for conversations always.
+    `batch_size`: rows per batch, over all ranks. Bits per byte are nats per token ÷ ln 2 × tokens
+    per UTF-8 byte in the split's text; they compare models with different tokenizers. In
+    conversations only assistant tokens count. Collective. Raises ConfigError for a stride outside 1
+    … context_length, or a split with nothing to predict.
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
@@ -82,9 +85,11 @@ def evaluate(
 
 
 def evaluation_batch_size(plan: Plan, row_length: int) -> int:
-    """Return the batch rows per evaluation batch during training, for rows of `row_length` tokens.
+    """Return batch rows per evaluation batch during training, over all ranks, for rows with
+    `row_length` tokens.
 
-    Per data-parallel rank as many as in a micro-batch, or more if rows are short.
+    Each data-parallel rank gets as many as in a micro-batch, or more if rows are short (up to 4,096
+    tokens).
     """
     per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // row_length)
     return plan.layout.n_batch_shards * per_shard
@@ -99,7 +104,8 @@ def perplexity(loss: float) -> float:
 
 
 Window = tuple[int, int, int]
-"""(first input, end of the last target, number of counted targets, the last ones)"""
+"""(position of the first input, end of the last target, number of counted targets: the last ones);
+positions count tokens in the split"""
 
 
 def evaluation_batches(
@@ -119,10 +125,10 @@ def evaluation_batches(
     whole context, at context_length times the work. `within_documents` starts anew at every
     document, whose first token is then no target.
 
-    Uncounted or missing targets are -1. All batches have batch_size rows; the last may have fewer.
-    After "Perplexity of fixed-length models" in the documentation of Hugging Face's transformers,
-    whose windows hold one target fewer: they begin with a token that is input only, ours end with
-    one that is target only.
+    Targets that do not count, and padding, are -1. All batches have `batch_size` rows, the last
+    perhaps fewer. After "Perplexity of fixed-length models" in the documentation of Hugging Face's
+    transformers, whose windows hold one target fewer: they begin with a token that is input only,
+    ours end with one that is target only.
 
     Raises ConfigError, at once, for a stride outside 1 … context_length and a split with nothing to
     predict: fewer than two tokens, or no document with two.
@@ -148,7 +154,8 @@ def evaluation_batches(
 
 
 def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Yield windows document by document; `starts` holds each document's first token."""
+    """Yield windows document by document; `starts` holds each document's first token. A document's
+    windows begin every `stride` tokens."""
     for number in range(len(starts)):
         start = int(starts[number])
         end = int(starts[number + 1]) if number + 1 < len(starts) else n_tokens
@@ -162,7 +169,8 @@ def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> 
 def _to_batches(
     split: TokenSplit, windows: Iterator[Window], context_length: int, batch_size: int
 ) -> Iterator[Batch]:
-    """Yield windows as batches with `batch_size` rows, the last with the remainder."""
+    """Yield the windows' tokens as batches with `batch_size` rows, the last with the remainder;
+    targets that a window does not count become -1."""
     n_done = 0
     while rows := list(itertools.islice(windows, batch_size)):
         tokens = (masked_tokens(split, [(start, stop)]) for start, stop, _ in rows)

@@ -1,1 +1,1 @@
-"""Text sampled from a trained model."""
+"""Text generation: sampling tokens from a trained model, and decoding them."""

@@ -1,10 +1,10 @@
 """Sampling loop, with several samples as one batch through the key/value cache, and ids to text.
 
-A model's positions end at its context length. Its view into a longer text depends on the text's
-length alone (`window_tokens`): everything while it fits, and each time the window is full its last
-half, which is encoded anew and grows again. A token therefore costs one pass over one token, except
-one in context_length/2 that costs a pass over half a window; and resuming a text gives the same as
-an uninterrupted run.
+A model's positions end at its context length. The visible part of a longer text depends on its
+length alone (`window_tokens`): everything while it fits; each time the window is full, its last
+half is encoded anew and grows again. With the cache, a token therefore costs one pass over one
+token, except one in context_length/2 that costs a pass over half a window; and resuming a text
+gives the same as an uninterrupted run.
 
 Shapes: B samples, T sequence, V vocabulary.
 """
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from pentameter.parallel.engine import Engine
 
 _PREFILL_LOGITS = 2**25
-"""Most logits (B · T · V) in one pass over a prompt: 128 MiB in fp32."""
+"""Maximum logits (B · T · V) in one pass over a prompt: 128 MiB in fp32. Longer prompts take
+several passes."""
 _DRAWS_AT_ONCE = 1024
-"""Positions per batch of uniform numbers."""
+"""Text positions for which uniform numbers are drawn at once."""
 
 
 def generate(
@@ -57,9 +58,15 @@ def generate(
     seed: int = 0,
     context_length: int | None = None,
 ) -> list[str]:
-    """Return continuations for `prompt` (without it), one text per sample.
+    """Return continuations for `prompt` (without it), one text per sample: the chunks from
+    `stream`, joined.
 
-    Takes `stream`'s arguments and raises its errors.
+    max_new_tokens: tokens per sample. num_samples: texts to return. temperature: 0 takes the
+    likeliest token. top_k, top_p: keep only the likeliest tokens. seed: keys the draws.
+    context_length: tokens that a module other than GPT can see; required for it.
+
+    Raises ConfigError for arguments out of range and for a prompt that the tokenizer cannot encode,
+    CorruptError if the model's logits are not finite.
     """
     texts = [""] * num_samples
     for sample, piece in stream(
@@ -93,10 +100,11 @@ def stream(
 ) -> Iterator[tuple[int, str]]:
     """Return an iterator over (sample index, text chunk), chunks in order within a sample.
 
-    prompt: text to continue; an empty one starts as `encode_prompt` says. max_new_tokens: tokens
-    per sample; a drawn end of text is one of them, reads `<|endoftext|>`, and another text follows
-    it. temperature: 0 takes the likeliest token. top_k, top_p: keep only the likeliest tokens (see
-    `Sampling`). num_samples: texts at once. seed: each token is drawn from bits keyed by (seed,
+    prompt: text to continue; an empty one becomes the tokenizer's end-of-text token.
+    max_new_tokens: tokens per sample; a drawn end of text is one of them, reads `<|endoftext|>`,
+    and another text follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only
+    the k likeliest tokens, then the likeliest with total probability p; None keeps all.
+    num_samples: texts generated at once. seed: each token is drawn from bits keyed by (seed,
     sample, position in the text), so sample 0 in 16 is the same as a single one. The model is in
     `eval()` until the iterator ends.
 
@@ -133,8 +141,14 @@ def stream_tokens(
 ) -> Iterator[Tokens]:
     """Return an iterator over new tokens: ids (B,) int64 per position, B = num_samples.
 
-    prompt: ids (n,), at least one, or (B, n), one prompt for each sample. vocab_size: ids from
-    there on (padding) are never chosen. Other arguments and errors are `stream`'s.
+    model: a GPT, or a module that maps tokens (B, T) to logits (B, T, V), which needs
+    `context_length`, the tokens it can see. prompt: ids (n,), at least one, or (B, n), one prompt
+    for each sample. vocab_size: ids from there on (padding) are never chosen. sampling:
+    temperature, top_k and top_p. seed: keys the draws. The model is in `eval()` until the iterator
+    ends.
+
+    Raises ConfigError at once for arguments out of range and an empty prompt, CorruptError if the
+    logits are not finite.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more")
@@ -167,26 +181,27 @@ def stream_tokens(
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text for a sample to continue."""
+    """A text for the model to continue."""
 
     text: str
-    """Shown text; empty if the ids are not shown."""
+    """Text printed before the continuation; empty to print none."""
     ids: Tokens
     """Token ids (n,), at least one."""
     ends: Collection[int] = ()
-    """Tokens that end the sample, like an answer."""
+    """Token ids that end the sample when drawn, as at an answer's end."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as a Prompt, encoded like `encode_prompt`."""
+    """Return a text as a Prompt; one without tokens becomes the end-of-text token."""
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
 def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Prompt | None:
-    """Return a user's message in the chat template; for an empty message the first conversation in
-    `split` up to its first answer; None if there is neither.
+    """Return the Prompt for a user's message in the chat template; for an empty message, the first
+    conversation in `split` up to its first answer. None if the split has no conversation, or the
+    tokenizer no template for the message.
 
-    Raises `encode_chat`'s errors.
+    Any special token ends the answer. Raises ConfigError if the template refuses the message.
     """
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
@@ -205,11 +220,12 @@ def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Pr
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int, seed: int
 ) -> str | None:
-    """Return a prompt and its continuation by a model in training, on any layout: `stream`'s text,
-    in the main process; None in the others. Collective.
+    """Return a prompt with its continuation by the model in training, on any layout; None except in
+    the main process. Collective.
 
-    If each process has the whole model, the main one samples alone, with a cache; else all compute
-    each token together, without one.
+    `seed` keys the draws, at temperature 1. If each process has the whole model, the main one
+    samples alone, with a cache; else all compute each token together, without one. Raises
+    CorruptError if the logits are not finite.
     """
     context_length = engine.plan.config.model.context_length
     if engine.is_whole:
@@ -243,7 +259,7 @@ def sample_text(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
-    """Return the prompt's ids (n,), n ≥ 1.
+    """Return the prompt's token ids (n,), n ≥ 1.
 
     A prompt without tokens (empty, or without words) becomes the tokenizer's end of text, which
     precedes texts in training; without one, a newline, or token 0. Raises ConfigError for a prompt
@@ -284,7 +300,8 @@ def encode_messages(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
 ) -> Tokens:
     """Return the ids (n,) for a conversation (each message a role and a content), up to the next
-    answer's start. `render` renders it by the tokenizer's template.
+    answer's start. `render` turns the messages into text by the tokenizer's template. Special
+    tokens in a message's own text are not encoded as such.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
@@ -301,8 +318,8 @@ def encode_messages(
 def window_tokens(n_tokens: int, context_length: int) -> int:
     """Return how many last tokens the model sees when the text has n_tokens (≥ 1).
 
-    All up to context_length; one more, and only context_length // 2 (at least one) are kept, which
-    then grow to context_length again.
+    All tokens, up to context_length; when one more comes, only the last context_length // 2 (at
+    least one) stay visible, and the window grows to context_length again.
     """
     if n_tokens <= context_length:
         return n_tokens
@@ -313,7 +330,8 @@ def window_tokens(n_tokens: int, context_length: int) -> int:
 def _decoded(
     steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (sample index, text chunk) for each step's tokens (B,)."""
+    """Yield (sample index, text chunk) from each step's token ids (B,); `prompt` has the ids that
+    are shown already."""
     samples = [Detokenizer(tokenizer, prompt) for _ in range(num_samples)]
     for tokens in steps:
         for sample, token in enumerate(tokens.tolist()):
@@ -325,8 +343,8 @@ def _decoded(
 
 
 def _with_room(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
-    """Return ids (n_samples, n + max_new_tokens) that hold the prompt (n,), or prompts
-    (n_samples, n), alone so far."""
+    """Return ids (n_samples, n + max_new_tokens) that begin with the prompt (n,) or prompts
+    (n_samples, n); the rest is uninitialized."""
     n_tokens = prompt.shape[-1]
     text = np.empty((n_samples, n_tokens + max_new_tokens), dtype=np.int64)
     text[:, :n_tokens] = prompt
@@ -340,7 +358,8 @@ def _sampled(
     sampling: Sampling,
     seed: int,
 ) -> Iterator[Tokens]:
-    """Fill text (B, n) from column n_prompt on, yielding each new column (B,)."""
+    """Fill the ids `text` (B, n), in place, column by column from n_prompt on, yielding each new
+    column (B,). `next_logits` maps the ids so far (B, t) to logits (B, V)."""
     n_samples, n_total = text.shape
     for start in range(n_prompt, n_total, _DRAWS_AT_ONCE):
         positions = np.arange(start, min(start + _DRAWS_AT_ONCE, n_total), dtype=np.int32)
@@ -361,7 +380,8 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 
 
 class _Window:
-    """A model with its cache, holding the last `window_tokens` in a growing text."""
+    """A GPT with a key/value cache that holds the visible window (`window_tokens`) in a growing
+    text."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())
@@ -375,7 +395,8 @@ class _Window:
             self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
 
     def next_logits(self, text: Tokens) -> Floats:
-        """Return logits (B, V) for the token after text (B, n); n grows by one each call."""
+        """Return logits (B, V) for the token after text (B, n); call it with n one larger each
+        time."""
         n_seen = window_tokens(text.shape[1], self._context_length)
         n_cached = n_seen - 1
         if self._cache.length != n_cached:  # the first call, or the window starts anew
@@ -395,7 +416,8 @@ class _Window:
 
 
 def chosen_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return the context in which a model on `device` with weights of `dtype` passes fastest."""
+    """Return the context manager in which a model on `device` with weights of `dtype` computes
+    fastest: without oneDNN for fp32 on the CPU, else unchanged."""
     is_plain = device.type == "cpu" and dtype == torch.float32
     return _without_onednn() if is_plain else nullcontext()
 
@@ -417,7 +439,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 class Decodes(Protocol):
-    """A tokenizer, as far as its ids become text."""
+    """A tokenizer's decoder, from ids to text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text for token ids (n_tokens,)."""
@@ -430,8 +452,8 @@ class Detokenizer:
     that last character is held back until the next ids settle it. A tokenizer may also join its
     tokens (words with spaces), so each chunk is decoded behind the token before it.
 
-    prompt: ids that the sample continues and that are shown already: the chunks are then the text
-    added to theirs, so that a word is separated from the prompt's last word.
+    prompt: ids before the sample, already shown: the chunks are the text added to theirs, so that a
+    word is separated from the prompt's last word. ends: token ids that end the sample.
     """
 
     def __init__(
@@ -440,13 +462,14 @@ class Detokenizer:
         self._decode = tokenizer.decode
         self._ends = ends
         self.is_ended = False
-        """Whether one of the tokens `ends` came, of which and after which nothing is shown."""
+        """Whether one of the tokens `ends` came; from it on, nothing is shown."""
         # The last settled token, then those not settled yet.
         self._ids: list[int] = [int(token) for token in prompt][-1:]
         self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
 
     def push(self, token: int) -> str:
-        """Return the text that `token` settles, perhaps none."""
+        """Add `token` and return the text that is now complete, perhaps empty; always empty once
+        the sample has ended."""
         self.is_ended |= token in self._ends
         if self.is_ended:
             return ""
@@ -461,7 +484,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text held back, at the sample's end."""
+        """Return the text still held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
         self._ids, self._n_shown = [], 0
         return piece

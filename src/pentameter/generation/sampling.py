@@ -24,15 +24,16 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing a token from its distribution. Raises ConfigError for values out of
-    range."""
+    """Settings for drawing a token from the model's distribution. Raises ConfigError for values out
+    of range."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token (the lowest id among equals)."""
     top_k: int | None = None
-    """Keep the k likeliest tokens, and those as likely as the k-th."""
+    """Keep the k likeliest tokens, and those as likely as the k-th. None keeps all."""
     top_p: float | None = None
-    """Then keep the smallest set of likeliest tokens with this total probability."""
+    """Then keep the smallest set of likeliest tokens with this total probability. None keeps
+    all."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -79,10 +80,10 @@ def keep_top_p(probabilities: Floats, p: float) -> Floats:
 
 
 def choose(logits: Floats, sampling: Sampling, uniforms: Floats) -> Tokens:
-    """Return one token id per sample, (B,) int64.
+    """Draw one token id per sample, (B,) int64, after temperature, top-k and top-p.
 
-    logits: (B, V); uniforms: (B,) in (0, 1), unused if greedy. Raises CorruptError for logits that
-    are not finite.
+    logits: (B, V); uniforms: (B,) in (0, 1), unused if greedy (temperature 0). Raises CorruptError
+    for logits that are not finite.
     """
     peak = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(peak).all():
@@ -106,7 +107,8 @@ def choose(logits: Floats, sampling: Sampling, uniforms: Floats) -> Tokens:
 
 
 def uniform_numbers(seed: int, n_samples: int, positions: npt.NDArray[np.int32]) -> Floats:
-    """Return uniforms (n_samples, n_positions) in (0, 1), one per (seed, sample, position)."""
+    """Return uniform numbers (n_samples, n_positions) in (0, 1), float64, each keyed by (seed,
+    sample index, position in the text) alone."""
     rows = [keyed.bits(keyed.make_key("sample", seed, row), positions) for row in range(n_samples)]
     words = np.stack(rows).view(np.uint32)
     return (words.astype(np.float64) + 0.5) / 2.0**32

@@ -1,1 +1,1 @@
-"""lm-evaluation-harness (`lm-eval`) with a model of ours, in this process."""
+"""lm-evaluation-harness (`lm-eval`): its tasks, run on a pentameter model in this process."""

@@ -1,4 +1,5 @@
-"""A GPT as `lm-eval` calls a model: log-probabilities of texts, and texts that it continues.
+"""The interface through which `lm-eval` calls a GPT: log-probabilities for texts, and
+continuations.
 
 Shapes: B batch rows, T tokens, D channels, V vocabulary.
 """
@@ -27,11 +28,11 @@ from pentameter.model.loss import loss_sum
 from pentameter.parallel.engine import Engine
 
 MAX_NEW_TOKENS = 256
-"""Longest continuation of a task that does not say one, as with the harness's other models."""
+"""Maximum continuation in tokens if the task gives none, as with the harness's other models."""
 
 
 class ScoredRow(NamedTuple):
-    """A row of tokens, of which the last ones are scored."""
+    """A row of tokens; the last `n_scored` are scored, given all before them."""
 
     tokens: Ids
     """(n,) token ids; the last is only predicted."""
@@ -39,9 +40,12 @@ class ScoredRow(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """A GPT in one process. `TemplateLM` splits context and continuation as for all models: their
-    text is encoded as one, and the continuation has what follows the context's tokens. No special
-    token is added but end-of-text before a text without context."""
+    """A GPT, in one process, as an `lm_eval` model.
+
+    `TemplateLM` splits context and continuation as for all models: both are encoded as one text,
+    and the continuation has the tokens after the context's. No special token is added, except
+    end-of-text before a text without context. `batch_size`: rows per pass.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, batch_size: int) -> None:
         super().__init__()
@@ -54,7 +58,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that stands for an empty context. Raises ConfigError without one."""
+        """The end-of-text token's id, which stands for an empty context. Raises ConfigError if the
+        tokenizer has none."""
         if self._tokenizer.end_of_text is None:
             raise ConfigError(
                 f"the task scores a text without context, and the {self._tokenizer.kind} tokenizer "
@@ -65,13 +70,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's hash, by which the harness tells caches apart."""
+        """The tokenizer's hash, which the harness uses as a key for its caches."""
         return self._tokenizer.hash
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """Return a text's token ids. Raises ConfigError, with the text, if it has none."""
+        """Return a text's token ids; other arguments are ignored. Raises ConfigError, with the
+        text, if the tokenizer cannot encode it."""
         try:
             ids: list[int] = self._tokenizer.encode(string).tolist()
         except ConfigError as error:
@@ -83,9 +89,13 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        """Return for each (texts, context ids, continuation ids) the continuation's log-probability
-        in nats, and whether each of its tokens is the likeliest. A context that is too long loses
-        its beginning."""
+        """Return (log-probability in nats, whether every token is the likeliest) for each
+        continuation, given its context.
+
+        requests: (texts, context ids, continuation ids), the texts for messages. A context that is
+        too long loses its beginning. Raises ConfigError for an empty continuation, or one longer
+        than context_length tokens.
+        """
         longest = self._context_length
         rows = []
         for texts, context, continuation in requests:
@@ -101,8 +111,12 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return each text's log-probability in nats, after end-of-text: windows of context_length
-        tokens lie side by side, and the last reaches back to be full."""
+        """Return each text's log-probability in nats, after end-of-text. Windows of context_length
+        tokens are adjacent; the last reaches back so that it is full.
+
+        Raises ConfigError for a text that the tokenizer cannot encode, or if it has no end-of-text
+        token.
+        """
         windows: list[ScoredRow] = []
         first_windows = []
         for request in requests:
@@ -118,8 +132,9 @@ class HarnessModel(TemplateLM):
         return [float(each.sum()) for each in texts]
 
     def _scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Return (log-probability, is likeliest) for each row; rows of similar length run together,
-        the longest first: if memory is short, that shows at once."""
+        """Return (log-probability in nats, whether every token is the likeliest) for each row, in
+        order; rows with similar lengths run together, the longest first, so that a lack of memory
+        shows at once."""
         found: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         for first in range(0, len(order), self._batch_size):
@@ -130,9 +145,12 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _scores_together(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Score rows in one pass, the shorter ones padded at their end, which a causal model cannot
-        see. Logits are computed for one row's scored tokens at a time: for a large vocabulary they
-        take most memory."""
+        """Score rows in one pass: (log-probability in nats, whether every token is the likeliest)
+        each.
+
+        Shorter rows are padded at their end, which a causal model cannot see. Logits are computed
+        for one row's scored tokens at a time: for a large vocabulary they take most memory.
+        """
         model, device = self._model, self._engine.device
         vocab_size = self._tokenizer.vocab_size
         inputs = np.zeros((len(rows), max(len(row.tokens) for row in rows) - 1), np.int64)
@@ -153,9 +171,12 @@ class HarnessModel(TemplateLM):
     # -- continuations --------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return each context's continuation, up to and without the first of its stop texts, end of
-        text, or as many tokens as the task says. Contexts of equally many tokens with the same
-        settings run together; a long text is seen through `window_tokens`."""
+        """Return each context's continuation, without the text that ends it: the first stop text,
+        end of text, or the task's maximum number of tokens.
+
+        Contexts with equally many tokens and the same settings run together. In a text beyond
+        context_length the model sees the last `window_tokens`.
+        """
         groups: dict[tuple[int, _Settings], list[int]] = defaultdict(list)
         prompts = []
         for index, request in enumerate(requests):
@@ -171,7 +192,7 @@ class HarnessModel(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def _continued(self, prompts: Ids, settings: _Settings) -> list[str]:
-        """Return the continuations of prompts (B, n)."""
+        """Return one continuation for each of the prompts (B, n), as text without the stop text."""
         end = self._tokenizer.end_of_text
         pieces = [
             Detokenizer(self._tokenizer, prompt.tolist(), () if end is None else (end,))
@@ -197,7 +218,7 @@ class HarnessModel(TemplateLM):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a task says about the texts it asks for."""
+    """A task's settings for continuations: stop texts, maximum tokens and sampling."""
 
     stops: tuple[str, ...]
     max_new_tokens: int
@@ -205,7 +226,8 @@ class _Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> _Settings:
-        """Read a request's `gen_kwargs`. Without `do_sample` the likeliest token is taken."""
+        """Read the settings from a request's `gen_kwargs`. Without `do_sample`, the temperature is
+        0 (greedy)."""
         kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
         return cls(
@@ -215,10 +237,10 @@ class _Settings:
         )
 
     def is_stopped(self, text: str) -> bool:
-        """Return whether a stop text came."""
+        """Return whether the text contains a stop text."""
         return any(stop in text for stop in self.stops)
 
     def cut(self, text: str) -> str:
-        """Return a text up to the first stop."""
+        """Return the text before its first stop text, or all of it."""
         ends = [text.find(stop) for stop in self.stops if stop in text]
         return text[: min(ends)] if ends else text

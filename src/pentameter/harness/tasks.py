@@ -1,4 +1,4 @@
-"""Tasks of `lm-eval`, run with a `HarnessModel`: found by name, with messages for people."""
+"""`lm-eval` tasks: found by name, run with a `HarnessModel`, with errors in plain words."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from pentameter.errors import ConfigError, PentameterError, either, printable
 from pentameter.harness.model import HarnessModel
 
 LONGEST_LINE = 300
-"""Characters of another library's message."""
+"""Maximum length, in characters, at which another library's message is quoted."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A task's or a group's figures."""
+    """The metrics for a task, or for a group of tasks."""
 
     name: str
     metrics: dict[str, float]
-    """Figures by the harness's names, such as `acc` and `acc_stderr`; `NAME,FILTER` if the task
+    """Metric name in the harness → value, such as `acc` and `acc_stderr`; `NAME,FILTER` if the task
     filters answers."""
     n_shot: int | None
-    """Examples before each question; None for a group."""
+    """Solved examples before each question; None for a group."""
     examples: int | None
     version: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures by name, beside what they are of."""
+        """Return the metrics by name, with `n_shot`, `examples` and `version` beside them."""
         about = {"n_shot": self.n_shot, "examples": self.examples, "version": self.version}
         return {**self.metrics, **about}
 
     def __str__(self) -> str:
-        """Format as a line, each figure with its standard error."""
+        """Format as a line: name, each metric ± its standard error, shots, number of examples."""
         figures = []
         for key, value in self.metrics.items():
             name, comma, filtered = key.partition(",")
@@ -55,10 +55,12 @@ class TaskResult:
 def run_tasks(
     model: HarnessModel, tasks: Sequence[Any], *, n_fewshot: int | None, limit: int | None
 ) -> list[TaskResult]:
-    """Return the results of tasks and groups from `find_tasks`, in the harness's order.
+    """Run tasks and groups from `find_tasks`; return a result for each, and for each task in a
+    group, in the harness's order.
 
-    n_fewshot: examples before each question; None as each task says. limit: questions of each task,
-    its first; None for all. Raises ConfigError if a task fails, and the model's errors.
+    n_fewshot: solved examples before each question; None for each task's own number. limit:
+    questions per task, from its first; None for all. Raises ConfigError if a task fails or a text
+    cannot be scored.
     """
     try:
         found = simple_evaluate(
@@ -93,10 +95,10 @@ def _result(name: str, found: Any) -> TaskResult:
 
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> list[Any]:
-    """Return the tasks and groups with these names, among the harness's own and the YAML files in
-    `folder`, with their data.
+    """Load the tasks and groups with these names, with their data, from the harness's own and the
+    YAML files in `folder`.
 
-    Raises ConfigError for a name that is not known, with near ones, and for a task that cannot be
+    Raises ConfigError for an unknown name, suggesting similar ones, and for a task that cannot be
     opened, such as one whose data would have to be downloaded.
     """
     if folder is not None and not folder.is_dir():
@@ -120,7 +122,8 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> list[Any]:
 
 
 def _opened(manager: TaskManager, name: str) -> list[Any]:
-    """Return a group, a task, or those that a tag stands for."""
+    """Load the group, the task, or the tasks behind the tag that `name` denotes. Raises ConfigError
+    if one cannot be opened."""
     try:
         found = manager.load([name])
     except Exception as error:  # a task may be code, and libraries open its data

@@ -1,1 +1,2 @@
-"""Optimizer groups from the parameter table, the learning-rate schedule, and Muon for shards."""
+"""Optimizers with parameter groups for weight decay, the learning-rate schedule, and Muon for
+sharded matrices."""

@@ -1,4 +1,5 @@
-"""Optimizers whose parameter groups come from the parameter table, not from guesses about names."""
+"""Optimizers whose parameter groups (with and without weight decay) follow the model's parameter
+table, a list with each parameter's name, shape and role."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from pentameter.planning.architecture import ParameterSpec
 NamedParameters = Iterable[tuple[str, Parameter]]
 
 DECAYS_ALL = {"matrices": False, "all": True}
-"""`optimizer.decay` → whether parameters decay that the table does not mark."""
+"""`optimizer.decay` → whether weight decay also acts on parameters that the table does not mark for
+it."""
 
 
 class JointOptimizer:
-    """Several torch optimizers with disjoint parameters, stepping as one."""
+    """Several torch optimizers with disjoint parameters that step together; as with one, `step()`
+    updates all."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -48,8 +51,8 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters into those that decay and those that do not, in the order of
-    `named_parameters`.
+    """Group the trainable parameters into those with weight decay and those without (0), in the
+    order of `named_parameters`, as groups for a torch optimizer.
 
     There is one group for each, and for sharded parameters one per device mesh: an optimizer
     updates a group's parameters together, which is impossible across meshes. With `decay =
@@ -76,10 +79,11 @@ def build_optimizer(
     config: OptimizerConfig,
     muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
-    """Build the configured optimizer over the table's groups of trainable parameters; fused, one
-    kernel for all, if torch has that.
+    """Build the configured optimizer over the trainable parameters, grouped by `parameter_groups`;
+    fused (one kernel for all parameters) if torch supports it.
 
-    `muon` is the class for Muon's matrices, which may be sharded. The initial learning rate is a
+    For `muon`, a JointOptimizer: Muon for matrices in blocks, AdamW for the rest. `muon` is the
+    class for these matrices, `ShardedMuon` if they are sharded. The initial learning rate is a
     placeholder: `set_learning_rate` writes the scheduled rate each step.
     """
     named = [pair for pair in named_parameters if pair[1].requires_grad]
@@ -106,7 +110,8 @@ def build_optimizer(
 def _one_rule(
     named: NamedParameters, table: Sequence[ParameterSpec], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build SGD, Adam or AdamW; with Muon, AdamW updates the remaining parameters."""
+    """Build SGD, Adam or AdamW over `named`; for `muon`, AdamW, which updates the parameters that
+    Muon does not."""
     groups = parameter_groups(named, table, config)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = {parameter.device.type for parameter in parameters} <= {"cpu", "cuda", "mps"}
@@ -125,26 +130,27 @@ def _one_rule(
 
 
 def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
-    """Use `rate` from the next step on."""
+    """Set the learning rate in every parameter group, for the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def can_step_unless(optimizer: AnyOptimizer) -> bool:
-    """Return True if `step_unless` may pass this optimizer a tensor: the fused update of Adam and
-    AdamW. SGD's would leave a first momentum without values, and Muon, like an optimizer of a
-    user's own, knows of no such tensor."""
+    """Return True if `step_unless` may be given a tensor with this optimizer: fused Adam or AdamW.
+    Fused SGD would leave a first momentum uninitialized, and Muon or a custom optimizer ignores
+    such a tensor."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] for group in optimizer.param_groups
     )
 
 
 def step_unless(optimizer: AnyOptimizer, is_off: torch.Tensor | None) -> None:
-    """Make the optimizer's step. If `is_off`, float32 () on the parameters' device, holds 1, the
-    step leaves weights and state as they are; the host does not know.
+    """Make the optimizer's step, unless `is_off`, float32 () on the parameters' device, holds 1:
+    then weights and state stay as they are, without a synchronization with the host. None always
+    steps.
 
-    This is how `torch.amp.GradScaler` tells a fused optimizer of an infinite gradient. The kernel
-    returns early: nothing is multiplied by zero, nothing decays.
+    `torch.amp.GradScaler` tells a fused optimizer about an infinite gradient in the same way. The
+    kernel returns early: nothing is multiplied by zero, nothing decays.
     """
     if is_off is None:
         optimizer.step()

@@ -9,7 +9,8 @@ from pentameter.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
-    """Return the learning rate for optimizer step `step` (0-based) under a resolved schedule.
+    """Return the learning rate for optimizer step `step` (0-based) under a schedule that the plan
+    resolved (no None left).
 
     Steps count from `schedule.start_step`. Earlier steps were made under another schedule, unknown
     to this one, and get the first step's rate.
@@ -48,9 +49,8 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
 
 def _progress(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
-    """Return the fraction of the decay completed at `step`: 0 until it begins, 1 from `decay_steps`
-    on. It begins after the warm-up, or later if it would otherwise take more than `longest`
-    steps."""
+    """Return the completed fraction of the decay at `step`: 0 until it begins, 1 from `decay_steps`
+    on. It begins after the warm-up, or later, so that it takes at most `longest` steps."""
     assert schedule.decay_steps is not None  # the plan resolved it
     first = schedule.warmup_steps
     if longest is not None:

@@ -1,4 +1,4 @@
-"""Muon for sharded matrices."""
+"""Muon for matrices that are sharded as DTensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class ShardedMuon(torch.optim.Muon):
     Every rank then computes the same update and keeps its shard. DTensor could also compute the
     update on the shards, but it sums bf16 matmuls in a different order for every layout, and the
     Newton-Schulz iteration amplifies that rounding to a difference of a thousandth.
+
+    Collective: every rank must step.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter from its gradient. A closure is not supported."""
+        """Update every parameter that has a gradient, all-gathering sharded ones. Collective. A
+        closure is not supported."""
         assert closure is None
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
@@ -44,7 +47,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _gathered(tensor: Tensor | None) -> Tensor:
-    """Return the whole tensor, all-gathered if it is sharded."""
+    """Return the whole tensor, all-gathered if it is sharded (then collective)."""
     assert tensor is not None
     distributed: Any = tensor.detach()
     whole: Tensor = distributed.full_tensor() if is_distributed(tensor) else distributed

@@ -1,4 +1,5 @@
-"""Translation between a family's config.json and `[model]`, by the tables in `families`."""
+"""Translation between config.json and pentameter's `[model]` section, by the tables in `families`
+(a family is a Hugging Face architecture, such as Llama)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def choose_family(model: ModelConfig) -> str:
 
 
 def _inexpressible(family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield each key with its value that the family cannot express, and the reason."""
+    """Yield a phrase for each `[model]` key, with its value, that the family cannot express, and
+    the reason."""
     plain = simplest(model)
     for key, (possible, reason) in family.fixed.items():
         if getattr(plain, key) != possible:
@@ -49,14 +51,15 @@ def _inexpressible(family: Family, model: ModelConfig) -> Iterator[str]:
 
 
 def accounted_keys(family: Family) -> list[str]:
-    """List the pentameter keys that a family's description accounts for, with repetitions."""
+    """List the `[model]` keys that a family's description accounts for (written, fixed, not needed
+    or in a rule), with repetitions."""
     of_rules = [key for rule in family.rules for key in rule.keys]
     return [*family.written, *family.fixed, *family.not_needed, *of_rules]
 
 
 def simplest(model: ModelConfig) -> ModelConfig:
-    """Return the same architecture with redundant sizes unset: those that follow from others
-    anyway."""
+    """Return a copy whose redundant sizes are None: `n_kv_heads` equal to `n_heads`, and
+    `head_size` equal to d_model / n_heads."""
     same: dict[str, None] = {}
     if model.n_kv_heads == model.n_heads:
         same["n_kv_heads"] = None
@@ -68,10 +71,11 @@ def simplest(model: ModelConfig) -> ModelConfig:
 def to_their_config(
     name: str, model: ModelConfig, *, vocab_size: int, end_of_text: int | None, dtype: str
 ) -> dict[str, Any]:
-    """Build the content of config.json for a model that family `name` expresses (`choose_family`).
+    """Build the content of config.json for a model that the family `name` (a `model_type`, chosen
+    by `choose_family`) expresses.
 
-    vocab_size: rows in its embedding without padding. end_of_text: the tokenizer's id for it.
-    dtype: the weights' dtype (`float32`).
+    vocab_size: rows in the written embedding, without padding. end_of_text: the token id that ends
+    a document, None if the tokenizer has none. dtype: the weights' dtype (`float32`).
     """
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
@@ -102,7 +106,8 @@ def to_their_config(
 
 
 def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Translate config.json to a model section, not yet validated; `path` is for messages.
+    """Translate config.json (`content`, its JSON object) to values for the `[model]` section, not
+    yet validated; `path` is for messages.
 
     Raises ConfigError for an unsupported architecture, and for a setting that pentameter cannot
     express.

@@ -1,8 +1,9 @@
-"""The Hugging Face families that can be read and written, each described by its differences.
+"""The Hugging Face architectures ("families") that can be read and written, each described by its
+differences from a decoder like Llama. "Their" names are those in `transformers`.
 
 Keys in config.json and their defaults are those in `transformers`' configuration classes. Anything
-a table cannot express (one key of theirs that several of pentameter's decide) is a `Rule` in
-`rules.py`. `config_json.py` and, for tensors, `tensor_map.py` describe how the tables are used.
+a table cannot express (one key in config.json that several `[model]` keys decide) is a `Rule` in
+`rules.py`. `config_json.py` and, for tensors, `tensor_map.py` apply the tables.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Their name → pentameter's. If several names denote one function, the first is written."""
+"""Activation name in config.json → pentameter's. If several names denote one function, the first is
+written."""
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-"""The same for a feed-forward layer with a gate."""
+"""Activation name in config.json → pentameter's, for a feed-forward layer with a gate."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Projections:
     """The tensors that hold the query, key and value projections, and the order of their rows.
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
-    values, rows (3, H, K). `heads`: one tensor, head by head, rows (H, 3, K).
+    values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
+    rows (H, 3, K).
     """
 
     names: tuple[str, ...]
@@ -102,21 +105,21 @@ class Family:
     tensor names are the defaults, and from NEUTRAL and NOT_WRITTEN."""
 
     label: str
-    """Its name in sentences."""
+    """Its name in messages, such as `Llama`."""
     architecture: str
-    """The name of its language-model class."""
+    """The class in `transformers`, such as `LlamaForCausalLM`."""
     written: Mapping[str, tuple[str, Any]]
-    """pentameter key → their key in config.json, and its default."""
+    """pentameter key → key in config.json, and its default there."""
     rules: tuple[Rule, ...] = ()
-    """Keys that no table can express."""
+    """Conversions for keys that no table can express."""
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Replacements for entries in NEUTRAL."""
     read: Mapping[str, bool] = field(default_factory=dict)
     """pentameter key that only the weights express → its value for weights that are read. Biases
     without an entry are written as zeros."""
     not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Their key → its default, the only value that is accepted, and the reason for refusing
-    another."""
+    """Key in config.json → its default, the only value that is accepted, and the reason for
+    refusing another."""
     activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
     body: str = "model."
     """Prefix for every tensor name except the head's; absent in the model without a head."""
@@ -125,12 +128,13 @@ class Family:
     head: str = "lm_head.weight"
     """Name of the output projection's weight."""
     names: Mapping[str, str] = field(default_factory=_NAMES.copy)
-    """pentameter module → their module, inside and outside a layer."""
+    """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
+    layer."""
     projections: Projections = Projections(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
     )
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Their key → another name that is accepted for it."""
+    """Key in config.json → another name under which it is read."""
     transposed: bool = False
     """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
     passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
@@ -138,7 +142,8 @@ class Family:
 
     @cached_property
     def not_needed(self) -> frozenset[str]:
-        """pentameter keys that only the weights express, or that do not affect them."""
+        """pentameter keys that config.json does not hold: only the weights express them, or they do
+        not affect written weights."""
         return frozenset(NOT_WRITTEN.keys() - self.written.keys() | self.read.keys())
 
     @cached_property
@@ -157,7 +162,8 @@ class Family:
 def _with_defaults(
     written: Mapping[str, tuple[str, Any]], **defaults: Any
 ) -> dict[str, tuple[str, Any]]:
-    """Copy a table of keys with other defaults for some of them."""
+    """Return a copy of a family's `written` table, with other config.json defaults for some
+    pentameter keys."""
     changed = {key: (written[key][0], default) for key, default in defaults.items()}
     return {**written, **changed}
 
@@ -352,4 +358,4 @@ NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
     "quantization_config": (None, "quantised weights are not read; save it dequantised"),
 }
-"""Additional entries of `Family.not_ours` for every family."""
+"""Entries that every family has in addition to its own `not_ours`."""

@@ -60,8 +60,8 @@ RECIPE: dict[str, Any] = {
         "sample_interval": 50,
     },
 }
-"""Settings for further training if those that made the weights are unknown: a gentle
-fine-tuning."""
+"""Configuration for a gentle fine-tuning, used if the settings that trained the weights are
+unknown."""
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size in bytes of a weights file; more weights are split into several files with an
@@ -74,9 +74,9 @@ def read_hf(
     """Open the model in a Hugging Face folder: config.json, safetensors, tokenizer files.
 
     fp16 and bf16 weights become fp32, exactly; they are read region by region, at access.
-    `tokenizer` replaces the folder's own. Raises ConfigError for unsupported content (another
-    architecture, a pickle, a setting that pentameter cannot express), CorruptError for damaged or
-    incomplete files.
+    `tokenizer` replaces the folder's own. `warnings` gets a line for each added token that text
+    never becomes. Raises ConfigError for unsupported content (another architecture, a pickle, a
+    setting that pentameter cannot express), CorruptError for damaged or incomplete files.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -122,8 +122,8 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
 
 
 def hub_name(folder: Path) -> str:
-    """Return the name by which `from_pretrained` opens a folder: `owner/name` if it lies in the
-    Hugging Face hub cache, else its absolute path."""
+    """Return the name by which `from_pretrained` opens a model folder: `owner/name` if it lies in
+    the Hugging Face hub cache, else its absolute path."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots":
         found = HUB_CACHE.fullmatch(resolved.parent.parent.name)
@@ -133,7 +133,11 @@ def hub_name(folder: Path) -> str:
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    """List the folder's safetensors files, chosen as `transformers` chooses them."""
+    """List the folder's safetensors files: model.safetensors, else the files that the index names.
+
+    Raises ConfigError if there are none (explaining how to convert a pickle), CorruptError if the
+    index is malformed or a named file is missing.
+    """
     if (path / WEIGHTS).is_file():
         return (path / WEIGHTS,)
     if not (path / INDEX).is_file():
@@ -153,8 +157,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _pickle(path: Path) -> str:
-    """Explain how to convert pytorch_model.bin: one command, in which the pickle cannot run
-    code."""
+    """Compose the error message for weights in pytorch_model.bin, with one command that converts
+    them, in which the pickle cannot run code."""
     code = (
         "import glob, torch, safetensors.torch as s; w = {}; "
         f"d = {json.dumps(str(path.resolve()))}; "
@@ -170,8 +174,12 @@ def _pickle(path: Path) -> str:
 
 
 def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Map the weights by pentameter's names, converted at access; every name and shape is
-    checked."""
+    """Return the weights, pentameter's name → tensor (fp32, or fp64 if any stored tensor is),
+    converted at access.
+
+    Raises CorruptError if a name or shape is not one that the family's `model` has, or a tied head
+    differs from the embedding.
+    """
     import torch
 
     body, head = family.body, family.head
@@ -219,7 +227,7 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder that was written, with notes about it."""
+    """The folder that an export wrote, with notes for the user."""
 
     path: Path
     notes: tuple[str, ...]

@@ -1,8 +1,9 @@
 """Models on the Hugging Face Hub: fetched into its cache, and pushed, through `huggingface_hub`.
 
-The library knows where the Hub is (HF_ENDPOINT), who asks (HF_TOKEN, `hf auth login`) and where its
-cache lies (HF_HOME). Nothing but configuration, safetensors and tokenizer files is fetched, and a
-fetched file counts only with the size and, where the Hub tells it, the sha256 that it should have.
+The library's settings apply: the Hub's address (HF_ENDPOINT), the login (HF_TOKEN, `hf auth login`)
+and the cache folder (HF_HOME). Nothing but configuration, safetensors and tokenizer files is
+fetched, and a fetched file counts only with the size and, if the Hub gives it, the sha256 that the
+Hub records.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ MODEL_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""Patterns of the files to fetch, at the top of a repository: what `read_hf` reads."""
+"""Patterns of the files to fetch, at the top of a repository: those that `read_hf` reads."""
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 1.0
-"""Before the second attempt; doubled before the third."""
+"""Wait before the second attempt; doubled before the third."""
 REPLACED = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-"""Patterns of weights that a push removes where it has no file by that name."""
+"""Patterns for weight files that a push removes from the repository if the pushed folder lacks
+them."""
 
 _ADDRESS = re.compile(
     r"(?P<scheme>hf:/{1,2})?(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?"
@@ -54,11 +56,11 @@ class HubAddress:
 
 
 def hub_address(model: Path | str, *, scheme: bool = True) -> HubAddress | None:
-    """Parse `hf://OWNER/NAME[@REVISION]`; None for anything else. A Path, which turns `//` into
+    """Parse `hf://OWNER/NAME[@REVISION]`; None for anything else. A Path, in which `//` has become
     `/`, is understood.
 
-    Without `scheme`, `OWNER/NAME[@REVISION]` is an address too, unless something by that name, or
-    a folder OWNER, is here.
+    With `scheme` false, `OWNER/NAME[@REVISION]` is an address too, unless that path, or a folder
+    OWNER, exists in the working directory.
     """
     found = _ADDRESS.fullmatch(str(model))
     if found is None:
@@ -70,7 +72,9 @@ def hub_address(model: Path | str, *, scheme: bool = True) -> HubAddress | None:
 
 
 def local_model(model: Path, warnings: list[str]) -> Path:
-    """Return the folder of a MODEL: its copy in the Hub's cache for `hf://…`, else the path."""
+    """Return the folder of `model`: for `hf://…` its copy in the Hub's cache, downloaded if
+    missing; any other path unchanged. `warnings` gets a line if the Hub does not answer. Raises
+    ConfigError, StorageError or CorruptError if the download fails."""
     address = hub_address(model)
     return model if address is None else fetch(address, warnings)
 
@@ -79,10 +83,11 @@ def fetch(address: HubAddress, warnings: list[str]) -> Path:
     """Return the folder, in the Hub's cache, of a model's files; those that are missing there are
     downloaded now.
 
-    If the Hub does not answer, or HF_HUB_OFFLINE is set, the copy that is there serves, and a line
-    is added to `warnings`. Raises ConfigError for a missing package, repository or revision, and
-    for one without config.json or safetensors; StorageError if the Hub refuses or fails;
-    CorruptError for files of another size or content than the Hub says.
+    If the Hub does not answer, or HF_HUB_OFFLINE is set, a copy in the cache is returned, and a
+    line is added to `warnings`. Raises ConfigError if huggingface_hub, the repository or the
+    revision is missing, and for one without config.json or safetensors; StorageError if the Hub
+    refuses or fails, or is out of reach and no copy is in the cache; CorruptError for files of
+    another size or content than the Hub says.
     """
     api = _api()
     folder = _downloaded(address)
@@ -103,8 +108,8 @@ def fetch(address: HubAddress, warnings: list[str]) -> Path:
 
 def _downloaded(address: HubAddress) -> Path:
     """Return the folder, named by its commit, of a model's files in the cache, downloaded where
-    they are missing. Connections that break are resumed by the library; here a server that fails
-    or sends too little is asked again."""
+    they are missing. The library resumes broken connections; this function asks again, up to
+    ATTEMPTS times, if the server fails or sends too little."""
     from huggingface_hub import snapshot_download
 
     for attempt in range(1, ATTEMPTS + 1):
@@ -125,8 +130,8 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
     """Upload a folder's files as one commit on the main branch of a model repository, made if it is
     absent; return the commit's URL. Weights of an earlier push that are not replaced are removed.
 
-    Raises ConfigError for a missing package, and if `private` is true for a repository that is
-    public; StorageError if the Hub refuses or fails. The commit is made whole or not at all.
+    Raises ConfigError if huggingface_hub is missing, and if `private` is true for a repository that
+    is public; StorageError if the Hub refuses or fails. The commit is made whole or not at all.
     """
     api, address = _api(), HubAddress(repository)
     try:
@@ -150,8 +155,9 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def check_login(repository: str) -> None:
-    """Raise ConfigError for a missing package or a name that is not OWNER/NAME; StorageError unless
-    the Hub knows who asks. For a push, before gigabytes are written."""
+    """Raise ConfigError if huggingface_hub is missing or `repository` is not OWNER/NAME;
+    StorageError unless the Hub accepts the login. Called before a push, so that it fails before
+    gigabytes are written."""
     address = hub_address(f"hf://{repository}")
     if address is None or address.revision is not None:
         raise ConfigError(f"--push {printable(repository)} is not OWNER/NAME")
@@ -164,7 +170,8 @@ def check_login(repository: str) -> None:
 
 
 def _api() -> HfApi:
-    """Return the Hub's client; its progress bars are shown on a terminal only."""
+    """Return the Hub's client; progress bars appear only on a terminal. Raises ConfigError if
+    huggingface_hub is not installed."""
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
@@ -180,7 +187,8 @@ def _api() -> HfApi:
 
 
 def _check_names(address: HubAddress, names: Collection[str]) -> None:
-    """Raise ConfigError for a repository that holds no model of files that are fetched."""
+    """Raise ConfigError if a repository's file names lack config.json or safetensors weights, or
+    are adapters alone."""
     if "adapter_config.json" in names and "config.json" not in names:
         raise ConfigError(f"{address} on the Hub holds adapters alone, which `peft` opens")
     weights = ("model.safetensors", "model.safetensors.index.json")
@@ -193,7 +201,8 @@ def _check_names(address: HubAddress, names: Collection[str]) -> None:
 
 
 def _check(path: Path, file: Any) -> None:
-    """Raise CorruptError unless a fetched file has the size and the sha256 that the Hub tells."""
+    """Raise CorruptError unless the fetched file `path` has the size and the sha256 in `file`, the
+    Hub's record of it; values that the record lacks are not checked."""
     with storage_errors(path, "read"):
         n_bytes = path.stat().st_size
         is_whole = file.size in (None, n_bytes)
@@ -208,7 +217,7 @@ def _check(path: Path, file: Any) -> None:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status with which a request failed; None without an answer."""
+    """Return the HTTP status in an error or its causes; None if the server did not answer."""
     at: BaseException | None = error
     while at is not None:
         status = getattr(getattr(at, "response", None), "status_code", None)
@@ -225,7 +234,7 @@ _REFUSALS = {
     403: f"the Hub forbids it; use a token that has the right ({_LOGIN})",
     404: f"it is not on the Hub, or is private; check the name, or log in ({_LOGIN})",
 }
-"""HTTP status → what it says, and the remedy."""
+"""HTTP status → its meaning and the remedy, for the error message."""
 
 
 def _failure(address: HubAddress, error: Exception) -> PentameterError:

@@ -37,7 +37,8 @@ def export_peft(
     """Write the folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens together with
     the model that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` if that
     was a Hugging Face folder. The files `beside`, name → content, such as a model card, are put
-    there too. It appears whole or not at all.
+    there too. The folder appears whole or not at all. The result's `notes` say if no base model is
+    known.
 
     Raises ConfigError for a model without adapters, for one that no Hugging Face family can
     express, and if `out` exists and is not an empty folder; StorageError if writing fails.
@@ -76,9 +77,9 @@ def export_peft(
 def _tensors(
     modules: Mapping[str, Sequence[Strip]], adapters: Adapters
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A (rank, n) and B (m, rank) for each module, by PEFT's names. Modules whose matrices
-    are slices of one pentameter matrix have the same A; rows in B follow the rows in their
-    matrix."""
+    """Yield A (rank, n) and B (m, rank) for each `transformers` module (keys in `modules`), with
+    the tensor's PEFT name. Modules whose matrices are slices of one pentameter matrix have the same
+    A; rows in B follow the rows in their matrix."""
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
         a, b = (adapters.tensors[f"{path}.{name}"][...] for name in (A, B))

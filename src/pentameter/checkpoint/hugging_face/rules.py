@@ -1,5 +1,6 @@
-"""Rules for keys in config.json that several pentameter keys decide, or one by a computation:
-rotary positions, windows by layer, switches for biases. `families.py` assigns rules to families."""
+"""Conversion rules for keys in config.json that several `[model]` keys decide, or that must be
+computed: rotary positions, attention windows by layer, switches for biases. `families.py` assigns
+rules to families."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """Some pentameter keys, with functions to write and read them. Both raise ValueError, naming
-    the keys and values, for settings that the other side cannot express."""
+    """A conversion for some `[model]` keys, with functions to write and read them. Both raise
+    ValueError, naming the keys and values, for settings that the other side cannot express."""
 
     keys: tuple[str, ...]
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Returns entries for config.json."""
+    """Model section → entries for config.json."""
     read: Callable[[Content, Content], dict[str, Any]]
-    """Returns values for `keys`, given config.json and the rest of the model section."""
+    """config.json and the model section as far as the tables give it → values for `keys`."""
 
 
 _SCALING = {
@@ -37,11 +38,14 @@ _TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
     "linear": ("linear", ("factor",)),
     "llama3": ("llama3", tuple(_SCALING)),
 }
-"""Their type → pentameter's, and the keys that belong to it."""
+"""`rope_type` in config.json → pentameter's type, and the keys in `model.rope_scaling` that belong
+to it."""
 
 
 def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
-    """Write the form for transformers 5 (`rope_parameters`) and the form for earlier versions."""
+    """Return the entries for rotary positions, in the form for transformers 5 (`rope_parameters`)
+    and the form for earlier versions. `partly`: the family turns only a fraction
+    (`rotary_fraction`) of each head."""
     scaling = model.rope_scaling
     name, keys = next(
         (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
@@ -191,4 +195,4 @@ HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width, lambda _content, _section: {})
 CONTEXT_BY_ITS_OLD_NAME = Rule(
     (), lambda model: {"n_ctx": model.context_length}, lambda _content, _section: {}
 )
-"""GPT-2's first name for n_positions, which llama.cpp's converter asks for."""
+"""Writes `n_ctx`, GPT-2's first name for n_positions, which llama.cpp's converter asks for."""

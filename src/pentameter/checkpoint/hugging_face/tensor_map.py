@@ -1,4 +1,5 @@
-"""Conversion between a family's tensors and pentameter's, by the tables in `families`.
+"""Conversion between the tensors of a family (a Hugging Face architecture) and pentameter's, by the
+tables in `families`.
 
 Tensors correspond in strips: rows in a pentameter tensor are rows in one of the family's. A fused
 matrix whose rows are in another order is many strips, head by head. A region is computed from the
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows in a pentameter tensor that equal rows in a family's tensor (before any
-    transposition)."""
+    """`n_rows` rows in the pentameter tensor `ours`, from `row` on, that equal rows in the family's
+    tensor `theirs` (before any transposition), from `their_row` on."""
 
     ours: str
     row: int
@@ -56,15 +57,17 @@ class TensorMap:
 
     strips: tuple[Strip, ...]
     our_shapes: Mapping[str, tuple[int, ...]]
-    """Shapes without rows that pad the vocabulary, with the biases that the family has."""
+    """pentameter's name → shape, without rows that pad the vocabulary, with the biases that the
+    family has."""
     their_shapes: Mapping[str, tuple[int, ...]]
-    """Shapes as stored in the file."""
+    """The family's name → shape as stored in the file."""
     transposed: frozenset[str]
     """The family's names for tensors that it stores transposed."""
 
     @staticmethod
     def of(family: Family, model: ModelConfig) -> TensorMap:
-        """Build the map between a model and the family that expresses it."""
+        """Build the map between the tensors of `model` and those of the family that expresses
+        it."""
         biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
         whole = model.model_copy(update={**biases, "vocab_multiple": 1})
         table = parameter_table(whole)
@@ -84,8 +87,8 @@ class TensorMap:
         return TensorMap(strips, ours, shapes, frozenset(transposed))
 
     def to_theirs(self, weights: Weights) -> dict[str, LazyTensor]:
-        """Map the family's tensors by name, computed from pentameter's; each region is converted at
-        access."""
+        """Return the family's tensors, name → lazy tensor in the stored layout, each region
+        computed from pentameter's `weights` at access."""
         dtype = next(iter(weights.values())).dtype
         sources: dict[str, list[RowSource]] = {name: [] for name in self.their_shapes}
         for strip in self.strips:
@@ -102,8 +105,8 @@ class TensorMap:
     def to_ours(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
     ) -> dict[str, LazyTensor]:
-        """Map pentameter's tensors by name, in `dtype`, computed from the family's, which must be
-        complete and have the right shapes; each region is converted at access."""
+        """Return pentameter's tensors, name → lazy tensor in `dtype`, each region computed from the
+        family's `tensors`, which must be complete and have the right shapes, at access."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
             there = tensors[strip.theirs]
@@ -123,8 +126,8 @@ def _fill(
     *,
     is_transposed: bool,
 ) -> None:
-    """Fill `target` with one region, assembled from the rows in `sources`, which are transposed if
-    `is_transposed`. Rows without a source are zero."""
+    """Fill `target`, in place, with one region (start and stop per dimension), assembled from the
+    rows in `sources`, which are transposed if `is_transposed`. Rows without a source are zero."""
     if is_transposed:
         target, region = target.t(), region[::-1]
     rows, *others = region
@@ -163,8 +166,8 @@ def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator
 
 
 def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:
-    """Yield (part, head) for each block of K rows in a pentameter projection; part 0 is queries, 1
-    keys, 2 values."""
+    """Yield (part, head) for each block of K rows (K is the head size) in the pentameter projection
+    `module`, in row order; part 0 is queries, 1 keys, 2 values."""
     parts = projections(model)[module.rpartition(".")[2]]
     n_heads = model.n_heads if 0 in parts else model.kv_heads
     return ((part, head) for head in range(n_heads) for part in parts)

@@ -24,11 +24,12 @@ _ANY_CHARACTER = r"[\s\S]"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
-    """Map name → content for the files that `transformers.AutoTokenizer` reads; empty for a word
-    tokenizer.
+    """Return name → content for the files that `transformers.AutoTokenizer` reads; empty for a word
+    tokenizer, which they cannot express. `context_length` (tokens) becomes `model_max_length`.
 
     BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer with
-    one token per character, which refuses an unknown character.
+    one token per character, which refuses an unknown character. A library tokenizer gives its own
+    content.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as TheirTokenizer
@@ -81,8 +82,8 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
 def _files(
     whole: bytes, settings: dict[str, Any], special: dict[str, str], chat: ChatTemplate | None
 ) -> dict[str, bytes]:
-    """Map name → content for the files that every kind has, and the chat template if there is
-    one."""
+    """Return name → content for the files that every kind has: tokenizer.json (`whole`), settings
+    and special tokens (use → token), and the chat template if there is one."""
     template = {} if chat is None else {TEMPLATE_FILE: chat.source.encode()}
     return {
         WHOLE: whole,
@@ -146,8 +147,9 @@ def _from_whole(
     warnings: list[str],
 ) -> Tokenizer:
     """Build a tokenizer from tokenizer.json: GPT-2's kind and characters as pentameter's classes,
-    any other unchanged. Then a document ends with `eos_token` in tokenizer_config.json, else with
-    `eos_token_id` in config.json, the first if there are several."""
+    any other unchanged. In the latter, a document ends with `eos_token` in tokenizer_config.json,
+    else with `eos_token_id` in config.json, the first if there are several. `warnings` gets a line
+    for added tokens that text never becomes."""
     model = content.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary = model.get("vocab")
@@ -205,9 +207,10 @@ def _bpe(
     merges: Sequence[Any],
     warnings: list[str],
 ) -> BpeTokenizer:
-    """Build a tokenizer like GPT-2's from its vocabulary and its merges ("left right" in old files,
-    ["left", "right"] in new ones). Added tokens whose ids follow without a gap join the vocabulary;
-    a line in `warnings` names the others."""
+    """Build a tokenizer like GPT-2's from its vocabulary (token → id), the tokens added to it (text
+    → id) and its merges ("left right" in old files, ["left", "right"] in new ones). Byte-level
+    added tokens whose ids follow without a gap join the vocabulary; a line in `warnings` names the
+    others."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(
@@ -235,9 +238,10 @@ def _bpe(
 
 
 def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
-    """Find GPT-2's tokenizer in the folder of a run, a checkpoint or a Hugging Face model.
+    """Return GPT-2's tokenizer from the first of `models` (a run, checkpoint or Hugging Face
+    folder; None is skipped) that holds it.
 
-    None if `setting` (`data.tokenizer`) does not ask for it, or no folder holds it: only then
+    Returns None if `setting` (`data.tokenizer`) is not `gpt2`, or no folder holds it: only then
     OpenAI's own files are needed. Damage is ignored in this search; opening the model reports it.
     """
     for model in models:
