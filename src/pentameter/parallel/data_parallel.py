@@ -47,11 +47,13 @@ _NO_BROADCASTS: dict[str, Any] = {
 
 
 def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan: Plan) -> nn.Module:
-    """Give a slice memory, uninitialized: for its shards alone, if FSDP shards its parameters, on
-    the host if they are offloaded. Return the module that runs it: itself, or DDP around it, which
-    all-reduces gradients during the backward pass of a step's last micro-batch, if the parameters'
-    placements say so. If a pass may leave some parameters unused, their DDP hooks still fire: DDP
-    waits for every one."""
+    """Shard a slice's parameters by FSDP if their placements say so, allocate them uninitialized
+    (on the host with `train.offload`), and return the module that runs the slice: `module` itself,
+    or DDP around it, which all-reduces gradients during the last micro-batch's backward pass.
+    Called on every rank.
+
+    If a pass may leave some parameters unused, their DDP hooks still fire: DDP waits for every one.
+    """
     offload = plan.config.train.offload
     over: tuple[str, ...] = ()
     if mesh.parameters is not None:
@@ -81,7 +83,8 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
 def _dimensions(
     module: StageModule, plan: Plan, field: Callable[[Placement], tuple[str, ...]]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter to the mesh dimensions in one field of its Placement."""
+    """Map each parameter in the slice to mesh dimensions, which `field` reads from its Placement in
+    the plan."""
     return {each: field(plan.placements[name]) for name, each in module.model.named_parameters()}
 
 
@@ -174,8 +177,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 def micro_batch(
     module: nn.Module, rules: LayoutRules, *, is_last: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which a micro-batch runs forward and backward. Its gradients are
-    reduced over the data-parallel ranks or accumulated locally, as the rules say."""
+    """Return the context manager in which one micro-batch runs forward and backward through
+    `module`. Gradients are reduced over the data-parallel ranks in the last one (`is_last`);
+    before, they accumulate locally, unless FSDP reduces every time because `rules` (the layout's)
+    say so."""
     if isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext() if is_last else module.no_sync()
     if isinstance(module, FSDPModule):
@@ -187,8 +192,8 @@ def micro_batch(
 
 
 def reshard(modules: Iterable[nn.Module], layout: Layout) -> None:
-    """Free weights that ZeRO has all-gathered: leave parameters sharded, as a step's backward pass
-    does."""
+    """Free the weights that FSDP has all-gathered in these modules: parameters are sharded again,
+    as after a backward pass. Does nothing without ZeRO."""
     for module in modules if layout.zero else ():
         for unit in module.modules():
             if isinstance(unit, FSDPModule):

@@ -1,4 +1,5 @@
-"""The local shard as a region of the full tensor; a plain tensor is its own shard."""
+"""The region in the full tensor that a rank's local shard covers; a plain tensor is its own
+shard."""
 
 from __future__ import annotations
 
