@@ -56,7 +56,7 @@ class RingAttention:
     ) -> Tensor:
         """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K). There
         is no dropout without `dropout_keys`; `window` is how many tokens a query sees, None for
-        all. `positions` is not read: the chunk starts say them. Collective."""
+        all; `positions` are ignored, as `chunk_starts` determines them. Collective."""
         keys = None
         if dropout_keys is not None and dropout.acts(dropout_keys):
             keys = dropout_keys[:, dropout.site]
