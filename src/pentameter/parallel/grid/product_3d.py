@@ -27,8 +27,8 @@ from pentameter.parallel.tensor.collectives import gathered_shards, product_oper
 
 
 class Product3d(NamedTuple):
-    """A 3-D matmul over l × l × l ranks. Ranks along `row` shard dimension `cut` of the weight,
-    which this rank's block has `n_cut` entries along, in shards of `most`; the last ones may be
+    """A 3-D matmul over l × l × l ranks. Ranks along `row` shard the weight block's dimension
+    `cut`, which has `n_cut` entries once all-gathered, in shards of `most`; the last ones may be
     smaller. `inputs`, `row` and `results` name process groups."""
 
     n_cut: int

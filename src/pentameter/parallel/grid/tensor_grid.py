@@ -86,8 +86,8 @@ def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward
 
 def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
     """Return a vocabulary-parallel embedding's forward, token ids (B, T) → local channels (B, T,
-    …): all- gather ids over a group, look up those in this rank's range, zeros elsewhere, then
-    reduce-scatter to its own batch rows. Token ids are sent, and not the vocabulary."""
+    …). It all-gathers ids over a group, looks up those in this rank's range, zeros elsewhere, then
+    reduce-scatters to its own batch rows. Token ids are sent, and not the vocabulary."""
     V = table.num_embeddings
     dimension, group_name = ("depth", grid.depth) if grid.layout.is_3d else ("row", grid.row)
     first = grid.coordinates[dimension] * grid.widest(V)
