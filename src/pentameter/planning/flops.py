@@ -1,7 +1,7 @@
-"""FLOPs per token, the cost of embedding and head in a pipeline, and vocabulary padding, as a Plan
-records or obeys them.
+"""FLOPs per token, the embedding's and the head's cost in a pipeline, and vocabulary padding, as a
+Plan records or obeys them.
 
-These are folds over the one operation list in `planning/gpt.py`.
+These are sums over the one operation list in `planning/gpt.py`.
 """
 
 from __future__ import annotations
