@@ -27,10 +27,10 @@ def global_batch_size(config: Config) -> int:
 
 
 def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
-    """Return the sequences in one rank's forward pass: `asked`, or all of the rank's sequences at
-    once. A pipeline gets at least four micro-batches per rank along `pipeline` if the batch is
-    large enough. Raises ConfigError if the batch does not split evenly over the data-parallel
-    ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
+    """Return the sequences in one rank's forward pass: `asked`, or if None all of the rank's
+    sequences at once; a pipeline then gets at least four micro-batches per rank along `pipeline` if
+    the batch is large enough. Raises ConfigError if the batch does not split evenly over the
+    data-parallel ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
     n_shards = layout.n_batch_shards
     rows, rest = divmod(batch_size, n_shards)
     if rest:
@@ -56,7 +56,7 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
 
 
 def _batch_settings(layout: Layout) -> str:
-    """Name, for an error message, the settings that split the batch."""
+    """Return the settings that split the batch, as text for an error message."""
     in_mode = layout.n_batch_shards // layout.data
     data = f"parallel.data={layout.data}"
     if in_mode == 1:
