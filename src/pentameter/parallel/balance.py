@@ -27,7 +27,7 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
     of the same sequences; in place. Nothing changes without groups."""
 
     def summed(counts: Tensor) -> Tensor:
-        """Return counts (B, E) of this rank's tokens summed over the groups."""
+        """All-reduce this rank's token counts (B, E) over each group, in place, and return them."""
         for group in groups:
             dist.all_reduce(counts, group=group)
         return counts

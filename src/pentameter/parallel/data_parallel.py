@@ -91,8 +91,8 @@ def _dimensions(
 def _touched(
     parameters: Sequence[nn.Parameter], module: nn.Module, inputs: object, y: Tensor
 ) -> Tensor:
-    """Forward hook: tie the output y (any shape) to every parameter, so that backward
-    reaches each."""
+    """Forward hook: connect the output y (any shape) to every parameter in the autograd graph, so
+    that backward reaches each. Returns y as it is without gradients."""
     return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
 
 
@@ -122,7 +122,7 @@ def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
-    placements name; without ZeRO these name none.
+    placements name, with parameters kept on the host if `offload`; do nothing without ZeRO.
 
     Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
     it, since autocast would round these weights anyway, and they are then rounded before they are
@@ -134,7 +134,8 @@ def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: b
         return
 
     def shard(unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Shard a unit's parameters, except those that FSDP has sharded already."""
+        """Shard a unit's parameters, except those that FSDP has sharded already; `policy` says the
+        dtypes in which it gathers and reduces."""
         (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions
         fully_shard(unit, mesh=mesh[along], mp_policy=policy, **options)
 

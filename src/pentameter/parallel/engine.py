@@ -133,8 +133,8 @@ class Engine:
 
     @property
     def host_waits(self) -> bool:
-        """True on CUDA, where reading a number makes the host wait: a step's numbers then stay on
-        the device."""
+        """True on CUDA: reading a number there makes the host wait, so a step's numbers stay on the
+        device."""
         return self.device.type == "cuda"
 
     @property
@@ -223,7 +223,7 @@ class Engine:
         return gradients.global_norm(owned, self.mesh)
 
     def unscale_gradients(self, scale: float) -> None:
-        """Divide every gradient by the loss scale, in place."""
+        """Divide every gradient by `scale`, the loss scale, in place."""
         gradients.unscale(self.parameters(), scale)
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
@@ -232,7 +232,7 @@ class Engine:
         gradients.clip(self.parameters(), norm, limit)
 
     def zero_gradients(self) -> None:
-        """Set every `.grad` to None, or zero it if gradients accumulate in place."""
+        """Set every `.grad` to None, or fill it with zeros if `adds_up_in_place`."""
         gradients.zero(self.parameters(), in_place=self.adds_up_in_place)
 
     # -- without gradients ----------------------------------------------------------------------
@@ -334,7 +334,8 @@ class SingleStage:
         return self._stage_module(inputs, targets).sum()
 
     def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
-        """Compute each batch row's summed loss in nats, (B,), without gradients."""
+        """Compute each batch row's summed loss in nats, (B,), for inputs and targets (B, …),
+        without gradients."""
         losses: Tensor = self._stage_module(inputs, targets, by_row=True)
         return losses
 
@@ -397,8 +398,8 @@ class BatchShard:
         return keys if keys is None or source.draws_from_generator else self._copy(keys)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy `tensor` to the device, same shape. It is pinned first, so that a GPU's host need
-        not wait."""
+        """Copy `tensor` to the device, same shape; through pinned memory to a GPU, so that the host
+        need not wait."""
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -458,7 +459,7 @@ def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
 
 
 def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
-    """Yield each micro-batch's rows as a slice, in order."""
+    """Yield each micro-batch's rows as a slice into `n_rows` rows, in order."""
     for start in range(0, n_rows, micro_batch_size):
         yield slice(start, start + micro_batch_size)
 

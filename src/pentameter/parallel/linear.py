@@ -51,7 +51,7 @@ def _replace(module: nn.Module, forward: Forward) -> None:
 
 
 def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
-    """Return a linear layer's output (…, N) for x (…, K)."""
+    """Return a linear layer's output (…, N) for x (…, K), computed by `matmul`."""
     return matmul.linear(x, linear.weight, linear.bias)
 
 

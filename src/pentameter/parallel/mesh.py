@@ -28,8 +28,8 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     """Maps each dimension with several ranks that shards activations (`context`, `tensor`, a grid's
     `depth` and `row`) to this rank's process group along it, in coordinate order. The
-    one-dimensional `tensor` group is the DeviceMesh's own; others are created for activations
-    alone."""
+    one-dimensional `tensor` group, with any number of ranks, is the DeviceMesh's own; others are
+    created for activations alone."""
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
@@ -43,8 +43,8 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
-    """Build the Mesh, and its DeviceMesh unless a single process shards nothing; each rank sits at
-    its `layout.parameter_coordinates` there.
+    """Build the Mesh, with a DeviceMesh unless a single process shards nothing. Each rank's
+    position in the DeviceMesh is `layout.parameter_coordinates(rank)`.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -120,7 +120,8 @@ def make_group(ranks: Iterable[int], world: World) -> dist.ProcessGroup:
 
 
 def _new_group(members: Sequence[int], world: World) -> dist.ProcessGroup:
-    """Create a group of `members` with the world's timeout. Collective over these ranks only."""
+    """Create a process group over `members`, this rank included, with the world's timeout.
+    Collective over these ranks only."""
     group = dist.new_group(
         members,
         timeout=timedelta(seconds=world.timeout_seconds),

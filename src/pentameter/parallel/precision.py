@@ -52,8 +52,8 @@ class Arithmetic:
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """Return the Arithmetic of a resolved precision (not `auto`). Raises ConfigError for an
-    unknown one."""
+    """Return the Arithmetic (dtypes and matmul) for a `train.precision`. Raises ConfigError for an
+    unknown one, and for `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
     return Arithmetic(precision, weights, products, MATMULS[precision])

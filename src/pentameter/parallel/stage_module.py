@@ -1,4 +1,5 @@
-"""One pipeline stage's slice of the model: its precision, and how it runs."""
+"""One pipeline stage's slice of the model, run eagerly, compiled or fused, in the run's
+precision."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from pentameter.parallel.tensor.tensor_products import gathered
 from pentameter.planning.plan import Plan
 
 REPLAYED_FLOPS = 2**43
-"""FLOPs of a micro-batch below which its launches are replayed as a CUDA graph. A fast GPU takes
-some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by one.
-"""
+"""FLOPs per micro-batch below which kernel launches are replayed as a CUDA graph. A fast GPU takes
+some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by
+one."""
 
 
 class StageModule(nn.Module):
@@ -162,7 +163,8 @@ class StageModule(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice eagerly, with the shapes that `forward` has."""
+        """Run the slice eagerly. Arguments and result are those of `forward` for one output per
+        micro-batch."""
         return self._call(self.model, x, targets, dropout_keys)
 
     def _rows(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
@@ -173,8 +175,8 @@ class StageModule(nn.Module):
 def _fused(
     model: GPT, dtype: torch.dtype, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None
 ) -> Tensor:
-    """Compute the summed loss, 0-dim, from tokens and targets (B, T) by the fused CPU
-    operations."""
+    """Compute the summed loss in nats, 0-dim, by the fused CPU operations; tokens and targets are
+    (B, T), and matmul inputs have `dtype`."""
     with torch.autocast(tokens.device.type, enabled=False):  # the kernels choose their dtypes
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
 

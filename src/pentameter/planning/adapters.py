@@ -158,7 +158,7 @@ def paths_of_adapters(names: Iterable[str]) -> list[str]:
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
-    """Yield the two parameters A and B that adapt a matrix."""
+    """Yield the specs of A (rank, inputs) and B (outputs, rank) for a matrix (outputs, inputs)."""
     n_outputs, n_inputs = spec.shape
     init, path = Init("uniform", n_inputs**-0.5), _module(spec)
     outputs, inputs = spec.axes

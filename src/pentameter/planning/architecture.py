@@ -96,21 +96,23 @@ class ParameterSpec:
 
     @property
     def n_active(self) -> int:
-        """The number of elements that one token is multiplied with, or that are added for it."""
+        """Elements that one token is multiplied with, or that are added for it: fewer than all for
+        experts."""
         if self.n_chosen is None:
             return self.n_elements
         return self.n_chosen * math.prod(self.shape[1:])
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether the parameter is a 2-D matrix within a block, as Muon requires. A router's is
-        none: it decays as little as a norm."""
+        """Whether the parameter is a 2-D matrix within a block, as Muon requires, but not a
+        router's, which has no weight decay."""
         return self.layer is not None and len(self.shape) == 2 and self.decay
 
 
 @dataclass(frozen=True)
 class ActivationTensor:
-    """An activation for one sequence: shape (tokens, numbers per token), axes and dtype."""
+    """An activation for one sequence: its shape (tokens, numbers per token), the logical axis along
+    each dimension, and its dtype."""
 
     name: str
     shape: tuple[int, int]
@@ -161,7 +163,8 @@ class Operation:
     written out as a whole."""
     collectives: tuple[Collective, ...] = ()
     token_products: int = 0
-    """Multiplications between activations, per token in a full context."""
+    """Multiplications between activations (queries · keys, weights · values), per token in a full
+    context."""
     reads_gradient: bool = True
     """Whether the backward pass computes the gradient for this operation's result."""
     gives_gradient: bool = True
@@ -201,7 +204,7 @@ class Operation:
 
 
 def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
-    """Return the residual stream that blocks pass on, (T, D) per sequence, as a tensor called
+    """Return a record for the residual stream, (T, D) per sequence, under the tensor name
     `name`."""
     shape = (model.context_length, model.d_model)
     return ActivationTensor(name, shape, ("time", "embed"), "weights")

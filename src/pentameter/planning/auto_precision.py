@@ -1,4 +1,4 @@
-"""The choice behind `train.precision = auto`."""
+"""The precision that `train.precision = auto` becomes."""
 
 from __future__ import annotations
 

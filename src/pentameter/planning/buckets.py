@@ -1,4 +1,4 @@
-"""Sizes that a run obeys: gradient buckets for all-reduce, and chunks of logits."""
+"""Sizes that a run uses: gradient buckets for all-reduce, and chunks of logits."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operati
 
 
 def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) -> tuple[int, int]:
-    """Return (first_layer, last_layer) of a slice, where None for the latter becomes n_layers.
-    Raises ValueError if the range is empty or exceeds the model."""
+    """Return (first_layer, last_layer) for a slice, with n_layers if the latter is None. Raises
+    ValueError if the range is empty or exceeds the model."""
     last_layer = model.n_layers if last_layer is None else last_layer
     if not 0 <= first_layer < last_layer <= model.n_layers:
         raise ValueError(
@@ -133,7 +133,8 @@ def _ends(model: ModelConfig) -> Init:
 
 
 def _add_embedding(build: OperationList) -> None:
-    """Add the look-ups of token and position embeddings; their sum is the residual stream."""
+    """Add the look-ups in the token and position embeddings to `build`; their sum is the residual
+    stream."""
     for name in ("token_embedding", "position_embedding"):
         if f"{name}.weight" in build.specs:
             build.matrix(name, "look_up", (), residual_stream(build.model, name))

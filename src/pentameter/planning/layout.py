@@ -113,8 +113,8 @@ class Layout:
 
     @property
     def is_grid(self) -> bool:
-        """Whether ranks along `depth`, `row` and `tensor` shard matrices in 2, 2.5 or 3
-        dimensions."""
+        """Whether the tensor mode is not `1d`: ranks along `depth`, `row` and `tensor` then shard
+        matrices in 2, 2.5 or 3 dimensions."""
         return self.tensor_mode != "1d"
 
     @property
@@ -163,7 +163,7 @@ class Layout:
         return [self.rank_of(**{**own, dimension: each}) for each in range(self.sizes[dimension])]
 
     def data_index(self, rank: int) -> int:
-        """Return which batch shard a rank computes, in 0 … n_batch_shards - 1."""
+        """Return the number of the batch shard that a rank computes, in 0 … n_batch_shards - 1."""
         coordinates, index = self.coordinates(rank), 0
         for name in BATCH_DIMENSIONS:
             index = index * self.sizes[name] + coordinates[name]
@@ -188,7 +188,7 @@ class Layout:
 
     @property
     def chunks_of_time(self) -> int:
-        """Chunks that one rank computes from each sequence: several in a ring, else 1."""
+        """Chunks that one rank computes from each sequence: two in a ring, else 1."""
         if self.context == 1:
             return 1
         key = "parallel.context_mode"
@@ -257,7 +257,8 @@ class Layout:
         return {name: value for name, value in self.to_json().items() if type(value) is int}
 
     def __str__(self) -> str:
-        """Format the layout as on a command line: the values that differ from a single rank's."""
+        """Format the layout as on a command line, `data=2,tensor=2`: the values that differ from a
+        single rank's, or `data=1`."""
         plain = Layout().to_json()
         changed = [
             f"{name}={str(value).lower()}"
@@ -338,9 +339,9 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
 
 
 def _resolved_depth(parallel: ParallelConfig) -> int:
-    """Return the depth for a configuration's tensor mode: the configured one, or the smallest above
-    1 that fits `tensor`. Raises ConfigError, with the nearest possible rank counts, if none fits.
-    """
+    """Return the grid's depth for a tensor mode: in 2.5d the configured one, or the smallest above
+    1 that fits the `tensor` ranks; 1 in other modes. Raises ConfigError, with the nearest possible
+    rank counts, if the ranks form no such grid."""
     mode, n, asked = parallel.tensor_mode, parallel.tensor, parallel.tensor_depth
     if n == 1:
         return 1

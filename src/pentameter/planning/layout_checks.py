@@ -156,8 +156,8 @@ def check_tied_within(
 
 
 def _check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
-    """Raise ConfigError if the layout uses ZeRO, which would shard a tied parameter twice. `held`
-    (which copies are where) and `remedy` are phrases for the message."""
+    """Raise ConfigError if the layout uses ZeRO, which would shard a tied parameter twice. For the
+    message, `held` names the copies on one rank, and `remedy` the settings to change."""
     if layout.zero:
         raise ConfigError(
             f"parallel.schedule='{layout.schedule}' {held}, where parallel.zero={layout.zero} "
@@ -187,8 +187,8 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
 
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:
-    """Whether a run with this layout compiles its training steps, provided that it is long enough
-    and has a compiler."""
+    """Return whether a run with this layout compiles its training steps, provided that it is long
+    enough and has a compiler."""
     return train.compile is not False and compile_obstacle(layout) is None
 
 
@@ -203,8 +203,9 @@ def compile_obstacle(layout: Layout) -> str | None:
 
 
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError if the layout cannot split the sequence, a machine's ranks or the layers,
-    whichever operations a layer contains."""
+    """Raise ConfigError for a layout that is impossible whichever operations a layer has: for
+    example, a sequence that cannot be split, a machine's ranks that `tensor` does not divide, or
+    more pipeline stages than layers."""
     _check_sequence_split(sharding, model)
     _check_normalized_heads(sharding, model)
     layout, t = sharding.layout, sharding.layout.tensor
@@ -239,8 +240,8 @@ def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
 
 
 def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -> None:
-    """Raise ConfigError if a mesh dimension cannot shard its axes: the sizes in `_even_sizes` into
-    equal shards, and the vocabulary so that every rank has rows."""
+    """Raise ConfigError if a mesh dimension cannot shard its axes: heads and widths into equal
+    shards, and the vocabulary so that every rank has rows."""
     n, sharded = sharding.layout.sizes[dimension], sharding.sharded_axes
     axes = [axis for axis, dimensions in sharded.items() if dimension in dimensions]
     even = _even_sizes(model)

@@ -59,7 +59,8 @@ class ModelOutline:
 
     @property
     def n_active(self) -> int:
-        """The parameters that one token is multiplied with, padding included."""
+        """Parameters that one token is multiplied with, padding included; fewer than all with
+        experts."""
         return sum(spec.n_active for spec in self._weights)
 
     @property

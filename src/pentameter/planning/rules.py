@@ -46,7 +46,8 @@ class LayoutRules:
 
     @property
     def prefetches_weights(self) -> bool:
-        """Whether each unit's weights are gathered while the previous unit computes."""
+        """Whether each unit's weights are all-gathered while the previous unit computes: with ZeRO
+        3."""
         return self.layout.zero == 3
 
     def rounds_once(self, n_micro_batches: int) -> bool:

@@ -51,7 +51,8 @@ class Placement:
     its gradient, and when."""
 
     sharded_by: tuple[tuple[str, ...], ...]
-    """For each tensor dimension the mesh dimensions that shard it, outermost first."""
+    """For each dimension of the parameter, the mesh dimensions that shard it, outermost first; ()
+    if none does."""
     summed_over: tuple[str, ...]
     """Mesh dimensions over which the gradient is all-reduced after the backward pass. These
     replicate the parameter, and their ranks compute gradients from different tokens or heads.

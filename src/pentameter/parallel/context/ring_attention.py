@@ -28,7 +28,7 @@ from pentameter.model.dropout import AttentionDropout, drop, weight_index
 from pentameter.parallel.mesh import group_named
 
 TILE = 1024
-"""Queries, and keys, per block when attention weights are materialized."""
+"""Tokens per block, in queries and in keys, when attention weights are materialized."""
 
 
 class RingAttention:
@@ -436,5 +436,6 @@ def _precise(tensor: Tensor) -> torch.dtype:
 def _dropout(
     row_keys: Tensor | None, p: float, head_offset: int, context_length: int
 ) -> _Dropout | None:
-    """Return the dropout for these keys, int32 (B, 2); None without keys."""
+    """Return the attention dropout for batch-row keys `row_keys`, int32 (B, 2); None without
+    keys."""
     return None if row_keys is None else _Dropout(row_keys, p, head_offset, context_length)

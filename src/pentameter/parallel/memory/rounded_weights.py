@@ -77,8 +77,8 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
                 self._leaves[index] = self._leaf(parameter)
 
     def _leaf(self, parameter: Parameter) -> Parameter:
-        """Create a rounded leaf with the parameter's shape, whose gradient goes to the
-        parameter."""
+        """Create a leaf tensor with the parameter's shape and rounded values; a hook adds its
+        gradient to the parameter's."""
         leaf = Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
         if parameter.requires_grad:
             leaf.register_post_accumulate_grad_hook(partial(_pass_on, parameter))

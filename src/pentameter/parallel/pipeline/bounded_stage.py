@@ -36,7 +36,8 @@ class BoundedStage(PipelineStage):
         self.grad_recv_info = _WithoutMemory()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives for a micro-batch's activations, into buffers allocated now."""
+        """Return the receives for micro-batch `fwd_chunk_id`'s input activations, into buffers
+        allocated now."""
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
@@ -48,8 +49,8 @@ class BoundedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward pass, and return its output: the residual stream (B, T, D),
-        the summed loss (1,) or logits (B, T, V)."""
+        """Run micro-batch `fwd_chunk_id`'s forward pass, free its receive buffer, and return the
+        output: the residual stream (B, T, D), the summed loss (1,) or logits (B, T, V)."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _release(self.args_recv_info[fwd_chunk_id])
         return output
@@ -108,24 +109,28 @@ class SendingStage(BoundedStage):
         self._sends: dict[tuple[str, int], list[dist.Work]] = {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the activation receives, and return no operations to the schedule."""
+        """Post the receives for a micro-batch's activations now; return an empty list, so that the
+        schedule posts none."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         self._receives["forward", fwd_chunk_id] = _post(ops)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the gradient receives, and return no operations to the schedule."""
+        """Post the receives for a micro-batch's output gradients now; return an empty list, so that
+        the schedule posts none."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         self._receives["backward", bwd_chunk_id] = _post(ops)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the activation sends, and return no operations to the schedule."""
+        """Post a micro-batch's activation sends now; return an empty list, so that the schedule
+        posts none."""
         self._sends["forward", fwd_chunk_id] = _post(super().get_fwd_send_ops(fwd_chunk_id))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the gradient sends, and return no operations to the schedule."""
+        """Wait for the previous micro-batch's gradient sends, then post this one's; return an empty
+        list, so that the schedule posts none."""
         # The previous gradient was sent a pass ago, and its receive is posted at once.
         _wait(self._sends.pop(("backward", bwd_chunk_id - 1), []))
         self._sends["backward", bwd_chunk_id] = _post(super().get_bwd_send_ops(bwd_chunk_id))

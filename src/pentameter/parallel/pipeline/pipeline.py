@@ -166,8 +166,8 @@ class Pipeline:
 
     @property
     def _forward_only(self) -> str:
-        """The schedule without backward passes: this layout's, if it takes several stages, else
-        GPipe's, which takes any number of micro-batches."""
+        """Name of the schedule for passes without gradients: this layout's, if it takes several
+        stages per rank, else `gpipe`, which takes any number of micro-batches."""
         name = self._plan.layout.schedule
         return name if _takes_several_stages(name) else "gpipe"
 

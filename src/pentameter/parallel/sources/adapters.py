@@ -51,5 +51,6 @@ def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> No
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:
-    """Shard `full` over the weight's mesh, without communication."""
+    """Return the tensor `full` as a DTensor with `placement` on the weight's mesh, without
+    communication."""
     return distribute_tensor(full, weight.device_mesh, [placement], src_data_rank=None)

@@ -33,7 +33,7 @@ from pentameter.planning.sharding import Placement
 
 
 class GPTSource(ModelSource):
-    """The model in the configuration's `[model]` section."""
+    """The built-in GPT, as the configuration's `[model]` section describes it."""
 
     def outline(self, config: Config) -> ModelOutline:
         """Return the GPT's outline (parameters, and how they may be sharded), computed without

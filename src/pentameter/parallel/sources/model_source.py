@@ -35,7 +35,7 @@ else the stream, or (stream, inputs) if `ModelSlice.reads_inputs`. `keys` come f
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """One pipeline stage's layers, and how to run them."""
+    """One pipeline stage's module, and how to run it and all-gather its weights."""
 
     model: nn.Module
     """The slice's module; parameters have the names that they have in the full model."""
@@ -45,7 +45,7 @@ class ModelSlice:
     matmuls read its parameters, which can then be rounded before they are sent. Parameters in no
     unit are gathered with the slice."""
     reads_inputs: bool = False
-    """Whether it takes the batch's inputs in addition to the stream."""
+    """Whether the slice takes the batch's inputs in addition to the residual stream."""
     row_call: Call | None = None
     """A Call without randomness whose last slice gives the summed loss of each batch row in nats,
     (B,). If None, `call` runs on one row after another."""
@@ -71,7 +71,7 @@ class ModelSource(ABC):
     """Whether a forward pass may draw from PyTorch's generator, which is then seeded for each
     micro-batch; a model with keyed randomness never does."""
     may_leave_unused = False
-    """Whether a parameter may take no part in a micro-batch's loss."""
+    """Whether some parameter may take no part in a micro-batch's loss, and so get no gradient."""
     computes_with_dtensors = False
     """Whether modules compute with DTensors, whose backward pass sums copies' gradients along their
     own mesh; otherwise they compute with local shards, and the engine sums."""

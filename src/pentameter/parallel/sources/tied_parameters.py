@@ -115,7 +115,7 @@ class TiedCopies(NamedTuple):
 
 
 def _set(module: nn.Module, name: str, parameter: Parameter) -> None:
-    """Register `parameter` under a dotted name."""
+    """Register `parameter` in `module` under a dotted name, in place of the present one."""
     path, _, own = name.rpartition(".")
     setattr(module.get_submodule(path), own, parameter)
 

@@ -26,8 +26,8 @@ all_gather = dist.all_gather_single if _HAS_NEW_NAME else dist.all_gather_into_t
 
 
 def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
-    """All-gather shards (n, …), `shard_size` rows each but for the last, into (n_rows, …).
-    Collective."""
+    """All-gather shards (n, …) over the named group into (n_rows, …). Each has `shard_size` rows;
+    the last may have fewer. Collective."""
     group = group_named(group_name)
     gathered = shard.new_empty((shard_size * group.size(), *shard.shape[1:]))
     all_gather(gathered, _padded(shard, shard_size), group=group)
@@ -35,8 +35,8 @@ def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str
 
 
 def gathered_columns(shard: Tensor, shard_size: int, n_columns: int, group_name: str) -> Tensor:
-    """All-gather columns (…, n), `shard_size` per rank but for the last, into (…, n_columns).
-    Collective."""
+    """All-gather columns (…, n) over the named group into (…, n_columns). Each rank has
+    `shard_size`; the last may have fewer. Collective."""
     columns = F.pad(shard, (0, shard_size - shard.shape[-1])).transpose(0, -1)
     gathered = gathered_shards(
         columns, shard_size, shard_size * group_named(group_name).size(), group_name

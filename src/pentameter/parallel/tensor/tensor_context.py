@@ -117,7 +117,8 @@ def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forwar
 
 
 def looked_up(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows (…, D) of a table (V, D) for `ids` (…,), zeros for ids outside it."""
+    """Return the rows (…, D) at indices `ids` (…,) in a table `weight` (V, D), zeros for ids
+    outside it."""
     in_range = (ids >= 0) & (ids < len(weight))
     embedded = F.embedding(torch.where(in_range, ids, 0), weight)
     return torch.where(in_range[..., None], embedded, 0.0)

@@ -105,7 +105,8 @@ sum_stream = torch.library.custom_op("pentameter::sum_stream", summed, mutates_a
 
 
 def _all_tokens(x: Tensor, order: str, group_name: str) -> tuple[int, int]:
-    """Return the shape of all tokens, (B, T) or (n · B, t), given x (B, t, …)."""
+    """Return the first two sizes of all tokens in the layout `order`, (B, T) or (n · B, t), given x
+    (B, t, …)."""
     B, t, n = *x.shape[:2], group_named(group_name).size()
     return {"whole": (B, t), "by_time": (B, n * t), "by_process": (n * B, t)}[order]
 
@@ -225,8 +226,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradients for x (B, t, D), weights (N, D) and biases (N,), given those of the
-    outputs."""
+    """Return the gradients for x (B, t, D), the list of weights (N, D) and that of biases (N,),
+    given `grads`, one per output."""
     x, *weights = ctx.saved_tensors
     x_grad, *others = read_stream_backward(grads, x, weights, ctx.has_biases, *ctx.rest)
     return x_grad, others[: len(weights)], others[len(weights) :], None, None, None

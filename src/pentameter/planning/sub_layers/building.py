@@ -189,5 +189,6 @@ class OperationList:
         return tuple(self.specs[each] for each in names if each in self.specs)
 
     def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
-        """Append an operation with its `reads` and `result`; `costs` are the remaining fields."""
+        """Append an Operation in the current block; `tensors` are its `reads` and its `result`,
+        `costs` its remaining fields by name."""
         self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

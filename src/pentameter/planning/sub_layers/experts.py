@@ -112,7 +112,8 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 
 
 def _add_shared(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add the shared experts, one feed-forward layer that reads every token."""
+    """Add the shared experts' operations: one feed-forward layer at `path` that reads every token
+    in x."""
     model = build.model
     width = model.n_shared_experts * model.expert_width
     made = []
@@ -147,7 +148,8 @@ def _add_grouped(
 def _add_activation(
     build: OperationList, path: str, reads: tuple[ActivationTensor, ...]
 ) -> ActivationTensor:
-    """Add the activation function between an expert's matrices, and return its result."""
+    """Add the activation function, with its gate if the model has one, between an expert's
+    matrices, and return its result."""
     model = build.model
     activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
