@@ -97,8 +97,8 @@ def copy_shard(target: torch.Tensor, source: torch.Tensor) -> None:
 def common_region(
     target: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """Return the overlap between the local shard of `target` and a full tensor with another
-    `shape`: a view into the shard, and slices into the full tensor. Both may be empty."""
+    """Return (view, slices) for the overlap between `target`'s local shard and a full tensor with
+    another `shape`: a view into the shard, and slices into the full tensor. Both may be empty."""
     local, offset = local_shard(target)
     counts = [
         max(0, min(size, end - start))

@@ -155,8 +155,8 @@ class StageModule(nn.Module):
         self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
     def allocate(self, device: torch.device) -> None:
-        """Give parameters and buffers memory on a device, uninitialized; and trained parameters a
-        gradient, if a replayed graph adds to it."""
+        """Allocate parameters and buffers on a device, uninitialized, in place; if a CUDA graph is
+        replayed, also zero gradients for trained parameters, to which it adds."""
         give_memory(self, device)
         for parameter in self.model.parameters() if self.replays else ():
             if parameter.requires_grad:

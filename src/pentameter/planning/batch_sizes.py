@@ -8,7 +8,8 @@ from pentameter.planning.layout import Layout
 
 
 def global_batch_size(config: Config) -> int:
-    """Return the sequences per step, summed over all devices and micro-batches.
+    """Return the sequences per optimizer step, over all devices and micro-batches:
+    `train.batch_size`, or as many as make up `train.tokens_per_step`.
 
     Raises ConfigError if `tokens_per_step` is not a multiple of the context length.
     """

@@ -58,8 +58,7 @@ def end_weights(
 
 
 def padding_elements(table: Sequence[ParameterSpec], model: ModelConfig) -> int:
-    """Return how many elements in the embedding and head rows of a parameter table only pad the
-    vocabulary."""
+    """Return how many embedding and head elements in a parameter table only pad the vocabulary."""
     assert model.vocab_size is not None
     n_rows = model.padded_vocab_size
     in_rows = sum(spec.n_elements for spec in table if "vocab" in spec.axes)

@@ -40,8 +40,8 @@ FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 def architecture_obstacle(config: ModelConfig) -> str | None:
-    """Return the first key in `[model]`, with its value, that `fused_loss_sum` does not support;
-    None if it supports the architecture."""
+    """Return the first key in `[model]`, with its value, that the fused CPU step (`fused_loss_sum`)
+    does not support, as text; None if it supports the architecture."""
     for key, field in type(config).model_fields.items():
         possible, value = FUSES.get(key, (field.default,)), getattr(config, key)
         if possible is not None and value not in possible:
@@ -50,9 +50,9 @@ def architecture_obstacle(config: ModelConfig) -> str | None:
 
 
 def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) -> str | None:
-    """Return a run's first setting, with its value, that the fused step does not support; torch
-    then compiles the whole plain model. Return None if the fused step runs it. `built_by` names the
-    function that builds a custom model."""
+    """Return a run's first setting, with its value, that the fused CPU step does not support, as
+    text; torch then compiles the whole plain model. None if the fused step can run it. `built_by`
+    names the function that builds a custom model, which it never supports; None for the GPT."""
     if built_by is not None:
         return f"the module that {built_by} builds"
     obstacle = architecture_obstacle(config.model)

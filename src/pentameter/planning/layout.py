@@ -417,8 +417,9 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
 
 
 def shard_size(n: int, n_shards: int, coordinate: int) -> int:
-    """Return the shard size at `coordinate`, when n elements are split into shards with up to ⌈n /
-    n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or empty."""
+    """Return the shard size at `coordinate` when n elements are split into `n_shards` shards with
+    up to ⌈n / n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or
+    empty."""
     most = -(-n // n_shards)
     return min(most, max(0, n - coordinate * most))
 

@@ -116,7 +116,7 @@ class Sharding:
 
     @cached_property
     def sharding_dimensions(self) -> tuple[str, ...]:
-        """The mesh dimensions that shard at least one axis."""
+        """The mesh dimensions that shard at least one activation axis."""
         return tuple(dict.fromkeys(itertools.chain(*self.sharded_axes.values())))
 
     @property
