@@ -1,4 +1,4 @@
-"""`assemble`: from a Plan to the Engine that a trainer drives.
+"""Build the Engine, which a trainer drives, from a Plan (what a run obeys: sharding, batch, steps).
 
 The trainer calls one method, `forward_backward(batch, step)`. It never needs to know how many
 devices, micro-batches or pipeline stages are behind it.
@@ -36,12 +36,15 @@ def assemble(
     source: ModelSource = BUILT_IN,
     fused_dropout: bool = False,
 ) -> Engine:
-    """Build this rank's Engine for `plan` on `device`: the model from `source`, or the built-in
-    GPT, with the initial weights that follow from the configuration's seed. With `fused_dropout`,
-    kernels apply attention dropout; pass it only if `choose_compute` has found that they can.
+    """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
+    built-in GPT, with the initial weights that follow from the configuration's seed. `precision` is
+    a resolved `train.precision`, not `auto`; `compiled` trains by `torch.compile` or fused CPU
+    operations. With `fused_dropout`, GPU kernels apply attention dropout; `choose_compute` finds
+    whether they can.
 
     Each slice is built on `meta`, sharded by tensor parallelism, then by data parallelism, and only
-    then gets memory: no rank ever holds more than its own shard. Collective over the world.
+    then gets memory: no rank ever holds more than its own shard. Collective over the world (by
+    default a single process).
     """
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
@@ -70,7 +73,8 @@ def assemble(
 
 
 def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
-    """Return an Engine for a full GPT that exists already, on one rank without a mesh."""
+    """Return an Engine that runs an existing, full GPT on `device` in one process, without a mesh.
+    `precision` is a resolved `train.precision`, not `auto`."""
     how = arithmetic(precision)
     install_forwards(model, how.matmul, {})
     module = StageModule(gpt_slice(model), device, how)

@@ -1,7 +1,8 @@
-"""The state by which routers balance their experts: counted during a step, moved after it.
+"""Expert balancing: routers count tokens per expert during a step, and their state is updated after
+it.
 
-Counts are those of the whole step's batch, summed over every rank whose tokens differ, so that the
-state is the same on every layout. A step whose update is left out leaves the state as it is.
+Counts cover the whole step's batch, summed over every rank whose tokens differ, so that the state
+is the same on every layout. A skipped step leaves the state as it is.
 
 Shapes: E experts.
 """
@@ -22,11 +23,11 @@ from pentameter.planning.plan import Plan
 
 
 def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Have the routers in `model` count the tokens of whole sequences, of which the ranks in each
-    of `groups` have parts, in place."""
+    """Have each router in `model` all-reduce its token counts over `groups`, whose ranks hold parts
+    of the same sequences; in place. Nothing changes without groups."""
 
     def summed(counts: Tensor) -> Tensor:
-        """Return counts (B, E) of this rank's tokens summed over the groups."""
+        """All-reduce this rank's token counts (B, E) over each group, in place, and return them."""
         for group in groups:
             dist.all_reduce(counts, group=group)
         return counts
@@ -37,7 +38,8 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
 
 
 class RouterBalance:
-    """The balance state of the routers in a rank's slices, `models`."""
+    """Updates the balance state (E,) of each router in `models`, this rank's slices. With adapters
+    (LoRA) the state stays as it is. `mesh` is None in a single process."""
 
     def __init__(self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> None:
         found = {
@@ -52,14 +54,15 @@ class RouterBalance:
         self._mesh = mesh
 
     def start_step(self) -> None:
-        """Begin new counts."""
+        """Zero every router's token counts."""
         for router in self._routers.values():
             router.counts.zero_()
 
     @torch.no_grad()
     def move(self, not_made: Tensor | None = None) -> None:
-        """Move the state by the step's counts. If `not_made`, float32 () on the device, is 1, the
-        state stays. Collective."""
+        """Update each router's state by the step's token counts, all-reduced. `not_made`, float32
+        () on the device, is 1 if the optimizer step was skipped: the state then stays.
+        Collective."""
         if not self._routers:
             return
         counts = torch.stack([router.counts for router in self._routers.values()])
@@ -74,7 +77,8 @@ class RouterBalance:
             router.balance.add_(change)
 
     def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
-        """Return the change of `balance`, placed as it is, for the step's counts (E,)."""
+        """Return what to add to a router's `balance` (E,), with the same DTensor placements, for
+        the step's token counts (E,)."""
         model = self._plan.config.model
         change = counts.mean() - counts
         match model.balance:
@@ -93,6 +97,6 @@ class RouterBalance:
         return placed if model.balance == "bias" else placed - balance
 
     def _summed_over(self) -> tuple[str, ...]:
-        """The mesh dimensions whose ranks route different tokens."""
+        """Mesh dimensions whose ranks route different tokens, over which counts are summed."""
         placement = self._plan.placements[next(iter(self._routers))]
         return (*placement.summed_over, *placement.fsdp_over, *placement.ddp_over)

@@ -47,11 +47,13 @@ _NO_BROADCASTS: dict[str, Any] = {
 
 
 def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan: Plan) -> nn.Module:
-    """Give a slice memory, uninitialized: for its shards alone, if FSDP shards its parameters, on
-    the host if they are offloaded. Return the module that runs it: itself, or DDP around it, which
-    all-reduces gradients during the backward pass of a step's last micro-batch, if the parameters'
-    placements say so. If a pass may leave some parameters unused, their DDP hooks still fire: DDP
-    waits for every one."""
+    """Shard a slice's parameters by FSDP if their placements say so, allocate them uninitialized
+    (on the host with `train.offload`), and return the module that runs the slice: `module` itself,
+    or DDP around it, which all-reduces gradients during the last micro-batch's backward pass.
+    Called on every rank.
+
+    If a pass may leave some parameters unused, their DDP hooks still fire: DDP waits for every one.
+    """
     offload = plan.config.train.offload
     over: tuple[str, ...] = ()
     if mesh.parameters is not None:
@@ -81,15 +83,16 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
 def _dimensions(
     module: StageModule, plan: Plan, field: Callable[[Placement], tuple[str, ...]]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter to the mesh dimensions in one field of its Placement."""
+    """Map each parameter in the slice to mesh dimensions, which `field` reads from its Placement in
+    the plan."""
     return {each: field(plan.placements[name]) for name, each in module.model.named_parameters()}
 
 
 def _touched(
     parameters: Sequence[nn.Parameter], module: nn.Module, inputs: object, y: Tensor
 ) -> Tensor:
-    """Forward hook: tie the output y (any shape) to every parameter, so that backward
-    reaches each."""
+    """Forward hook: connect the output y (any shape) to every parameter in the autograd graph, so
+    that backward reaches each. Returns y as it is without gradients."""
     return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
 
 
@@ -119,7 +122,7 @@ def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
-    placements name; without ZeRO these name none.
+    placements name, with parameters kept on the host if `offload`; do nothing without ZeRO.
 
     Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
     it, since autocast would round these weights anyway, and they are then rounded before they are
@@ -131,7 +134,8 @@ def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: b
         return
 
     def shard(unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Shard a unit's parameters, except those that FSDP has sharded already."""
+        """Shard a unit's parameters, except those that FSDP has sharded already; `policy` says the
+        dtypes in which it gathers and reduces."""
         (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions
         fully_shard(unit, mesh=mesh[along], mp_policy=policy, **options)
 
@@ -174,8 +178,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 def micro_batch(
     module: nn.Module, rules: LayoutRules, *, is_last: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which a micro-batch runs forward and backward. Its gradients are
-    reduced over the data-parallel ranks or accumulated locally, as the rules say."""
+    """Return the context manager in which one micro-batch runs forward and backward through
+    `module`. Gradients are reduced over the data-parallel ranks in the last one (`is_last`);
+    before, they accumulate locally, unless FSDP reduces every time because `rules` (the layout's)
+    say so."""
     if isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext() if is_last else module.no_sync()
     if isinstance(module, FSDPModule):
@@ -187,8 +193,8 @@ def micro_batch(
 
 
 def reshard(modules: Iterable[nn.Module], layout: Layout) -> None:
-    """Free weights that ZeRO has all-gathered: leave parameters sharded, as a step's backward pass
-    does."""
+    """Free the weights that FSDP has all-gathered in these modules: parameters are sharded again,
+    as after a backward pass. Does nothing without ZeRO."""
     for module in modules if layout.zero else ():
         for unit in module.modules():
             if isinstance(unit, FSDPModule):

@@ -1,4 +1,5 @@
-"""The Engine: one rank's work in a step, which a trainer drives under any layout.
+"""The Engine: one rank's forward, backward and evaluation passes, which a trainer calls alike under
+every layout.
 
 Shapes: B this rank's batch rows, T tokens, D channels, V vocabulary.
 """
@@ -38,15 +39,15 @@ from pentameter.planning.plan import Plan
 
 @dataclass(frozen=True)
 class LossSum:
-    """A summed loss in nats and the number of target tokens it is summed over; every report uses
-    `mean`. Both are tensors, 0-dim float64 on the device, if the host would wait to read them."""
+    """A loss summed over target tokens, in nats, and their number. Either may be a 0-dim float64
+    tensor on a GPU, so that the host need not wait for it."""
 
     total: Tensor | float
     n_targets: Tensor | int
 
     @property
     def mean(self) -> float:
-        """Nats per target token; NaN for no targets."""
+        """Mean loss in nats per target token; NaN for no targets. Waits for a GPU's tensors."""
         return float(self.total) / int(self.n_targets) if self.n_targets else float("nan")
 
     def __add__(self, other: LossSum) -> LossSum:
@@ -54,11 +55,13 @@ class LossSum:
 
 
 class Engine:
-    """One rank's slices of the model, and how to run a batch through them.
+    """Runs batches through this rank's slices of the model (its pipeline stages).
 
-    `stage_modules` are the slices from `source`, in order. `wrapped` maps each stage number to the
-    module that runs it: the stage module, or DDP around it. Methods are collective: every rank in
-    the world calls them with the same arguments, except for the batch rows.
+    `stage_modules` are the slices that `source` built, in stage order. `wrapped` maps each stage
+    number to the module that trains it: the stage module, or DDP around it. `tied` lists parameters
+    that stages on other ranks also hold; `plan` is what the run obeys (sharding, batch, steps).
+    Methods are collective: every rank in the world calls them with the same arguments, except for
+    the batch rows.
     """
 
     def __init__(
@@ -107,8 +110,8 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model if the layout has no pipeline, its parameters sharded or not. Raises
-        ConfigError under a pipeline; its slices are in `models`."""
+        """The full model, its parameters sharded or not. Raises ConfigError under pipeline
+        parallelism; then `models` has this rank's slices."""
         if isinstance(self._stages, Pipeline):
             raise ConfigError(
                 f"with parallel.pipeline={self.plan.layout.pipeline} no process has the whole "
@@ -119,23 +122,25 @@ class Engine:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The slices of the model that this rank holds."""
+        """This rank's slices of the model, in stage order; one, the full model, without a
+        pipeline."""
         return [each.model for each in self.stage_modules]
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """The run's dtypes, its autocast context and its matmul."""
+        """The dtypes, autocast context and matmul that `train.precision` implies."""
         return self.stage_modules[0].arithmetic
 
     @property
     def host_waits(self) -> bool:
-        """True if a host that reads a number waits for its device: the numbers of a step then stay
-        there."""
+        """True on CUDA: reading a number there makes the host wait, so a step's numbers stay on the
+        device."""
         return self.device.type == "cuda"
 
     @property
     def is_whole(self) -> bool:
-        """True if each rank has the full model, and can use it without the others."""
+        """True if each rank has the full model and can run it alone: no tensor, pipeline or context
+        parallelism, and no ZeRO."""
         layout = self.plan.layout
         return layout.is_data_parallel and layout.context == 1 and not layout.zero
 
@@ -145,20 +150,22 @@ class Engine:
         return self._shard.rows
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield parameters by their names in the parameter table, copies of tied ones included."""
+        """Yield (name, parameter) for this rank's slices, copies of tied parameters included; names
+        are those of the full model."""
         yield from self._named
 
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield `named_parameters` without copies of parameters that another stage owns."""
+        """Yield (name, parameter) as `named_parameters` does, but leave out copies of tied
+        parameters that another stage owns."""
         for name, parameter in self.named_parameters():
             if name not in self._tied.copies:
                 yield name, parameter
 
     @property
     def adds_up_in_place(self) -> bool:
-        """True if gradients are zeroed in place instead of set to None. Gradients that are views
-        into DDP's buckets would otherwise be held twice, and a replayed graph would overwrite its
-        own."""
+        """True if gradients are zeroed in place instead of set to None, because their memory must
+        stay: views into DDP's buckets that accumulate over micro-batches, or gradients that a
+        replayed CUDA graph adds to."""
         if self.mesh is None:
             return any(module.replays for module in self.stage_modules)
         has_buckets = all(
@@ -167,18 +174,19 @@ class Engine:
         return has_buckets and self.plan.n_micro_batches > 1
 
     def parameters(self) -> Sequence[Parameter]:
-        """Return parameters in the order of `named_parameters`."""
+        """Return this rank's parameters, in the order of `named_parameters`."""
         return [parameter for _, parameter in self._named]
 
     # -- the step -------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, step: int, *, loss_scale: float = 1.0) -> LossSum:
-        """Run forward and backward for one step. Returns the loss over all ranks; its gradients,
-        times `loss_scale`, are in the parameters' `.grad`.
+        """Run forward and backward for one training step. Returns the loss over all ranks; its
+        gradients, times `loss_scale`, are in the parameters' `.grad`. Collective.
 
-        `batch` holds this rank's `rows`. Each micro-batch contributes its summed loss divided by
-        the whole step's target count, which is known before the first backward pass. So
-        accumulation is exact however targets fall on micro-batches and ranks.
+        `batch` holds this rank's `rows`, and `step` numbers the step, from which dropout keys
+        follow. Each micro-batch contributes its summed loss divided by the whole step's target
+        count, which is known before the first backward pass. So accumulation is exact however
+        targets fall on micro-batches and ranks.
         """
         self._train(True)
         n_targets = self._shard.count_targets(batch)
@@ -194,7 +202,7 @@ class Engine:
         return LossSum(self._shard.sum_losses(total), n_targets)
 
     def _reduce_gradients(self) -> None:
-        """Run the gradient all-reduces that backward has not: over sequence, data and tied copies.
+        """All-reduce gradients that backward did not: over sequence and data ranks and tied copies.
         A parameter that took no part in the loss gets a zero gradient, on every rank."""
         for parameter in self.parameters() if self.source.may_leave_unused else ():
             if parameter.requires_grad and parameter.grad is None:
@@ -207,14 +215,15 @@ class Engine:
         self._tied.add_up()
 
     def gradient_norm(self) -> Tensor:
-        """Compute the gradient's Euclidean norm, 0-dim, the same number on every rank."""
+        """Compute the Euclidean norm over all gradients in the full model, 0-dim, the same number
+        on every rank. Collective."""
         if self.mesh is None:
             return gradients.norm_here(self.parameters())
         owned = [parameter for _, parameter in self.owned_parameters()]
         return gradients.global_norm(owned, self.mesh)
 
     def unscale_gradients(self, scale: float) -> None:
-        """Divide every gradient by the loss scale, in place."""
+        """Divide every gradient by `scale`, the loss scale, in place."""
         gradients.unscale(self.parameters(), scale)
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
@@ -223,17 +232,18 @@ class Engine:
         gradients.clip(self.parameters(), norm, limit)
 
     def zero_gradients(self) -> None:
-        """Set every `.grad` to None, or zero it if gradients accumulate in place."""
+        """Set every `.grad` to None, or fill it with zeros if `adds_up_in_place`."""
         gradients.zero(self.parameters(), in_place=self.adds_up_in_place)
 
     # -- without gradients ----------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
-        """Compute the loss over a full batch, split over the data-parallel ranks, without dropout.
+        """Compute the loss over `batch`, which every rank passes in full; its rows are split over
+        the data-parallel ranks. Without dropout. Collective.
 
-        Raises ConfigError if the rows do not split evenly and the targets are not integers: the
-        missing rows cannot be masked then.
+        Raises ConfigError if the rows do not split evenly and the targets are not integers, so that
+        padding rows could not be masked.
         """
         self._train(False)
         own = evaluation_rows(batch, self.plan.layout, self.world.rank)
@@ -243,11 +253,11 @@ class Engine:
 
     @torch.no_grad()
     def row_losses(self, batch: Batch) -> np.ndarray:
-        """Compute the summed loss of each row in a full batch of tokens, in nats, float64 (B,), on
-        every rank, without dropout.
+        """Compute each row's summed loss in nats, float64 (B,), for a full batch of B token rows,
+        on every rank, without dropout. Collective.
 
-        The rows are split over the data-parallel ranks as in `evaluate`. They are cut behind the
-        last target that counts, if the model takes them so.
+        The rows are split over the data-parallel ranks as in `evaluate`. If the model accepts
+        shorter rows, they are truncated after the last unmasked target.
         """
         self._train(False)
         batch = _cut(batch, partial(self.source.row_length, self.plan))
@@ -258,10 +268,10 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, text: np.ndarray) -> np.ndarray:
-        """Return next-token logits (B, V) after text (B, n), n ≤ context_length, float64, on every
-        rank.
+        """Return next-token logits (B, V), float64, after the token ids `text` (B, n), n ≤
+        context_length, on every rank. Collective.
 
-        Samples from a model that no rank holds in full: each token takes a forward pass over the
+        For sampling when no rank holds the full model: each token takes a forward pass over the
         full context.
         """
         self._train(False)
@@ -290,10 +300,9 @@ class Engine:
 
 
 class SingleStage:
-    """Runs this rank's slice of a model that no pipeline splits. Its methods are those of Pipeline.
-
-    `wrapped` holds the module that trains: `stage_module`, or DDP around it.
-    """
+    """Runs a model without pipeline parallelism, by the same methods as `Pipeline`. `wrapped` has
+    one entry, the module that trains: `stage_module`, or DDP around it. Evaluation calls
+    `stage_module`."""
 
     def __init__(
         self, stage_module: StageModule, wrapped: Mapping[int, nn.Module], plan: Plan
@@ -305,9 +314,9 @@ class SingleStage:
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
-        """Run forward and backward for one micro-batch after another. Inputs and targets are
-        (B, …), keys (B, …). Returns the summed loss in nats, (). The gradients of that loss times
-        `factor` are added to the parameters' `.grad`."""
+        """Run forward and backward for one micro-batch after another. Inputs and targets are (B,
+        …), dropout `keys` (B, …) or None. Returns the summed loss in nats, (); the gradients of
+        that loss times `factor` are added to the parameters' `.grad`."""
         losses = []
         n_rows = len(leaves(inputs)[0])
         for rows in micro_batches(n_rows, self._plan.micro_batch_size):
@@ -321,25 +330,27 @@ class SingleStage:
         return torch.cat(losses).sum()
 
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
-        """Compute the summed loss in nats, (), without gradients."""
+        """Compute the summed loss in nats, (), for inputs and targets (B, …), without gradients."""
         return self._stage_module(inputs, targets).sum()
 
     def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
-        """Compute each batch row's summed loss in nats, (B,), without gradients."""
+        """Compute each batch row's summed loss in nats, (B,), for inputs and targets (B, …),
+        without gradients."""
         losses: Tensor = self._stage_module(inputs, targets, by_row=True)
         return losses
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Compute logits (B, T, V) of tokens (B, T)."""
+        """Compute logits (B, T, V) for token ids (B, T)."""
         return self._stage_module(tokens)
 
 
 @dataclass(frozen=True)
 class BatchShard:
-    """This rank's shard of every batch: its rows and positions, as tensors on its device, and the
-    sums of their targets and losses over all ranks.
+    """Selects this rank's rows and positions from every batch, as tensors on its device, and sums
+    targets and losses over all ranks.
 
-    Floats get `dtype`. A sum is a number, or 0-dim float64 on the device if it `stays_on_device`.
+    `dtype` is the one that floating-point inputs and targets are cast to. Sums are Python numbers,
+    or 0-dim float64 tensors on the device if `stays_on_device`.
     """
 
     plan: Plan
@@ -361,15 +372,16 @@ class BatchShard:
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     def tensors(self, batch: Batch) -> tuple[Tree, Tree]:
-        """Return inputs and targets (B, …) at this rank's positions, on the device."""
+        """Return the batch's inputs and targets, (B, …) each, at this rank's positions, on the
+        device."""
         inputs, targets = (
             map_leaves(self.local_positions, each) for each in (batch.inputs, batch.targets)
         )
         return inputs, targets
 
     def local_positions(self, array: np.ndarray) -> Tensor:
-        """Copy this rank's positions of an array (B, T) to the device, or all of an array (B, …)
-        without context parallelism. Floats get `dtype`."""
+        """Copy this rank's positions from an array (B, T) to the device, or without context
+        parallelism the whole array (B, …). Floats are cast to `dtype`."""
         layout = self.plan.layout
         if layout.context > 1:
             T = self.plan.config.model.context_length
@@ -379,20 +391,22 @@ class BatchShard:
         return self._copy(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
 
     def keys(self, source: ModelSource, step: int, rows: np.ndarray) -> Tensor | None:
-        """Return the randomness of rows (B,) at a step: dropout keys (B, …) on the device, or seeds
-        (B,) on the host, which reads them; None if nothing is random."""
+        """Return the random keys that `source` derives for the batch rows numbered `rows` (B,) at a
+        step: dropout keys (B, …) on the device, or generator seeds (B,) on the host; None if
+        nothing is random."""
         keys = source.row_keys(self.plan, step, rows, self._attention_rows[: len(rows)])
         return keys if keys is None or source.draws_from_generator else self._copy(keys)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy `tensor` to the device, same shape. It is pinned first, so that a GPU's host need
-        not wait."""
+        """Copy `tensor` to the device, same shape; through pinned memory to a GPU, so that the host
+        need not wait."""
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def count_targets(self, batch: Batch) -> Tensor | int:
-        """Count the targets in all rows of the global batch; `batch` has this rank's."""
+        """Count the targets in the global batch's rows, of which `batch` has this rank's.
+        Collective."""
         if self.mesh.world.size == 1:
             return batch.n_targets
         others = self.mesh.coordinates.keys() - BATCH_DIMENSIONS
@@ -402,18 +416,20 @@ class BatchShard:
         return total if isinstance(total, Tensor) else round(total)
 
     def sum_losses(self, own: Tensor) -> Tensor | float:
-        """Sum a loss, 0-dim or (1,), over all ranks."""
+        """All-reduce a summed loss, 0-dim or (1,), over all ranks; of ranks that hold the same
+        loss, one counts. Collective."""
         return self._sum(own if self._counts_loss else torch.zeros_like(own))
 
     @property
     def _counts_loss(self) -> bool:
-        """Whether this rank's losses enter a sum over all ranks; vocabulary-parallel ranks, which
-        all have the same, count once."""
+        """Whether this rank's losses enter a sum over all ranks: of vocabulary-parallel ranks,
+        which hold the same loss, one does."""
         return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
 
     def gather_rows(self, own: Tensor) -> np.ndarray:
-        """Return the losses of all rows in an evaluation, float64 (n_batch_shards · B,), in order,
-        from those of each rank's rows (B,), which context-parallel ranks have parts of."""
+        """Return every row's loss in a full batch, float64 (n_batch_shards · B,), in row order,
+        given this rank's `own` (B,). Context-parallel ranks' partial losses are added.
+        Collective."""
         if self.mesh.world.size == 1:
             return own.to("cpu", torch.float64).numpy()
         layout = self.plan.layout
@@ -426,7 +442,8 @@ class BatchShard:
         return losses.cpu().numpy()
 
     def _sum(self, own: Tensor) -> Tensor | float:
-        """Sum a number, 0-dim or (1,) and this rank's to use up, over all ranks."""
+        """All-reduce a number, 0-dim or (1,), over the world, perhaps overwriting it. Returns a
+        float, or a 0-dim float64 tensor if sums stay on the device. Collective."""
         if self.mesh.world.size > 1:
             own = own.to(torch.float64)
             dist.all_reduce(own)
@@ -434,21 +451,22 @@ class BatchShard:
 
 
 def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
-    """Return a batch of tokens (B, T) cut to the row length for the targets that count."""
+    """Truncate a batch of tokens (B, T) after the last unmasked target. `row_length` maps the
+    number of tokens that are needed to the number to keep."""
     counted = np.flatnonzero((batch.targets != IGNORED_TARGET).any(0))
     T = row_length(int(counted.max(initial=0)) + 1)
     return replace(batch, inputs=batch.inputs[:, :T], targets=batch.targets[:, :T])
 
 
 def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
-    """Yield each micro-batch's rows as a slice, in order."""
+    """Yield each micro-batch's rows as a slice into `n_rows` rows, in order."""
     for start in range(0, n_rows, micro_batch_size):
         yield slice(start, start + micro_batch_size)
 
 
 def _loss_factor(loss_scale: float, n_targets: Tensor | int, dtype: torch.dtype) -> Tensor | float:
-    """Return the number by which a summed loss is multiplied before its backward pass, 0-dim in
-    `dtype` if it is a tensor: float64 would spread to all that follows."""
+    """Return loss_scale / n_targets, by which a summed loss is multiplied before its backward pass:
+    a float, or 0-dim in `dtype` for a tensor (float64 would spread to all that follows)."""
     if not isinstance(n_targets, Tensor):
         return loss_scale / max(1, n_targets)
     return (loss_scale / n_targets.clamp(min=1)).to(dtype)

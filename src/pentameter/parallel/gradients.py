@@ -1,4 +1,4 @@
-"""Gradients after the backward pass: make each one that of the global loss.
+"""Gradients after the backward pass: reduce, measure, unscale, clip and zero them.
 
 A parameter may be replicated, a shard, or a copy of a tied parameter in another stage. This module
 redistributes gradients to their parameters' placements, all-reduces those that backward did not,
@@ -27,7 +27,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
-    """Redistribute each gradient to its parameter's placements.
+    """Redistribute each DTensor gradient to its parameter's placements; plain tensors stay.
+    Collective.
 
     DTensor leaves some gradients Replicate although the parameter is sharded (a vocabulary-parallel
     embedding), or Partial although the sum is needed.
@@ -41,7 +42,8 @@ def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce each tensor (any shape) over the group, in place, in a few large buckets."""
+    """All-reduce each tensor (any shape) over the group, in place, in a few large buckets.
+    Collective."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -59,16 +61,18 @@ def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def add_up_all(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients that these parameters have over the group, in place."""
+    """All-reduce these parameters' gradients over the group, in place; a parameter without one is
+    skipped. Collective."""
     add_up([local(each.grad) for each in parameters if each.grad is not None], group)
 
 
 def summed_copies(
     named: Sequence[tuple[str, Parameter]], plan: Plan, *, by_dtensor: bool
 ) -> dict[str, list[Parameter]]:
-    """Map each mesh dimension over which placements sum gradients after the backward pass to its
-    parameters. If `by_dtensor`, modules compute with DTensors, whose own backward pass sums those
-    that lie on the dimension."""
+    """Map each mesh dimension to the parameters whose gradients must be all-reduced along it after
+    the backward pass, as the plan's placements say. `named` are this rank's (name, parameter)
+    pairs. If `by_dtensor`, modules compute with DTensors, whose backward pass sums along the
+    parameter's own mesh; such parameters are left out."""
     found = {
         dimension: [
             parameter
@@ -90,7 +94,7 @@ def is_sharded(parameter: Tensor, dimension: str) -> bool:
 
 
 def lies_on(parameter: Tensor, dimension: str) -> bool:
-    """Return whether the parameter's own mesh has this dimension."""
+    """Return whether the parameter is a DTensor whose mesh has this dimension."""
     return any(name == dimension for name, _ in _placements(parameter))
 
 
@@ -160,7 +164,7 @@ def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
 
 
 def zero(parameters: Sequence[Parameter], *, in_place: bool) -> None:
-    """Zero every gradient `in_place`, or set it to None."""
+    """Set every gradient to None, or fill it with zeros if `in_place`."""
     held = [each.grad for each in parameters if each.grad is not None]
     if in_place and held:
         torch._foreach_zero_(held)

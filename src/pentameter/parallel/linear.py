@@ -1,8 +1,8 @@
-"""What a module computes in place of its own `forward`: on its local shards, by the styles of a
-tensor mode; a block whose activations are recomputed; a linear layer in a run's arithmetic, and
-with its adapter. The one way in which these come into a model.
+"""Replacement forwards, the one way in which parallelism and precision enter a plain model: a
+tensor mode's computation on local shards, activation recomputation, the run's matmul, adapters
+(LoRA).
 
-Shapes: K inputs and N outputs of a layer, or of this rank's shard of it; r LoRA rank.
+Shapes: K inputs and N outputs in a layer, or in this rank's shard; r LoRA rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Forward = Callable[..., Tensor]
 def install_forwards(
     model: nn.Module, matmul: Matmul, forwards: Mapping[nn.Module, Forward]
 ) -> None:
-    """Replace, in place and in one pass, the `forward` of each module that does not compute by its
-    own: by that in `forwards`; by one that multiplies by `matmul`, for other linear layers,
-    experts, head and loss; by one that adds its adapter, for such a linear layer that has one.
-    Parameters, hooks and names in `state_dict()` stay.
-    """
+    """Replace `forward` in the model's modules, in place: by the entry in `forwards` if a module
+    has one; else, for linear layers, experts, head and loss, by one that calls `matmul` unless that
+    is the plain one; and for a linear layer with an adapter by one that adds the adapter's output.
+    Parameters, hooks and names in `state_dict()` stay."""
     for module in model.modules():
         if module in forwards:
             _replace(module, forwards[module])
@@ -52,18 +51,19 @@ def _replace(module: nn.Module, forward: Forward) -> None:
 
 
 def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
-    """Return a linear layer's output (…, N) for x (…, K)."""
+    """Return a linear layer's output (…, N) for x (…, K), computed by `matmul`."""
     return matmul.linear(x, linear.weight, linear.bias)
 
 
 def _with_adapter(matmul: Matmul, linear: Any, forward: Forward, x: Tensor) -> Tensor:
-    """Return the output (…, N) of a linear layer and its adapter for x (…, K)."""
+    """Return a linear layer's output (…, N) for x (…, K), from its own `forward`, plus its
+    adapter's."""
     return adapted(matmul, linear, x, forward(x))
 
 
 def adapted(matmul: Matmul, linear: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return y (…, N), the output of a linear layer or of this rank's shard for x (…, K), plus
-    that of its adapter, factor · B A x, if it has one."""
+    """Return y (…, N) plus the adapter's output, factor · B A x, if the linear layer has an
+    adapter. y is the layer's output for x (…, K), full or this rank's shard."""
     if not hasattr(linear, A):
         return y
     a, b = linear.lora_a, linear.lora_b  # (r, K), (N, r)

@@ -1,4 +1,5 @@
-"""The local shard as a region of the full tensor; a plain tensor is its own shard."""
+"""The region in the full tensor that a rank's local shard covers; a plain tensor is its own
+shard."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def sharding_dimensions(tensor: torch.Tensor) -> frozenset[str]:
-    """The names of the mesh dimensions that a DTensor is sharded over; none of a plain tensor.
+    """Return the names of the mesh dimensions that shard a DTensor; none for a plain tensor.
 
     Raises ValueError for a mesh without names.
     """
@@ -33,7 +34,8 @@ def sharding_dimensions(tensor: torch.Tensor) -> frozenset[str]:
 
 
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a tensor's local shard, sharing its memory, and the shard's offset in the full tensor.
+    """Return (shard, offset): a tensor's local shard, which uses the tensor's memory, and the
+    shard's first index along each dimension in the full tensor; a plain tensor and zeros.
 
     Raises ValueError for a DTensor whose local shard is not one region that its placements
     determine. Torch's own computation is not used, because it is wrong when `fully_shard` unevenly
@@ -57,9 +59,9 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 def _region(
     shape: tuple[int, ...], mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and sizes of this rank's region in a tensor with the full `shape`; every
-    placement shards as `torch.chunk` does. Raises ValueError for a Partial placement or an unknown
-    one."""
+    """Return (offset, sizes) along each dimension for this rank's shard of a tensor with the full
+    `shape`; every placement shards as `torch.chunk` does. Raises ValueError for a Partial placement
+    or an unknown one."""
     coordinate = mesh.get_coordinate()
     splits = []
     for index, placement in enumerate(placements):
@@ -83,7 +85,8 @@ def _region(
 
 
 def copy_shard(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into the local shard of `target` the same region of a full tensor `source`.
+    """Copy the region that `target`, a DTensor or plain tensor, has on this rank out of a full
+    tensor `source`, in place.
 
     If `source` ends earlier than `target`, the rest of `target` stays as it is.
     """
@@ -94,8 +97,8 @@ def copy_shard(target: torch.Tensor, source: torch.Tensor) -> None:
 def common_region(
     target: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """Return the overlap between the local shard of `target` and a full tensor with another
-    `shape`: a view into the shard, and slices into the full tensor. Both may be empty."""
+    """Return (view, slices) for the overlap between `target`'s local shard and a full tensor with
+    another `shape`: a view into the shard, and slices into the full tensor. Both may be empty."""
     local, offset = local_shard(target)
     counts = [
         max(0, min(size, end - start))

@@ -1,4 +1,4 @@
-"""The mesh of named dimensions that lays out everything several ranks work on together."""
+"""The device mesh with named dimensions, and its process groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentameter.processes.world import World
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout's mesh as this rank sees it: its coordinates, and the groups that it is in."""
+    """A layout's mesh as this rank sees it: its coordinates, and the groups to which it belongs."""
 
     layout: Layout
     world: World
@@ -26,24 +26,25 @@ class Mesh:
     """The DeviceMesh over PARAMETER_DIMENSIONS, on which parameters are placed; None for a single
     process that shards nothing."""
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Mesh dimension → the group whose ranks differ only along it, ordered by their coordinate: of
-    the dimensions that shard activations, if they have several ranks. In one dimension that along
-    `tensor` is the DeviceMesh's; any other is separate from all with the same members."""
+    """Maps each dimension with several ranks that shards activations (`context`, `tensor`, a grid's
+    `depth` and `row`) to this rank's process group along it, in coordinate order. The
+    one-dimensional `tensor` group, with any number of ranks, is the DeviceMesh's own; others are
+    created for activations alone."""
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
-        """This rank's coordinates along MESH_DIMENSIONS."""
+        """This rank's coordinate along each of MESH_DIMENSIONS, by name."""
         return self.layout.coordinates(self.world.rank)
 
     def group_name(self, dimension: str) -> str:
-        """Return the name of a dimension's group, for `group_named`; "" if one rank is all of
-        it."""
+        """Return the name under which `group_named` finds a dimension's group; "" if the dimension
+        has a single rank."""
         return self.groups[dimension].group_name if dimension in self.groups else ""
 
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
-    """Build the Mesh, and its DeviceMesh unless a single process shards nothing; each rank sits at
-    its `layout.parameter_coordinates` there.
+    """Build the Mesh, with a DeviceMesh unless a single process shards nothing. Each rank's
+    position in the DeviceMesh is `layout.parameter_coordinates(rank)`.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -103,12 +104,14 @@ _NAMED: dict[str, dist.ProcessGroup] = {}
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return a Mesh's group by its name: custom operations in PyTorch take text, but no group."""
+    """Return the process group that a Mesh registered under a name. PyTorch's custom operations
+    take strings, but no groups."""
     return _NAMED[name]
 
 
 def make_group(ranks: Iterable[int], world: World) -> dist.ProcessGroup:
-    """Return a group of `ranks`, which include this one. Collective over these ranks only."""
+    """Return a process group over `ranks`, which include this one: the world's own group if they
+    are all ranks. Collective over these ranks only."""
     members = sorted(ranks)
     if len(members) < world.size:
         return _new_group(members, world)
@@ -117,7 +120,8 @@ def make_group(ranks: Iterable[int], world: World) -> dist.ProcessGroup:
 
 
 def _new_group(members: Sequence[int], world: World) -> dist.ProcessGroup:
-    """Create a group of `members` with the world's timeout. Collective over these ranks only."""
+    """Create a process group over `members`, this rank included, with the world's timeout.
+    Collective over these ranks only."""
     group = dist.new_group(
         members,
         timeout=timedelta(seconds=world.timeout_seconds),

@@ -1,5 +1,5 @@
-"""What `train.precision` stands for in torch: dtypes, autocast and the matmul of linear layers; and
-the loss scale that keeps fp16 gradients representable."""
+"""Dtypes, autocast and matmul for each `train.precision`, and the loss scale that keeps fp16
+gradients representable."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ MATMULS: Mapping[str, Matmul] = {
     "bf16": PLAIN,
     "fp16": PLAIN,
 }
-"""`train.precision` → the matmul of linear layers, plain or sharded, of head and adapters."""
+"""Maps `train.precision` to the Matmul that linear layers (plain or sharded), head and adapters
+call."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a run computes in. `assemble` hands it to whatever multiplies."""
+    """A run's dtypes and its matmul, passed to every module that multiplies."""
 
     precision: str
-    """`train.precision`; custom operations, which take no objects, find the rest by it."""
+    """The `train.precision` value. Custom operations, which take no objects, get this string and
+    look up the rest."""
     weights: torch.dtype
     """Dtype of weights, gradients, optimizer state and the residual stream."""
     products: torch.dtype
@@ -42,15 +44,16 @@ class Arithmetic:
         return None if self.products is self.weights else self.products
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return the autocast context of a forward pass."""
+        """Return the autocast context for a forward pass on `device`; a null context if nothing is
+        rounded."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.autocast_dtype)
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """Return the Arithmetic of a resolved precision (not `auto`). Raises ConfigError for an
-    unknown one."""
+    """Return the Arithmetic (dtypes and matmul) for a `train.precision`. Raises ConfigError for an
+    unknown one, and for `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
     return Arithmetic(precision, weights, products, MATMULS[precision])
@@ -59,8 +62,9 @@ def arithmetic(precision: str) -> Arithmetic:
 def set_matmul_precision(
     asked: Literal["highest", "high", "medium"] | None, precision: str
 ) -> None:
-    """Set torch's fp32 matmul precision to `train.matmul_precision`, or to the one that `precision`
-    implies if that is absent. Raises ConfigError for a word that torch would silently accept."""
+    """Set torch's global fp32 matmul precision to `asked` (`train.matmul_precision`), or if None to
+    the one that `precision` implies. Raises ConfigError for an unknown word, which torch would
+    accept."""
     match asked:
         case None:
             numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
@@ -74,7 +78,8 @@ def set_matmul_precision(
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). A step whose gradients overflow
-    halves the scale and is skipped; `growth_interval` good steps in a row double it.
+    halves the scale and is skipped; `growth_interval` good steps in a row, counted in `good_steps`,
+    double it.
 
     The overflow test is the gradient norm itself, on which every rank already agrees.
     """
@@ -84,7 +89,8 @@ class LossScale:
     growth_interval: Positive = 2000
 
     def update(self, *, finite: bool) -> None:
-        """Record whether the step's gradients were finite, and adjust the scale."""
+        """Halve the scale after a step whose gradients were not `finite` (to 1 at least), or count
+        a good step, and double the scale after enough of them."""
         if not finite:
             self.scale = max(1.0, self.scale / 2)
             self.good_steps = 0

@@ -1,4 +1,5 @@
-"""One pipeline stage's slice of the model: its precision, and how it runs."""
+"""One pipeline stage's slice of the model, run eagerly, compiled or fused, in the run's
+precision."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from pentameter.parallel.tensor.tensor_products import gathered
 from pentameter.planning.plan import Plan
 
 REPLAYED_FLOPS = 2**43
-"""FLOPs of a micro-batch below which its launches are replayed as a CUDA graph. A fast GPU takes
-some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by one.
-"""
+"""FLOPs per micro-batch below which kernel launches are replayed as a CUDA graph. A fast GPU takes
+some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by
+one."""
 
 
 class StageModule(nn.Module):
@@ -36,8 +37,9 @@ class StageModule(nn.Module):
     this module.
 
     In training it runs as `run_compiled` or `run_fused` set it up; evaluation is fused or eager.
-    With a `generator_offset`, PyTorch's generator is seeded for each micro-batch with the key of
-    its first row plus that offset. `units` are those of the ModelSlice.
+    With a `generator_offset`, PyTorch's generator is seeded for each micro-batch with its first
+    row's key plus that offset. `units` are the slice's modules that ZeRO all-gathers one by one,
+    each with whether only matmuls read its parameters.
     """
 
     def __init__(
@@ -74,10 +76,11 @@ class StageModule(nn.Module):
         *,
         by_row: bool = False,
     ) -> Tensor:
-        """Run the slice with a Call's arguments: x is int64 (B, T) in the GPT's first stage, else
-        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, that of
-        each batch row (B,) if `by_row`, or logits (B, T, V) without targets, from the last stage;
-        (B, T, D) from any other.
+        """Run the slice. x is int64 (B, T) in the GPT's first stage, else the residual stream (B,
+        T, D); `inputs` are the batch's own, for a slice that also reads them. The last stage
+        returns the summed loss (1,) for `targets` in nats, each batch row's (B,) if `by_row`, or
+        logits (B, T, V) without targets; any other stage returns (B, T, D). There is no dropout
+        without `dropout_keys` (B, …).
 
         Without targets, for sampling, matmuls run in the weights' dtype, as in `generate`; but
         weights all-gathered by FSDP come rounded.
@@ -102,20 +105,21 @@ class StageModule(nn.Module):
         return torch.stack((y,)) if y.ndim == 0 else y
 
     def shard_messages(self, mesh: Mesh, *, receives: bool, sends: bool) -> None:
-        """Exchange messages sharded along `tensor` from now on: take a shard if the slice
-        `receives` the stream from another stage, and return one if it `sends` it."""
+        """Exchange shards of the residual stream with other stages from now on, one per rank along
+        `tensor`: all-gather the incoming ones if the slice `receives` from a stage, and return this
+        rank's shard if it `sends` to one."""
         rank, n = mesh.coordinates["tensor"], mesh.layout.tensor
         shards = MessageShards(rank, n, mesh.group_name("tensor"))
         self._received = shards if receives else None
         self._sent = shards if sends else None
 
     def speed_up(self, plan: Plan, *, replays: bool) -> None:
-        """Train from now on by fused operations, if this is a CPU and they can run the plan, else
+        """Train from now on by fused operations, if this is a CPU and they support the plan, else
         by `torch.compile`.
 
-        A GPU that finishes a micro-batch before its host has launched the next kernels replays a
-        CUDA graph, if the module `replays`: without other ranks' all-reduces in hooks, nor control
-        flow that depends on values.
+        `replays` permits CUDA graphs, which are used for short micro-batches, when a GPU would wait
+        for its host to launch kernels. Permit them only without collectives in hooks and without
+        control flow that depends on values.
         """
         if self.device.type == "cpu" and plan.fused_obstacle is None:
             self.run_fused()
@@ -151,27 +155,28 @@ class StageModule(nn.Module):
         self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
     def allocate(self, device: torch.device) -> None:
-        """Give parameters and buffers memory on a device, uninitialized; and trained parameters a
-        gradient, if a replayed graph adds to it."""
+        """Allocate parameters and buffers on a device, uninitialized, in place; if a CUDA graph is
+        replayed, also zero gradients for trained parameters, to which it adds."""
         give_memory(self, device)
         for parameter in self.model.parameters() if self.replays else ():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice eagerly, with the shapes that `forward` has."""
+        """Run the slice eagerly. Arguments and result are those of `forward` for one output per
+        micro-batch."""
         return self._call(self.model, x, targets, dropout_keys)
 
     def _rows(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice for each batch row's loss (B,); no keys are read."""
+        """Run the slice without dropout, and return each batch row's loss (B,)."""
         return self._call_by_row(x, targets)
 
 
 def _fused(
     model: GPT, dtype: torch.dtype, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None
 ) -> Tensor:
-    """Compute the summed loss, 0-dim, from tokens and targets (B, T) by the fused CPU
-    operations."""
+    """Compute the summed loss in nats, 0-dim, by the fused CPU operations; tokens and targets are
+    (B, T), and matmul inputs have `dtype`."""
     with torch.autocast(tokens.device.type, enabled=False):  # the kernels choose their dtypes
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
 
@@ -200,8 +205,8 @@ class MessageShards(NamedTuple):
 
 
 class Message(Function):
-    """The residual stream on its way between stages. If `shards`, take this rank's shard, to be
-    sent; otherwise all-gather received shards. The gradient takes the inverse."""
+    """Autograd function for the residual stream at a stage boundary: return this rank's shard, to
+    be sent, if `shards`; otherwise all-gather received shards. The gradient takes the inverse."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, parts: MessageShards, shards: bool) -> Tensor:

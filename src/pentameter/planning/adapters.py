@@ -26,8 +26,9 @@ A, B = "lora_a", "lora_b"
 def training_table(
     config: Config, *, first_layer: int = 0, last_layer: int | None = None
 ) -> tuple[ParameterSpec, ...]:
-    """Return a run's parameters, or those in a slice of its layers as in `parameter_table`: the
-    model's parameters and its adapters'. With adapters, only theirs are trained.
+    """Return a run's parameters, from layer `first_layer` up to but not including `last_layer`
+    (None: to the end): the model's, followed by its adapters'. With adapters, only theirs are
+    trained.
 
     Raises ConfigError if a target is not a linear layer in the model's blocks, or if the rank
     exceeds the smaller side of an adapted matrix.
@@ -57,12 +58,14 @@ def with_adapters(
 
 
 class Run(tuple[Operation, ...]):
-    """A run's operations, or those in a slice of its layers, in execution order."""
+    """A run's forward operations, adapters' included, in execution order: the whole model's or a
+    slice's."""
 
     @cached_property
     def alike_blocks(self) -> list[tuple[list[Operation], int]]:
-        """One block of each kind, with its count. Blocks are equal if their operations differ in
-        names alone; they then read, compute and save the same bytes."""
+        """Pairs (operations, count): one block for each kind, and how many blocks are equal to it.
+        Blocks are equal if their operations differ in names alone; they then read, compute and save
+        the same bytes."""
         found: dict[object, tuple[list[Operation], int]] = {}
         for layer, group in itertools.groupby(self, key=lambda op: op.layer):
             if layer is not None:
@@ -74,14 +77,16 @@ class Run(tuple[Operation, ...]):
 
     @cached_property
     def groups(self) -> list[tuple[list[Operation], int]]:
-        """The operations outside any block, once, and `alike_blocks`."""
+        """Pairs (operations, count) that cover the run: the operations outside any block, once,
+        then `alike_blocks`."""
         return [([op for op in self if op.layer is None], 1), *self.alike_blocks]
 
 
 @lru_cache(maxsize=1024)
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
-    """Return a run's operations, or those in a slice of its layers as in `operations`: the model's
-    operations, with an adapter's ahead of the matmul whose result it adds to."""
+    """Return a run's forward operations in the layers `layers` (None: the whole model): the
+    model's, with each adapter's two ahead of the matmul to whose result it adds. Raises ConfigError
+    for a target that is not a linear layer."""
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
@@ -102,8 +107,8 @@ def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = 
 
 
 def _nameless(op: Operation, layer: int) -> object:
-    """Return a key for an operation in a block: the tensors it reads, computes and saves, without
-    the block's index in their names."""
+    """Return a key that is equal for equal operations in different blocks: the tensors that it
+    reads, computes and saves, without the block's index `layer` in their names."""
 
     def nameless(tensor: ActivationTensor) -> object:
         name = tensor.name.removeprefix(f"blocks.{layer}")
@@ -121,15 +126,15 @@ def _nameless(op: Operation, layer: int) -> object:
 
 
 def _adapted(parameters: Iterable[ParameterSpec], lora: LoraConfig) -> list[ParameterSpec]:
-    """Return the matrices that are adapted, of a model or of a slice of its layers. Raises
-    ConfigError for a target that is not a linear layer."""
+    """Return the specs of the weights that [lora] adapts, among a model's or a slice's parameters.
+    Raises ConfigError for a target that is not a linear layer."""
     linear = {path: spec for spec in parameters if spec.is_block_matrix and (path := _module(spec))}
     return [linear[path] for path in targeted(list(linear), lora)]
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
-    """Select the linear layers whose last path component is a target, or all of them if there are
-    no targets. Raises ConfigError for a target that matches no path."""
+    """Return the paths in `linear`, linear layers, whose last component is one of `lora.targets`,
+    or all without targets. Raises ConfigError for a target that matches no path."""
     kinds = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for target in lora.targets:
         if target not in kinds:
@@ -148,12 +153,12 @@ def is_of_adapter(spec: ParameterSpec) -> bool:
 
 
 def paths_of_adapters(names: Iterable[str]) -> list[str]:
-    """Return the paths of the adapted linear layers among the names of a model's parameters."""
+    """Return paths to the linear layers that have an adapter, given a model's parameter names."""
     return [name.removesuffix(f".{A}") for name in names if name.endswith(f".{A}")]
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
-    """Yield the two parameters A and B that adapt a matrix."""
+    """Yield the specs of A (rank, inputs) and B (outputs, rank) for a matrix (outputs, inputs)."""
     n_outputs, n_inputs = spec.shape
     init, path = Init("uniform", n_inputs**-0.5), _module(spec)
     outputs, inputs = spec.axes
@@ -178,10 +183,10 @@ def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
 
 
 def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
-    """Return an operation with frozen parameters. It does not save tensors that only the
-    parameters' gradients need: a matmul or a look-up then saves nothing. The head still saves as
-    many bytes as its input, namely the input's gradient, which is computed together with the loss.
-    """
+    """Return an operation with frozen parameters, and whether the backward pass computes the
+    gradients for its result and for its inputs. It does not save tensors that only the parameters'
+    gradients need: a matmul or a look-up then saves nothing. The head still saves as many bytes as
+    its input, namely the input's gradient, which is computed together with the loss."""
     parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
     keeps = gives_gradient and op.kind not in ("product", "look_up")
     return replace(
@@ -194,7 +199,8 @@ def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operat
 
 
 def _adapting(op: Operation, rank: int, gives_gradient: bool) -> Iterator[Operation]:
-    """Yield the adapter's two matmuls for an adapted matrix: x → A x, then B (A x)."""
+    """Yield an adapter's two matmuls next to the matmul `op`: x → A x, then B (A x).
+    `gives_gradient` says whether the backward pass computes x's gradient."""
     a_spec, b_spec = _adapter(op.parameters[0], rank)
     low, added = (f"{op.name}.{each}" for each in (A, B))
     shape = (op.result.shape[0], rank)

@@ -1,6 +1,6 @@
-"""The terms in which an architecture is written down: parameters, activations, operations.
+"""Records that describe an architecture: parameters, activations, operations.
 
-`planning/sub_layers/` says what each sub-layer consists of, and `planning/gpt.py` the whole model.
+`planning/sub_layers/` lists those in each sub-layer, and `planning/gpt.py` in the whole model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ pipeline stages send them. `rank`: the inner dimension between an adapter's two 
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
-"""An activation's dtype: the weights' (also the residual stream's), that of matmul inputs, the
-softmax's (the weights', but at least float32), or a fixed one."""
+"""An activation's dtype: `weights` (also the residual stream's), `products` (matmul inputs'),
+`softmax` (the weights', but at least float32), or a fixed one."""
 
 Role = Literal[
     "token_embedding", "position_embedding", "norm", "head_norm", "column_parallel", "row_parallel",
@@ -60,10 +60,10 @@ class Init:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter: `axes` names each dimension in `shape`; `layer` is its block's index, if it is
-    in a block.
+    """One parameter: `axes` names the logical axis along each dimension in `shape`; `layer` is its
+    block's index, None outside the blocks.
 
-    `decay` is true for matrices, to which GPT-2 applies weight decay.
+    `decay` says whether weight decay applies: to matrices, as in GPT-2.
     """
 
     name: str
@@ -74,9 +74,10 @@ class ParameterSpec:
     layer: int | None = None
     is_trained: bool = True
     is_state: bool = False
-    """Whether it is no weight but state of the model, which training moves without a gradient."""
+    """Whether it is state, such as a router's balance, that training updates without a gradient,
+    and no weight."""
     n_chosen: int | None = None
-    """Entries along the first dimension, experts, that one token is multiplied with; None for
+    """Experts (entries along the first dimension) that one token is multiplied with; None for
     all."""
     sums_over: tuple[Axis, ...] = ("context",)
     """Activation axes over which the parameter's gradient is a sum, besides the parameter's own
@@ -95,21 +96,23 @@ class ParameterSpec:
 
     @property
     def n_active(self) -> int:
-        """The number of elements that one token is multiplied with, or that are added for it."""
+        """Elements that one token is multiplied with, or that are added for it: fewer than all for
+        experts."""
         if self.n_chosen is None:
             return self.n_elements
         return self.n_chosen * math.prod(self.shape[1:])
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether the parameter is a 2-D matrix within a block, as Muon requires. A router's is
-        none: it decays as little as a norm."""
+        """Whether the parameter is a 2-D matrix within a block, as Muon requires, but not a
+        router's, which has no weight decay."""
         return self.layer is not None and len(self.shape) == 2 and self.decay
 
 
 @dataclass(frozen=True)
 class ActivationTensor:
-    """An activation for one sequence: shape (tokens, numbers per token), axes and dtype."""
+    """An activation for one sequence: its shape (tokens, numbers per token), the logical axis along
+    each dimension, and its dtype."""
 
     name: str
     shape: tuple[int, int]
@@ -122,7 +125,8 @@ CollectiveKind = Literal["gather", "sum", "mean_squares", "softmax", "attend"]
 
 @dataclass(frozen=True)
 class Collective:
-    """Communication that an operation causes along each mesh dimension that shards `axis`.
+    """Communication that an operation causes along each mesh dimension that shards `axis`; `tensor`
+    is the activation that is sent.
 
     `gather` needs all tokens of an input, whose gradient is a partial sum; `sum` has a partial sum
     as its result. `mean_squares` are numbers per token that a norm sums, `softmax` is a loss over
@@ -136,7 +140,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation in the forward pass, with the facts needed to count its cost.
+    """One operation in the forward pass: the tensors that it reads, computes and saves, its
+    parameters and its communication, from which costs are counted.
 
     `head` combines the last matmul with the loss, because its logits may be computed in chunks.
     Additions and reshapes cost next to nothing and are left out.
@@ -158,16 +163,18 @@ class Operation:
     written out as a whole."""
     collectives: tuple[Collective, ...] = ()
     token_products: int = 0
-    """Multiplications between activations, per token in a full context."""
+    """Multiplications between activations (queries · keys, weights · values), per token in a full
+    context."""
     reads_gradient: bool = True
-    """Whether the backward pass computes its result's gradient."""
+    """Whether the backward pass computes the gradient for this operation's result."""
     gives_gradient: bool = True
-    """Whether the backward pass also computes its inputs' gradients. It does not if nothing before
-    the operation is trained."""
+    """Whether the backward pass also computes the gradients for its inputs. It does not if nothing
+    before the operation is trained."""
 
     @property
     def role(self) -> Role | None:
-        """How tensor parallelism treats its module; None for an operation without parameters."""
+        """How tensor parallelism treats the operation's module; None if it has no parameters, or if
+        every rank multiplies its own tokens."""
         if not self.parameters:
             return None
         match self.kind:
@@ -185,19 +192,19 @@ class Operation:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the backward pass computes gradients for its parameters."""
+        """Whether any parameter is trained, so that the backward pass computes its gradient."""
         return any(spec.is_trained for spec in self.parameters)
 
     @property
     def weight_products(self) -> int:
-        """Multiplications with its matrices' elements, per token."""
+        """Multiplications per token with elements of its matrices; 0 for a look-up."""
         if self.kind == "look_up":
             return 0
         return sum(spec.n_active for spec in self.parameters if spec.is_matrix)
 
 
 def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
-    """Return the residual stream that blocks pass on, (T, D) per sequence, as a tensor called
+    """Return a record for the residual stream, (T, D) per sequence, under the tensor name
     `name`."""
     shape = (model.context_length, model.d_model)
     return ActivationTensor(name, shape, ("time", "embed"), "weights")

@@ -8,7 +8,8 @@ from pentameter.planning.layout import Layout
 
 
 def global_batch_size(config: Config) -> int:
-    """Return the sequences per step, summed over all devices and micro-batches.
+    """Return the sequences per optimizer step, over all devices and micro-batches:
+    `train.batch_size`, or as many as make up `train.tokens_per_step`.
 
     Raises ConfigError if `tokens_per_step` is not a multiple of the context length.
     """
@@ -27,10 +28,10 @@ def global_batch_size(config: Config) -> int:
 
 
 def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
-    """Return the sequences in one rank's forward pass: `asked`, or all of the rank's sequences at
-    once. A pipeline gets at least four micro-batches per rank along `pipeline` if the batch is
-    large enough. Raises ConfigError if the batch does not split evenly over the data-parallel
-    ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
+    """Return the sequences in one rank's forward pass: `asked`, or if None all of the rank's
+    sequences at once; a pipeline then gets at least four micro-batches per rank along `pipeline` if
+    the batch is large enough. Raises ConfigError if the batch does not split evenly over the
+    data-parallel ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
     n_shards = layout.n_batch_shards
     rows, rest = divmod(batch_size, n_shards)
     if rest:
@@ -56,7 +57,7 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
 
 
 def _batch_settings(layout: Layout) -> str:
-    """Name, for an error message, the settings that split the batch."""
+    """Return the settings that split the batch, as text for an error message."""
     in_mode = layout.n_batch_shards // layout.data
     data = f"parallel.data={layout.data}"
     if in_mode == 1:

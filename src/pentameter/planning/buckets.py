@@ -1,4 +1,4 @@
-"""Sizes that a run obeys: gradient buckets for all-reduce, and chunks of logits."""
+"""Sizes that a run uses: gradient buckets for all-reduce, and chunks of logits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SUM_BUCKET_BYTES = 64 * 2**20
 no computation is left to overlap with."""
 
 MAX_LOGITS = 2**26
-"""Logits to hold in memory at once. `loss_sum` computes smaller micro-batches unchunked,
-so that `torch.compile` can fuse them with the model."""
+"""Maximum logits (rows × vocabulary) in memory at once. `loss_sum` computes smaller micro-batches
+unchunked, so that `torch.compile` can fuse them with the model."""
 MOST_CHUNKS = 8
 """Maximum chunk count for a micro-batch's logits. Each chunk adds V · D numbers to the weight's
 gradient: with 49 chunks, an H100 spent 50 ms of gpt2-124m's step on that (`docs/performance.md`).
 An eighth of a large micro-batch's logits takes little memory next to its activations."""
 TILE_ROWS = 128
-"""Rows in one matmul tile. Chunk sizes are multiples if that keeps them within the limit."""
+"""Rows in one matmul tile. Chunk sizes are multiples of it if that keeps them within the limit."""
 
 
 def filled_buckets(sizes: Sequence[int]) -> list[slice]:
-    """Group tensors with these sizes in bytes into buckets, in order. A bucket holds up to
-    SUM_BUCKET_BYTES, or a single larger tensor."""
+    """Group tensors with these sizes in bytes into buckets, and return each as a slice of their
+    indices, in order. A bucket holds up to SUM_BUCKET_BYTES, or a single larger tensor."""
     starts: list[int] = []
     n_bytes = 0
     for index, size in enumerate(sizes):

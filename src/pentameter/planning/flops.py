@@ -1,7 +1,7 @@
-"""FLOPs per token, the cost of embedding and head in a pipeline, and vocabulary padding, as a Plan
-records or obeys them.
+"""FLOPs per token, the embedding's and the head's cost in a pipeline, and vocabulary padding, as a
+Plan records or obeys them.
 
-These are folds over the one operation list in `planning/gpt.py`.
+These are sums over the one operation list in `planning/gpt.py`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def end_weights(
 
 
 def padding_elements(table: Sequence[ParameterSpec], model: ModelConfig) -> int:
-    """Return how many elements in the embedding and head rows of a parameter table only pad the
-    vocabulary."""
+    """Return how many embedding and head elements in a parameter table only pad the vocabulary."""
     assert model.vocab_size is not None
     n_rows = model.padded_vocab_size
     in_rows = sum(spec.n_elements for spec in table if "vocab" in spec.axes)

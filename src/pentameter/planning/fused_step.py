@@ -1,8 +1,8 @@
-"""Whether fused operations can run a configuration, and if not, why: the fused CPU step, and the
-GPU kernels for attention with dropout.
+"""Whether fused operations support a configuration: the fused CPU step, and the GPU kernels for
+attention with dropout.
 
-An obstacle is a phrase, written for a person to read, that names the setting in the way. None means
-that there is no obstacle.
+An obstacle is text for a message that names the first unsupported setting; None means that there is
+none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FUSES: Mapping[str, Collection[object] | None] = {
     **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), ANY),
     **dict.fromkeys(("init", "init_std", "residual_init_scale"), ANY),
 }
-"""Maps a key in `[model]` to the values that `fused_loss_sum` supports; ANY if it takes every value
-from the plain module. A key that is missing is supported at its default only, which is what models
-were before they had it. Any other value sends the whole module down the plain path."""
+"""Maps a key in `[model]` to the values that the fused step (`fused_loss_sum`) supports; ANY for
+every value. A key that is missing is supported at its default only, which is how models were before
+they had it. Any other value sends the whole module down the plain path."""
 
 
 FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
@@ -40,8 +40,8 @@ FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 def architecture_obstacle(config: ModelConfig) -> str | None:
-    """Return the first key in `[model]`, with its value, that `fused_loss_sum` does not support;
-    None if it supports the architecture."""
+    """Return the first key in `[model]`, with its value, that the fused CPU step (`fused_loss_sum`)
+    does not support, as text; None if it supports the architecture."""
     for key, field in type(config).model_fields.items():
         possible, value = FUSES.get(key, (field.default,)), getattr(config, key)
         if possible is not None and value not in possible:
@@ -50,9 +50,9 @@ def architecture_obstacle(config: ModelConfig) -> str | None:
 
 
 def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) -> str | None:
-    """Return a run's first setting, with its value, that the fused step does not support; torch
-    then compiles the whole plain model. Return None if the fused step runs it. `built_by` names the
-    function that builds a custom model."""
+    """Return a run's first setting, with its value, that the fused CPU step does not support, as
+    text; torch then compiles the whole plain model. None if the fused step can run it. `built_by`
+    names the function that builds a custom model, which it never supports; None for the GPT."""
     if built_by is not None:
         return f"the module that {built_by} builds"
     obstacle = architecture_obstacle(config.model)
@@ -76,9 +76,9 @@ a GPU's registers and shared memory."""
 
 
 def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) -> str | None:
-    """Return a run's first setting, with its value, that makes attention with dropout write out its
-    weights on a GPU; None if the kernels run it. A particular GPU may add obstacles, for which a
-    run checks separately."""
+    """Return a run's first setting, with its value, for which attention with dropout must
+    materialize its weights on a GPU; None if the fused kernels run it. A particular GPU may add
+    obstacles, which a run checks separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
     size = model.head_channels

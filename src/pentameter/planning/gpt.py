@@ -1,7 +1,7 @@
-"""A GPT's parameters and operations: the ends, and blocks that are lists of sub-layers.
+"""A GPT's parameters and operations: embeddings, blocks that are lists of sub-layers, head.
 
 Sharding, initialization, weight decay and checkpoints read the parameter table. FLOPs, memory,
-communication and the balance between pipeline stages are folds over the operation list
+communication and the balance between pipeline stages are sums over the operation list
 (`planning/flops.py`, `estimating/`). Tests hold the table equal to the built model's
 `state_dict()`, and the operations equal to the matmuls that the model runs and the tensors that it
 saves.
@@ -36,7 +36,8 @@ from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
 
 
 def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
-    """Return the sub-layers of a block, in execution order."""
+    """Return the sub-layers in block number `layer`, in execution order: attention, then experts or
+    a feed-forward layer."""
     return ATTENTION, EXPERTS if model.has_experts(layer) else FEED_FORWARD
 
 
@@ -83,12 +84,11 @@ def parameter_table(
 
 @lru_cache(maxsize=64)
 def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operation, ...]:
-    """Return the operations in a slice of the model (the whole model when absent), in execution
-    order.
+    """Return the forward operations in the layers `layers` (None: the whole model), in execution
+    order. The embedding comes with layer 0, the final norm and the head with the last layer.
 
-    Raises:
-        ConfigError: `vocab_size` is not set.
-        ValueError: the layer range is empty or exceeds the model.
+    Raises ConfigError if `vocab_size` is not set, and ValueError if the layer range is empty or
+    exceeds the model.
     """
     layers = range(model.n_layers) if layers is None else layers
     table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
@@ -103,11 +103,8 @@ def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operati
 
 
 def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) -> tuple[int, int]:
-    """Return the checked slice (first_layer, last_layer); the latter is n_layers when absent.
-
-    Raises:
-        ValueError: the range is empty or exceeds the model.
-    """
+    """Return (first_layer, last_layer) for a slice, with n_layers if the latter is None. Raises
+    ValueError if the range is empty or exceeds the model."""
     last_layer = model.n_layers if last_layer is None else last_layer
     if not 0 <= first_layer < last_layer <= model.n_layers:
         raise ValueError(
@@ -136,7 +133,8 @@ def _ends(model: ModelConfig) -> Init:
 
 
 def _add_embedding(build: OperationList) -> None:
-    """Add the look-ups of token and position embeddings; their sum is the residual stream."""
+    """Add the look-ups in the token and position embeddings to `build`; their sum is the residual
+    stream."""
     for name in ("token_embedding", "position_embedding"):
         if f"{name}.weight" in build.specs:
             build.matrix(name, "look_up", (), residual_stream(build.model, name))
@@ -144,8 +142,8 @@ def _add_embedding(build: OperationList) -> None:
 
 
 def _add_block(build: OperationList, layer: int) -> None:
-    """Add one block's sub-layers. By `norm_position`, a norm comes before each sub-layer, after its
-    addition to the stream, or on its output."""
+    """Add one block's operations, sub-layer by sub-layer, to `build`. By `norm_position`, a norm
+    comes before each sub-layer, after its addition to the stream, or on its output."""
     model, build.layer = build.model, layer
     stream = x = residual_stream(model, f"blocks.{layer}")
     for sub_layer in sub_layers(model, layer):
@@ -169,7 +167,7 @@ def _add_block(build: OperationList, layer: int) -> None:
 
 
 def _add_head(build: OperationList) -> None:
-    """Add the final norm, and the logits with their loss."""
+    """Add the final norm, if there is one, and the head: logits with their loss."""
     model = build.model
     x = residual_stream(model, "blocks")
     if model.has_final_norm:

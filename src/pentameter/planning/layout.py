@@ -44,12 +44,13 @@ without. `depth` is folded likewise in mode 2.5d; in mode 3d it shards parameter
 into `row`."""
 
 NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
-"""Keys in `[parallel]` that a layout's text form leaves out."""
+"""Keys in `[parallel]` that a layout written as text (`data=2,tensor=2`) leaves out."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism; 1 (or ZeRO stage 0) means not used. The default is a single rank."""
+    """Degrees of parallelism, as in `[parallel]`; 1 (or ZeRO stage 0) means not used. The default
+    is a single rank."""
 
     data: int = 1
     """Data-parallel degree: replicas × ZeRO shards."""
@@ -72,7 +73,7 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """The number of ranks that ZeRO shards over."""
+        """The number of ranks that ZeRO shards a parameter over; 1 without ZeRO."""
         return self.parameter_sizes["shard"]
 
     @property
@@ -88,7 +89,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each dimension in MESH_DIMENSIONS, by name and in that order."""
+        """Maps each of MESH_DIMENSIONS, in that order, to the number of ranks along it."""
         shard = self.data // self.replicate if self.zero else 1
         depth, row, tensor = grid_sizes(self.tensor_mode, self.tensor, self.tensor_depth)
         return {
@@ -103,7 +104,7 @@ class Layout:
 
     @cached_property
     def parameter_sizes(self) -> dict[str, int]:
-        """Ranks along each dimension in PARAMETER_DIMENSIONS, by name and in that order."""
+        """Maps each of PARAMETER_DIMENSIONS, in that order, to the number of ranks along it."""
         sizes = dict(self.sizes)
         copies = "shard" if self.zero else "data"
         sizes[copies] *= sizes.pop("context")
@@ -112,8 +113,8 @@ class Layout:
 
     @property
     def is_grid(self) -> bool:
-        """Whether ranks along `depth`, `row` and `tensor` shard matrices in 2, 2.5 or 3
-        dimensions."""
+        """Whether the tensor mode is not `1d`: ranks along `depth`, `row` and `tensor` then shard
+        matrices in 2, 2.5 or 3 dimensions."""
         return self.tensor_mode != "1d"
 
     @property
@@ -130,21 +131,22 @@ class Layout:
 
     @property
     def grid_setting(self) -> str:
-        """The tensor mode as an error message names it."""
+        """The tensor mode's key and value, for error messages."""
         return f"parallel.tensor_mode='{self.tensor_mode}'"
 
     @property
     def n_batch_shards(self) -> int:
-        """Equal shards of the global batch: data-parallel ranks × the ranks in a tensor
-        mode that also split the batch."""
+        """Equal shards into which the global batch is split: data-parallel ranks × ranks in a
+        tensor mode that also split the batch."""
         return self.data * self.sizes["depth"] * self.sizes["row"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinates along MESH_DIMENSIONS; ranks are in row-major order."""
+        """Return a rank's coordinate along each of MESH_DIMENSIONS, by name; ranks are in row-major
+        order."""
         return _coordinates(rank, self.sizes)
 
     def parameter_coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinates along PARAMETER_DIMENSIONS."""
+        """Return a rank's coordinate along each of PARAMETER_DIMENSIONS, by name."""
         return _coordinates(rank, self.parameter_sizes)
 
     def rank_of(self, **coordinates: int) -> int:
@@ -161,7 +163,7 @@ class Layout:
         return [self.rank_of(**{**own, dimension: each}) for each in range(self.sizes[dimension])]
 
     def data_index(self, rank: int) -> int:
-        """Return which batch shard a rank computes, in 0 … n_batch_shards - 1."""
+        """Return the number of the batch shard that a rank computes, in 0 … n_batch_shards - 1."""
         coordinates, index = self.coordinates(rank), 0
         for name in BATCH_DIMENSIONS:
             index = index * self.sizes[name] + coordinates[name]
@@ -186,7 +188,7 @@ class Layout:
 
     @property
     def chunks_of_time(self) -> int:
-        """Chunks that one rank computes from each sequence."""
+        """Chunks that one rank computes from each sequence: two in a ring, else 1."""
         if self.context == 1:
             return 1
         key = "parallel.context_mode"
@@ -194,13 +196,14 @@ class Layout:
 
     @property
     def exchanges_heads(self) -> bool:
-        """Whether context-parallel ranks exchange sequence shards for head shards (all-to-all)."""
+        """Whether context-parallel ranks exchange sequence shards for head shards (all-to-all)
+        instead of passing keys and values round a ring."""
         mode, key = self.context_mode, "parallel.context_mode"
         return self.context > 1 and look_up(EXCHANGES_HEADS, mode, key, "the layout")
 
     def positions(self, context_place: int, context_length: int) -> tuple[range, ...]:
-        """Return the positions in each sequence that ranks with this `context` coordinate compute,
-        in order.
+        """Return the positions in each sequence that ranks with `context` coordinate
+        `context_place` compute, as ranges in order, one per chunk.
 
         In a ring, the sequence has 2 · context equal chunks and each rank has an early and a late
         one, so that all ranks attend to equally many earlier tokens (zig-zag). In other modes each
@@ -212,9 +215,9 @@ class Layout:
         return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)
 
     def holder(self, position: int, context_length: int) -> tuple[int, int]:
-        """Return the `context` coordinate whose ranks compute a position in each sequence, and the
-        position's index among their local positions. Raises ValueError for a position outside the
-        context."""
+        """Return (coordinate, index): the `context` coordinate whose ranks compute a position in
+        each sequence, and the position's index among their local ones. Raises ValueError for a
+        position outside the context."""
         for coordinate in range(self.context):
             local = list(itertools.chain(*self.positions(coordinate, context_length)))
             if position in local:
@@ -222,8 +225,8 @@ class Layout:
         raise ValueError(f"position {position} is not in 0 … {context_length - 1}")
 
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
-        """Return the stages on a pipeline rank: every `pipeline`-th one, or in a V schedule one on
-        the way down and one on the way back up."""
+        """Return the stage numbers on the ranks with `pipeline` coordinate `pipeline_index`: every
+        `pipeline`-th one, or in a V schedule one on the way down and one on the way back up."""
         if self.turns_back:
             return pipeline_index, self.n_stages - 1 - pipeline_index
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
@@ -242,19 +245,20 @@ class Layout:
 
     @cached_property
     def pipeline_rank_of_stage(self) -> dict[int, int]:
-        """Maps each stage to the `pipeline` coordinate of its rank."""
+        """Maps each stage number to the `pipeline` coordinate whose ranks run it."""
         return {stage: i for i in range(self.pipeline) for stage in self.stages_of(i)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the degrees by name, as `train --dry-run` prints them."""
+        """Return every field by name, as `train --dry-run` prints them."""
         return asdict(self)
 
     def degrees(self) -> dict[str, int]:
-        """Return the integer degrees only, which a checkpoint's manifest records."""
+        """Return the fields that are integers, by name, which a checkpoint's manifest records."""
         return {name: value for name, value in self.to_json().items() if type(value) is int}
 
     def __str__(self) -> str:
-        """Format the layout as on a command line: the values that differ from a single rank's."""
+        """Format the layout as on a command line, `data=2,tensor=2`: the values that differ from a
+        single rank's, or `data=1`."""
         plain = Layout().to_json()
         changed = [
             f"{name}={str(value).lower()}"
@@ -265,10 +269,11 @@ class Layout:
 
 
 def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
-    """Parse a layout such as `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b`.
+    """Return the Layout for text such as `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b`.
 
     Omitted degrees are 1 (`zero` 0). Raises ConfigError for an unknown name or an impossible value,
-    naming the possible ones; `also` lists further names that are allowed in the text's source.
+    naming the possible ones; `also` lists names that the message adds to these, which the caller
+    itself accepts.
     """
     return make_layout(parse_parallel(text, also=also))
 
@@ -276,9 +281,10 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
 def parse_parallel(
     text: str, base: ParallelConfig | None = None, *, also: Sequence[str] = ()
 ) -> ParallelConfig:
-    """Parse a layout's text into a `[parallel]` section; `data` is None if omitted. Keys outside
-    the text form (`partition`, `timeout_seconds`) are copied from `base`. Raises as `parse_layout`
-    does."""
+    """Return the `[parallel]` section for a layout's text; `data` is None if omitted. Keys that the
+    text leaves out (`partition`, `timeout_seconds`) are copied from `base`, or have their defaults.
+    Raises ConfigError for an unknown or repeated name or an impossible value; `also` lists names
+    that the message adds to the possible ones."""
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name not in NOT_OF_A_LAYOUT]
     base = base or ParallelConfig()
@@ -317,7 +323,8 @@ def _value(text: str, name: str, value: str) -> Any:
 
 
 def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int]:
-    """Return the ranks along `depth`, `row` and `tensor` that `tensor` ranks form in a mode."""
+    """Return the ranks along (`depth`, `row`, `tensor`) when `tensor` ranks form a grid in a tensor
+    mode; `depth` is read in 2d and 2.5d only."""
     match mode:
         case "1d":
             return 1, 1, tensor
@@ -332,9 +339,9 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
 
 
 def _resolved_depth(parallel: ParallelConfig) -> int:
-    """Return the depth for a configuration's tensor mode: the configured one, or the smallest above
-    1 that fits `tensor`. Raises ConfigError, with the nearest possible rank counts, if none fits.
-    """
+    """Return the grid's depth for a tensor mode: in 2.5d the configured one, or the smallest above
+    1 that fits the `tensor` ranks; 1 in other modes. Raises ConfigError, with the nearest possible
+    rank counts, if the ranks form no such grid."""
     mode, n, asked = parallel.tensor_mode, parallel.tensor, parallel.tensor_depth
     if n == 1:
         return 1
@@ -360,10 +367,11 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
 
 
 def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layout:
-    """Return the Layout that a configuration requests, for `world_size` ranks.
+    """Return the Layout that a `[parallel]` section requests, for `world_size` ranks.
 
-    Without `world_size`, `data` is the configured value (1 when absent). Raises ConfigError if the
-    product over all degrees is not the rank count.
+    If `data` is not configured, it follows from `world_size`, or is 1 without that. Raises
+    ConfigError if the product over all degrees is not the rank count, or if a degree does not fit
+    the others.
     """
     model_parallel = ("context", "tensor", "pipeline")
     rest = math.prod(getattr(parallel, name) for name in model_parallel)
@@ -409,8 +417,9 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
 
 
 def shard_size(n: int, n_shards: int, coordinate: int) -> int:
-    """Return the shard size at `coordinate`, when n elements are split into shards with up to ⌈n /
-    n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or empty."""
+    """Return the shard size at `coordinate` when n elements are split into `n_shards` shards with
+    up to ⌈n / n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or
+    empty."""
     most = -(-n // n_shards)
     return min(most, max(0, n - coordinate * most))
 
@@ -419,12 +428,11 @@ def stage_layers(
     n_layers: int, n_stages: int, first_weight: float = 0.0, last_weight: float = 0.0
 ) -> tuple[range, ...]:
     """Return each pipeline stage's layer range, as even as possible; earlier stages take the
-    remainder.
+    remainder, because the last one also holds the head.
 
-    Later stages also hold the head, so an uneven split puts the extra layers at the front. The
-    weights are the embedding's and the head's cost in units of one layer. With weights, the slowest
-    stage is as fast as possible; among equally fast splits the most even one is chosen. Every stage
-    has a layer.
+    `first_weight` and `last_weight` are the embedding's and the head's cost in units of one layer.
+    With them, the slowest stage is as fast as possible; among equally fast splits the most even one
+    is chosen. Every stage has a layer.
     """
     if not first_weight and not last_weight:
         size, rest = divmod(n_layers, n_stages)
@@ -443,7 +451,8 @@ def stage_layers(
 
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Return a rank's coordinates along dimensions with these sizes, in row-major order."""
+    """Return a rank's coordinate along each dimension in `sizes` (name → ranks), in row-major
+    order."""
     coordinates: dict[str, int] = {}
     for name, size in reversed(sizes.items()):
         rank, coordinates[name] = divmod(rank, size)

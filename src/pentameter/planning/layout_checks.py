@@ -22,10 +22,10 @@ times as many, at a few hundred thousand per second."""
 
 
 def check_layout(layout: Layout, config: Config, local_size: int | None = None) -> None:
-    """Raise ConfigError if the layout cannot shard the built-in GPT or its adapters, naming the
-    possible values.
+    """Raise ConfigError if the layout cannot shard the built-in GPT, its experts or its adapters,
+    naming the possible values.
 
-    `local_size` is the rank count per machine, if known.
+    `local_size` is the rank count per machine; None if not known.
     """
     model, sharding = config.model, sharding_of(layout, config.model)
     if (obstacle := experts_obstacle(model, layout)) is not None:
@@ -45,8 +45,9 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
 def check_custom_layout(
     layout: Layout, config: Config, outline: ModelOutline, local_size: int | None = None
 ) -> None:
-    """Raise ConfigError if a custom model cannot run with this layout, naming the declaration that
-    it lacks. `local_size` is the rank count per machine, if known."""
+    """Raise ConfigError if the layout cannot shard a custom model, naming the `OwnModel` argument
+    that it lacks. `outline` holds its parameters and the arguments that it has; `local_size` is the
+    rank count per machine, None if not known."""
     _check_places(sharding_of(layout, config.model), config.model, local_size)
     whose = f"the module that {outline.built_by} builds"
     _check_adapters(config.lora, layout)
@@ -96,8 +97,9 @@ def check_custom_layout(
 
 
 def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
-    """Return a layout's first setting with which adapters cannot be trained, and the reason. Return
-    None if they can be, or if there are no adapters. `kv_copies` is `Sharding.kv_copies`."""
+    """Return the layout's first setting under which adapters (LoRA) cannot be trained, with the
+    reason, as text; None if they can be, or if there are none. `kv_copies` is the number of
+    tensor-parallel ranks that compute the same key and value head."""
     if lora.rank is None:
         return None
     if layout.is_grid:
@@ -116,8 +118,8 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
 
 
 def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return a layout's first setting with which experts cannot be trained, and the reason; None if
-    they can be, or if there are none."""
+    """Return the layout's first setting under which experts cannot be trained, with the reason, as
+    text; None if they can be, or if the model has none."""
     if model.n_experts is None:
         return None
     if layout.is_grid:
@@ -135,7 +137,8 @@ def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
 
 
 def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
-    """Raise ConfigError if adapters cannot be trained with the way a layout shards the model."""
+    """Raise ConfigError if adapters (LoRA) cannot be trained under the layout, naming the
+    setting."""
     if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
         raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
 
@@ -143,8 +146,9 @@ def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> Non
 def check_tied_within(
     layout: Layout, stage_names: Sequence[frozenset[str]], tied: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise ConfigError if two stages on one rank hold a parameter that ZeRO shards. `tied` maps
-    those that several stages hold to their ranks' `pipeline` coordinates."""
+    """Raise ConfigError if ZeRO would shard a parameter that two pipeline stages on one rank hold.
+    `stage_names` are each stage's parameter names; `tied` maps parameters in several stages to the
+    `pipeline` coordinates that hold them."""
     for name, holders in tied.items():
         if len(holders) < sum(name in own for own in stage_names):
             stages = f"with {layout.virtual_stages} stages a process"
@@ -152,8 +156,8 @@ def check_tied_within(
 
 
 def _check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
-    """Raise ConfigError if ZeRO would shard a parameter that two stages on one rank hold as copies,
-    as the phrase `held` says."""
+    """Raise ConfigError if the layout uses ZeRO, which would shard a tied parameter twice. For the
+    message, `held` names the copies on one rank, and `remedy` the settings to change."""
     if layout.zero:
         raise ConfigError(
             f"parallel.schedule='{layout.schedule}' {held}, where parallel.zero={layout.zero} "
@@ -162,14 +166,14 @@ def _check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero t
 
 
 def divides_heads(model: ModelConfig, tensor: int) -> bool:
-    """Whether `parallel.tensor` ranks can have equally many heads each; key and value heads are
-    replicated if there are fewer than ranks."""
+    """Return whether `tensor` tensor-parallel ranks can have equally many query heads each; key and
+    value heads, which are replicated if there are fewer than ranks, are not considered."""
     return all(size % tensor == 0 for size in _even_sizes(model)["heads"].values())
 
 
 def check_passes(layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError for features that need an unsplit backward pass under a schedule that
-    splits it, and for compilation if something prevents it."""
+    """Raise ConfigError if the schedule splits the backward pass and activation checkpointing is
+    on, or if compilation is requested and the layout prevents it."""
     if layout.splits_backward and train.activation_checkpoint is not None:
         # PyTorch calls autograd once per weight group, and each call would recompute its block.
         raise ConfigError(
@@ -183,13 +187,13 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
 
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:
-    """Whether a run with this layout compiles its training steps, provided that it is long enough
-    and has a compiler."""
+    """Return whether a run with this layout compiles its training steps, provided that it is long
+    enough and has a compiler."""
     return train.compile is not False and compile_obstacle(layout) is None
 
 
 def compile_obstacle(layout: Layout) -> str | None:
-    """Return why a layout's training steps cannot be compiled, or None if they can."""
+    """Return why a layout's training steps cannot be compiled, as text; None if they can be."""
     if layout.splits_backward:
         return (
             f"parallel.schedule='{layout.schedule}' splits the backward pass in two, which "
@@ -199,8 +203,9 @@ def compile_obstacle(layout: Layout) -> str | None:
 
 
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError if the layout cannot split the sequence, a machine's ranks or the layers,
-    whichever operations a layer contains."""
+    """Raise ConfigError for a layout that is impossible whichever operations a layer has: for
+    example, a sequence that cannot be split, a machine's ranks that `tensor` does not divide, or
+    more pipeline stages than layers."""
     _check_sequence_split(sharding, model)
     _check_normalized_heads(sharding, model)
     layout, t = sharding.layout, sharding.layout.tensor
@@ -228,15 +233,15 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return, per axis, the sizes that a sharded axis must split into equal shards, by key in
-    `[model]`."""
+    """Return axis → key in `[model]` → size, for the axes whose shards must be equal if they are
+    sharded."""
     every = dict.fromkeys(each for n in range(model.n_layers) for each in sub_layers(model, n))
     return {k: v for each in every for k, v in each.even_sizes(model).items()}
 
 
 def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -> None:
-    """Raise ConfigError if a mesh dimension cannot shard its axes: the sizes in `_even_sizes` into
-    equal shards, and the vocabulary so that every rank has rows."""
+    """Raise ConfigError if a mesh dimension cannot shard its axes: heads and widths into equal
+    shards, and the vocabulary so that every rank has rows."""
     n, sharded = sharding.layout.sizes[dimension], sharding.sharded_axes
     axes = [axis for axis, dimensions in sharded.items() if dimension in dimensions]
     even = _even_sizes(model)
@@ -271,8 +276,8 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
 
 
 def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
-    """Raise ConfigError if one of the shards into which a setting splits the vocabulary would have
-    no rows."""
+    """Raise ConfigError if the last of `n_shards` vocabulary shards would have no rows. `setting`
+    names the one that shards it, for the message."""
     if model.vocab_size is None:
         return
     n_rows = model.padded_vocab_size
@@ -336,7 +341,8 @@ def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
 
 
 def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: int) -> None:
-    """Raise ConfigError if the pipeline's schedule cannot run `n_micro_batches` micro-batches.
+    """Raise ConfigError if the pipeline's schedule cannot run `n_micro_batches` micro-batches per
+    step. `micro_batch_size` is used to name a remedy.
 
     1F1B fills the pipeline before it alternates between forward and backward passes. Schedules that
     also alternate between stages work in rounds with `pipeline` micro-batches each.

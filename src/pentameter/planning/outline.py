@@ -1,7 +1,7 @@
-"""A model's outline: the facts that planning needs, for the built-in GPT or a custom model.
+"""A model's outline: its parameters, its FLOPs and how it may be sharded, which planning needs.
 
-Every operation in the GPT is known (`planning/gpt.py`). A custom model provides its
-parameters and its own declarations.
+Every operation in the GPT is known (`planning/gpt.py`). A custom model provides its parameters and
+its own declarations.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_coun
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """The facts that planning needs about one model, for a resolved configuration."""
+    """One model's parameters, FLOPs and permitted parallelism, for a resolved configuration;
+    planning needs nothing else from a model."""
 
     table: tuple[ParameterSpec, ...]
     """Every parameter, in the order of the model's `named_parameters()`."""
     names_of: Callable[[range], frozenset[str]]
-    """Maps a layer range to the names of the parameters in that slice."""
+    """Returns the parameter names in the slice with a given layer range."""
     flops_per_token: int | None
     """Forward and backward FLOPs per trained token; None if they could not be counted."""
     n_padding: int = 0
-    """Elements that only pad the vocabulary."""
+    """Embedding and head elements that only pad the vocabulary."""
     end_weights: tuple[float, float] = (0.0, 0.0)
-    """Embedding and head costs in units of one layer's cost, by which stages are balanced; zero for
-    a uniform partition."""
+    """Embedding and head costs in units of one layer's cost, to balance pipeline stages; zero for a
+    uniform partition."""
     built_by: str | None = None
-    """The function that builds a custom model, as `module:name`; None for the GPT."""
+    """Name of the function that builds a custom model, as `file.py:function`; None for the GPT."""
     divided_by: frozenset[str] = frozenset()
-    """Model parallelism that a custom model declares: `tensor`, `pipeline`. Data parallelism needs
-    no declaration."""
+    """The model parallelism that a custom model supports: `tensor`, `pipeline`, both or none. Data
+    parallelism needs no declaration."""
     recomputes: bool = False
     """Whether a custom model names the sub-modules whose activations can be recomputed."""
     gives_logits: bool = True
@@ -58,7 +59,8 @@ class ModelOutline:
 
     @property
     def n_active(self) -> int:
-        """The parameters that one token is multiplied with, padding included."""
+        """Parameters that one token is multiplied with, padding included; fewer than all with
+        experts."""
         return sum(spec.n_active for spec in self._weights)
 
     @property
@@ -68,12 +70,13 @@ class ModelOutline:
 
     @property
     def flops_convention(self) -> str:
-        """The FLOP counting convention, in words."""
+        """How FLOPs are counted, in words for plan.json."""
         return CONVENTION if self.built_by is None else OWN_CONVENTION
 
     def names_of_stages(self, stages: Sequence[range]) -> tuple[frozenset[str], ...]:
-        """Return the parameter names in each pipeline stage. Raises ConfigError for a parameter
-        that belongs to no stage, and for a stage with nothing to train."""
+        """Return the parameter names in each pipeline stage, given the stages' layer ranges. Raises
+        ConfigError for a parameter that belongs to no stage, and for a stage with nothing to
+        train."""
         names = tuple(map(self.names_of, stages))
         if missing := {spec.name for spec in self.table}.difference(*names):
             raise ConfigError(
@@ -91,7 +94,8 @@ class ModelOutline:
 
 
 def outline_of_gpt(config: Config) -> ModelOutline:
-    """Return the built-in GPT's outline. Layout checks use its axes."""
+    """Return the built-in GPT's outline (parameters, FLOPs, stage balance), with adapters if [lora]
+    has them. Raises ConfigError if these do not fit the model."""
 
     def names_of(layers: range) -> frozenset[str]:
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
@@ -110,8 +114,8 @@ def outline_of_gpt(config: Config) -> ModelOutline:
 def tied_parameters(
     layout: Layout, stage_names: Sequence[frozenset[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """Map each parameter that several stages hold, sorted by name, to its ranks' `pipeline`
-    coordinates: each coordinate once, in stage order."""
+    """Map each parameter that several stages hold, sorted by name, to the `pipeline` coordinates
+    that hold it: each once, in stage order. `stage_names` are each stage's parameter names."""
     count = Counter(chain.from_iterable(stage_names))
     return {
         name: tuple(

@@ -1,5 +1,4 @@
-"""The Plan: everything that follows from a configuration. Each derived number originates in
-this module."""
+"""The Plan: every number that a run obeys, derived once from a configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ AUTO_INTERVALS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run obeys. `config` is resolved: no value in it remains to be derived.
+    """Everything that a run obeys: sharding, stages, batch sizes, steps. `config` is resolved: no
+    value in it remains to be derived.
 
     The resulting bytes, messages and seconds are in `pentameter.estimating`.
     """
@@ -54,22 +54,23 @@ class Plan:
     table: tuple[ParameterSpec, ...]
     stages: tuple[range, ...]
     stage_names: tuple[frozenset[str], ...]
-    """Each stage's parameter names."""
+    """Each pipeline stage's parameter names, in stage order."""
     tied: dict[str, tuple[int, ...]]
-    """Maps each parameter that several stages hold to their `pipeline` coordinates, in stage order:
-    the first rank owns the parameter, the others have a copy."""
+    """Maps each parameter that several stages hold to the `pipeline` coordinates that hold it, in
+    stage order: ranks at the first own the parameter, the others have a copy."""
     built_by: str | None
-    """The function that builds a custom model; None for the built-in GPT."""
+    """Name of the function that builds a custom model; None for the built-in GPT."""
     gives_logits: bool
-    """Whether text can be sampled from the model."""
+    """Whether the model computes logits without targets, so that text can be sampled from it."""
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
-    """The model's parameters, with vocabulary padding. `n_trained` counts the trained ones, which
-    may be additional adapter parameters."""
+    """The model's parameter count including vocabulary padding, which `n_parameters` leaves out;
+    neither counts adapters. `n_trained` counts elements that are trained, which may be the
+    adapters' alone."""
     n_active: int
-    """Parameters that one token is multiplied with: all but those of the experts that the router
-    does not choose for it."""
+    """Parameters that one token is multiplied with: all except experts that the router does not
+    choose for it."""
     rows_per_epoch: int | None
     """Rows in the training split; None if the plan was made without the data."""
     batch_size: int
@@ -78,13 +79,15 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     flops_per_token: int | None
-    """None for a custom model whose FLOPs could not be counted."""
+    """Forward and backward FLOPs per trained token, by `flops_convention`; None for a custom model
+    whose FLOPs could not be counted."""
     flops_convention: str
     asked_micro_batch_size: int | None
 
     @property
     def portable_config(self) -> Config:
-        """`config` without the values derived from the layout, for loading on another layout."""
+        """`config` with the micro-batch size as it was configured, perhaps None, instead of the one
+        derived from the layout: for loading on another layout."""
         train = self.config.train.model_copy(
             update={"micro_batch_size": self.asked_micro_batch_size}
         )
@@ -102,53 +105,60 @@ class Plan:
         return sum(spec.n_elements for spec in self.table if spec.is_trained)
 
     def epoch(self, step: int) -> int:
-        """Return how many whole passes over the training split `step` completed steps make."""
+        """Return how many whole passes over the training split the first `step` optimizer steps
+        make; 0 if the rows were not counted."""
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
     @property
     def has_known_length(self) -> bool:
-        """Whether the step count is known, rather than derived from UNKNOWN_EPOCH."""
+        """Whether the step count is real. It is not if it was derived in epochs from UNKNOWN_EPOCH,
+        the placeholder for an uncounted epoch."""
         in_epochs = self.steps * self.batch_size >= UNKNOWN_EPOCH >> 10
         return self.rows_per_epoch != UNKNOWN_EPOCH or not in_epochs
 
     @property
     def sharding(self) -> Sharding:
-        """The model's sharding under the layout."""
+        """The Sharding (local activation shapes and parameter placements) of this model under the
+        layout."""
         return sharding_of(self.layout, self.config.model)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
-        """Each parameter's placement on the mesh, by name."""
+        """Maps each parameter's name to its Placement: the mesh dimensions that shard it, and those
+        that sum its gradient."""
         return {spec.name: self.sharding.placement(spec) for spec in self.table}
 
     @property
     def adapted_modules(self) -> list[str]:
-        """The paths of the linear layers that have an adapter."""
+        """Paths to the linear layers that have an adapter (LoRA); empty without adapters."""
         return paths_of_adapters(spec.name for spec in self.table)
 
     @property
     def fused_obstacle(self) -> str | None:
-        """The first setting that the fused CPU step does not support; None if it runs the plan."""
+        """The first setting that the fused CPU step does not support, as text for a message; None
+        if it can run this plan."""
         return fused_obstacle(self.config, self.layout, self.built_by)
 
     @property
     def rules(self) -> LayoutRules:
-        """The rules for summing gradients and for keeping gathered weights."""
+        """The layout's rules for reducing gradients and for keeping all-gathered weights."""
         return LayoutRules(self.layout)
 
     @property
     def rounds_once(self) -> bool:
-        """Whether weights are rounded for matmuls once per step, as `rules` say."""
+        """Whether weights are rounded to the matmul dtype once per step instead of once per
+        micro-batch."""
         return self.rules.rounds_once(self.n_micro_batches)
 
     @property
     def least_flops_per_token(self) -> int:
-        """`flops_per_token`, or if it could not be counted the FLOPs for one matmul with each
-        parameter. For choices that need a number."""
+        """`flops_per_token`, or if it could not be counted 6 per parameter, one matmul each. For
+        choices that need a number."""
         return self.flops_per_token or 6 * self.n_parameters
 
     def to_json(self) -> dict[str, Any]:
-        """Return the Plan with the keys of a run folder's plan.json; uncounted FLOPs are null."""
+        """Return the Plan's figures with the keys of a run folder's plan.json; uncounted FLOPs are
+        None."""
         flops = self.flops_per_token
         return {
             "model": {
@@ -185,13 +195,14 @@ def make_plan(
     local_size: int | None = None,
     outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Plan:
-    """Return the Plan for `config`, for the built-in GPT or the model that `outline_of` describes.
+    """Return the Plan (all numbers that a run obeys) for `config`, and for the model whose
+    parameters `outline_of` returns, by default the built-in GPT.
 
     `vocab_size` is the tokenizer's, required if the configuration does not set one.
     `rows_per_epoch` counts rows in the training split, required if the configuration counts in
-    epochs. There are `world_size` ranks (as many as `[parallel]` implies when absent), `local_size`
-    per machine. Raises ConfigError for impossible numbers (a batch that does not split evenly, a
-    vocabulary smaller than the tokenizer's), naming the nearest possible ones.
+    epochs. There are `world_size` ranks (None: as many as `[parallel]` implies), `local_size` per
+    machine (None: not known). Raises ConfigError for impossible numbers (a batch that does not
+    split evenly, a vocabulary smaller than the tokenizer's), naming the nearest possible ones.
     """
     layout = make_layout(config.parallel, world_size)
     asked = config.train.micro_batch_size
@@ -241,7 +252,8 @@ def make_plan(
 
 
 def needs_data(config: Config) -> bool:
-    """Whether `make_plan` needs facts about the data: its vocabulary size, or the epoch length."""
+    """Return whether `make_plan` needs facts about the data: its vocabulary size, or the epoch
+    length."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
     schedule = config.schedule
     decays_by_epoch = "decay_interval" in schedule.decay_keys and schedule.decay_interval is None
@@ -251,7 +263,9 @@ def needs_data(config: Config) -> bool:
 def _resolve(
     config: Config, vocab_size: int | None, rows_per_epoch: int | None, layout: Layout
 ) -> Config:
-    """Return `config` with every implied value filled in."""
+    """Return `config` with every implied value filled in, given the tokenizer's vocabulary size and
+    the rows in the training split (None if not known). Raises ConfigError if a value needs one that
+    is not known, or if `model.vocab_size` is smaller than the tokenizer's."""
     model, train = config.model, config.train
     if model.vocab_size is None and vocab_size is None:
         raise ConfigError(
@@ -306,7 +320,8 @@ def _resolve(
 def _interval(
     asked: int | Literal["auto", "epoch"] | None, key: str, n_steps: int, epoch: Fraction | None
 ) -> int | None:
-    """Return the steps between two evaluations or samples, from `key`'s value; None for never."""
+    """Return the steps between two evaluations or samples for the value `asked` of the
+    configuration's `key`; None for never. `epoch` is an epoch's length in steps, if known."""
     match asked:
         case "auto":
             return auto_interval(n_steps)
@@ -326,7 +341,9 @@ def auto_interval(n_steps: int) -> int:
 def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
-    """Return `schedule` with the numbers that follow from the run's length."""
+    """Return `schedule` with the step counts that follow from the run's length, `steps`. `epoch` is
+    an epoch's length in steps, if known. Raises ConfigError if the schedule does not fit into the
+    run."""
     if schedule.start_step >= steps:
         raise ConfigError(
             f"schedule.start_step={schedule.start_step} is not before the end of the run, "
@@ -361,8 +378,8 @@ def default_cooldown(decay_steps: int) -> int:
 
 
 def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
-    """Return the steps that complete `n_epochs` passes over the training split, rounded up. Raises
-    ConfigError if the epoch length is unknown."""
+    """Return the steps that complete `n_epochs` passes over the training split, rounded up; `epoch`
+    is one pass in steps. Raises ConfigError, naming `key`, if it is None."""
     if epoch is None:
         raise ConfigError(
             f"{key} counts in epochs, and how long one is nobody knows: no data is at hand, or its "

@@ -1,5 +1,4 @@
-"""A layout's rules: which gradients are summed by whom and when, and how long gathered weights
-stay.
+"""A layout's rules: how gradients are reduced, and how long all-gathered weights stay.
 
 `parallel/` obeys these rules and the memory and communication estimates count by them; none decides
 anything again.
@@ -15,7 +14,8 @@ from pentameter.planning.layout import Layout
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Consequences of a Layout for gradients and gathered weights, one property per rule."""
+    """How a layout reduces gradients, and how long it keeps all-gathered or rounded weights; one
+    method or property per rule."""
 
     layout: Layout
 
@@ -46,7 +46,8 @@ class LayoutRules:
 
     @property
     def prefetches_weights(self) -> bool:
-        """Whether each unit's weights are gathered while the previous unit computes."""
+        """Whether each unit's weights are all-gathered while the previous unit computes: with ZeRO
+        3."""
         return self.layout.zero == 3
 
     def rounds_once(self, n_micro_batches: int) -> bool:
@@ -59,7 +60,8 @@ class LayoutRules:
         return n_micro_batches > 1 and is_rounded
 
     def weights_come_rounded(self, n_micro_batches: int) -> bool:
-        """Whether a micro-batch finds its weights already rounded, by `rounds_once` or by FSDP."""
+        """Return whether weights are already in the matmul dtype when a micro-batch reads them:
+        rounded once per step, or by FSDP before it sends them."""
         return self.layout.zero > 0 or self.rounds_once(n_micro_batches)
 
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:

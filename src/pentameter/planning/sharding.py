@@ -1,8 +1,8 @@
-"""The sharding of one model: local activation shapes, and the Placement of each parameter.
+"""Which mesh dimensions shard each axis: local activation shapes, and each parameter's Placement.
 
-Local shapes, the parameters' DTensor placements, the gradient sums after the backward pass, the
-memory and communication estimates and the divisibility checks all read these two tables and this
-one function from (layout, parameter).
+Local shapes, DTensor placements, gradient sums after the backward pass, memory and communication
+estimates and divisibility checks all read these two tables and this one function from (layout,
+parameter).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "time": ("context", "tensor"),
     "message": ("context", "tensor"),
 }
-"""Maps an axis of a parameter or an activation to the mesh dimensions that shard it, outermost
-first. `tensor` shards `time` only with `sequence`, and `message` only if it splits into equal
-shards. A missing axis is replicated on every rank."""
+"""Maps a logical axis to the mesh dimensions that shard it, outermost first. `tensor` shards `time`
+only with `sequence`, and `message` only if it splits into equal shards. A missing axis is
+replicated on every rank."""
 
 GRID_AXES: tuple[Axis, ...] = ("vocab", "heads", "kv_heads", "mlp")
 """Activation axes that a grid shards by `layout.grid_width`, besides `embed`, which it shards by
@@ -47,10 +47,12 @@ DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's placement on the mesh, in terms of PARAMETER_DIMENSIONS."""
+    """One parameter's placement on the mesh: which of PARAMETER_DIMENSIONS shard it, and which sum
+    its gradient, and when."""
 
     sharded_by: tuple[tuple[str, ...], ...]
-    """For each tensor dimension the mesh dimensions that shard it, outermost first."""
+    """For each dimension of the parameter, the mesh dimensions that shard it, outermost first; ()
+    if none does."""
     summed_over: tuple[str, ...]
     """Mesh dimensions over which the gradient is all-reduced after the backward pass. These
     replicate the parameter, and their ranks compute gradients from different tokens or heads.
@@ -63,7 +65,8 @@ class Placement:
     pass."""
 
     def dimension(self, mesh_dimension: str) -> int | None:
-        """Return the tensor dimension that a mesh dimension shards; None if it replicates."""
+        """Return the index of the tensor dimension that a mesh dimension shards; None if that mesh
+        dimension replicates the parameter."""
         for index, dimensions in enumerate(self.sharded_by):
             if mesh_dimension in dimensions:
                 return index
@@ -71,28 +74,30 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank in its pipeline stage has all of it, before ZeRO shards it."""
+        """Whether every rank in its pipeline stage has the full parameter, before ZeRO shards
+        it."""
         return not any(self.sharded_by)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A layout with the model that it shards. From the model, only the key and value head count is
-    needed."""
+    """How a layout shards one model's activations and parameters. From the model, only the key and
+    value head count is needed."""
 
     layout: Layout
     n_kv_heads: int
 
     @property
     def kv_copies(self) -> int:
-        """Ranks along `tensor` that compute the same key and value heads, if a model has fewer of
-        them than `tensor` ranks; otherwise 1."""
+        """Ranks along `tensor` that compute the same key and value head: several if a model has
+        fewer such heads than `tensor` ranks, otherwise 1."""
         n_ranks = 1 if self.layout.is_grid else self.layout.tensor
         return n_ranks // self.n_kv_heads if n_ranks % self.n_kv_heads == 0 else 1
 
     @cached_property
     def sharded_axes(self) -> dict[Axis, tuple[str, ...]]:
-        """The sharded activation axes, with the mesh dimensions that shard them."""
+        """Maps each activation axis that is sharded to the mesh dimensions that shard it, outermost
+        first."""
         layout, table = self.layout, AXIS_DIMENSIONS
         if layout.is_grid:
             grid: dict[Axis, tuple[str, ...]] = dict.fromkeys(GRID_AXES, (layout.grid_width,))
@@ -111,20 +116,21 @@ class Sharding:
 
     @cached_property
     def sharding_dimensions(self) -> tuple[str, ...]:
-        """The mesh dimensions that shard at least one axis."""
+        """The mesh dimensions that shard at least one activation axis."""
         return tuple(dict.fromkeys(itertools.chain(*self.sharded_axes.values())))
 
     @property
     def loss_copies(self) -> tuple[str, ...]:
-        """The mesh dimensions whose ranks all have the same loss."""
+        """Mesh dimensions whose ranks all compute the same loss, because they shard the
+        vocabulary."""
         return self.sharded_axes.get("vocab", ())
 
     def local_shape(
         self, shape: Shape, axes: Sequence[Axis], coordinates: Mapping[str, int] | None = None
     ) -> Shape:
-        """Return an activation's local shape, given its global `shape` over `axes`, on the rank at
-        mesh `coordinates`. An omitted mesh dimension has coordinate 0, which holds the largest
-        shard."""
+        """Return an activation's local shape on the rank at mesh `coordinates`, given its global
+        `shape`, with one logical axis per dimension in `axes`. An omitted mesh dimension has
+        coordinate 0, which holds the largest shard."""
         coordinates = coordinates or {}
         local = list(shape)
         for index, axis in enumerate(axes):
@@ -146,15 +152,16 @@ class Sharding:
         return self.local_shape((self.n_kv_heads,), ("kv_heads",))[0]
 
     def shards_messages(self, context_length: int) -> bool:
-        """Whether tensor-parallel ranks hold the whole residual stream and each sends only a shard
-        to the next pipeline stage."""
+        """Return whether each tensor-parallel rank holds the whole residual stream but sends only
+        its shard to the next pipeline stage."""
         time, message = (
             self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
         )
         return self.layout.pipeline > 1 and time != message
 
     def placement(self, spec: ParameterSpec) -> Placement:
-        """Return a parameter's placement on the mesh."""
+        """Return a parameter's Placement: the mesh dimensions that shard it, and those that sum its
+        gradient."""
         key = spec.axes, spec.sums_over
         if key not in self._placements:
             self._placements[key] = self._placement(spec.axes, spec.sums_over)
@@ -183,12 +190,13 @@ class Sharding:
 
     @cached_property
     def _largest_shapes(self) -> dict[object, Shape]:
-        """Cached local shapes at coordinates 0, which a search asks for by the hundred thousand."""
+        """Caches local shapes at coordinate 0, which a layout search asks for by the hundred
+        thousand."""
         return {}
 
     @cached_property
     def _placements(self) -> dict[tuple[tuple[Axis, ...], tuple[Axis, ...]], Placement]:
-        """Cached placements, because layers are alike."""
+        """Caches placements by (axes, sums_over), because layers are alike."""
         return {}
 
     def _placement(self, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]) -> Placement:
@@ -246,8 +254,9 @@ class Sharding:
         )
 
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
-        """Return n's shard size at a coordinate along a mesh dimension. In mode 3d, `row` further
-        shards `depth`'s shard of a vocabulary, with all boundaries as if both split it at once."""
+        """Return the shard size when an axis with n entries is sharded along a mesh dimension, at a
+        coordinate. In mode 3d, `row` further shards `depth`'s shard of a vocabulary, with all
+        boundaries as if both split it at once."""
         size = self.layout.sizes[dimension]
         if axis == "message" and n % size:
             return n
@@ -264,5 +273,6 @@ def _sharding(layout: Layout, n_kv: int) -> Sharding:
 
 
 def sharding_of(layout: Layout, model: ModelConfig) -> Sharding:
-    """Return a model's Sharding under a layout."""
+    """Return the Sharding (how activations and parameters are sharded) for a model under a
+    layout."""
     return _sharding(layout, model.kv_heads)

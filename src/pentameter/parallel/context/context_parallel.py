@@ -28,8 +28,9 @@ from pentameter.planning.sharding import Sharding
 
 
 def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
-    """Have a model compute the positions that belong to this rank along `context`, in place. Raises
-    ConfigError for an unknown `parallel.context_mode`."""
+    """Shard a model's computation along the sequence, in place: this rank computes the positions
+    that its `context` coordinate has, and attention exchanges keys and values or heads with the
+    other ranks. Raises ConfigError for an unknown `parallel.context_mode`."""
     layout, rank, group = sharding.layout, mesh.coordinates["context"], mesh.groups["context"]
     n_heads = sharding.n_heads_here(model.config.n_heads)
     T = model.config.context_length
@@ -52,14 +53,15 @@ def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
 
 
 def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
-    """Return the positions (T / n,) that `rank` in its group computes, out of a sequence's
-    positions (T,)."""
+    """Return the positions (T / n,) that the rank with `context` coordinate `rank` computes, out of
+    a sequence's positions (T,)."""
     chunks = layout.positions(rank, len(positions))
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
 def _attention_by_heads(group_name: str) -> Attend:
-    """Return full-sequence attention on some of the heads, between two all-to-alls over a group."""
+    """Return an attention function for the all-to-all mode: full sequences, H / n heads on each of
+    the n ranks in the group."""
 
     def attend_by_heads(
         q: Tensor,
@@ -71,8 +73,8 @@ def _attention_by_heads(group_name: str) -> Attend:
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Attend from q (B, H, T / n, K) to k and v, which may have fewer heads. Returns
-        (B, H, T / n, K)."""
+        """Attend from q (B, H, T / n, K) to k and v (B, H or fewer, T / n, K). Returns (B, H, T /
+        n, K). Collective."""
         size = q.shape[-1]
         if q.shape == k.shape:
             together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
@@ -116,7 +118,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Return the gradient for x: the inverse all-to-all on the output's."""
+    """Return the gradient for x, by the inverse all-to-all on the output gradient; None for the
+    other arguments."""
     return exchange(grad, not ctx.to_heads, ctx.group_name), None, None
 
 

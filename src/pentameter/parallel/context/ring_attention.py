@@ -28,14 +28,15 @@ from pentameter.model.dropout import AttentionDropout, drop, weight_index
 from pentameter.parallel.mesh import group_named
 
 TILE = 1024
-"""Queries, and keys, per block when attention weights are materialized."""
+"""Tokens per block, in queries and in keys, when attention weights are materialized."""
 
 
 class RingAttention:
-    """Causal attention over a group whose ranks each have some chunks of the sequence.
+    """Causal attention over a group whose ranks each have some chunks of the sequence; replaces
+    `attend` in an Attention.
 
-    `chunk_starts` are the positions at which each rank's chunks start, indexed by rank in the
-    group; all chunks have the same size. Replaces `attend` in an Attention.
+    `chunk_starts[r]` lists the positions at which rank r's chunks start; all chunks have the same
+    size.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[Sequence[int]]) -> None:
@@ -53,8 +54,9 @@ class RingAttention:
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K).
-        Collective."""
+        """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K). There
+        is no dropout without `dropout_keys`; `window` is how many tokens a query sees, None for
+        all; `positions` are ignored, as `chunk_starts` determines them. Collective."""
         keys = None
         if dropout_keys is not None and dropout.acts(dropout_keys):
             keys = dropout_keys[:, dropout.site]
@@ -74,8 +76,8 @@ class RingAttention:
 
 
 class _Dropout(NamedTuple):
-    """Dropout on attention weights: the batch rows' keys, int32 (B, 2), and the numbers that index
-    a weight."""
+    """Dropout on attention weights: the batch rows' keys, int32 (B, 2), the drop rate `p`, and this
+    rank's first head and the context length, which number a weight as in the whole model."""
 
     row_keys: Tensor
     p: float
@@ -83,8 +85,8 @@ class _Dropout(NamedTuple):
     context_length: int
 
     def __call__(self, weights: Tensor, block: _Block) -> Tensor:
-        """Drop and scale a block's weights (B, H, Q, S), or their gradients. Returns the same
-        shape."""
+        """Drop and scale a block's attention weights (B, H, Q, S), or their gradients, by the same
+        mask each time. Returns the same shape."""
         n_heads, n_queries, n_keys = weights.shape[1:]
         query, key = (
             torch.arange(first, first + n, device=weights.device)
@@ -96,8 +98,9 @@ class _Dropout(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of queries and keys. Each query sees all the keys, or only its own and earlier ones,
-    back to the start of its window if there is one."""
+    """A block of queries and keys, as local slices and as the positions that these start at. Each
+    query sees all the keys, or only its own and earlier ones, back to the start of its window if
+    there is one."""
 
     queries: slice
     keys: slice
@@ -135,11 +138,12 @@ def attend_around(
     window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T).
+    """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T) for q (B, H,
+    T, K), k and v (B, G, T, K). Collective over the group.
 
     `row_keys`, int32 (B, 2), `p`, `head_offset` and `context_length` describe attention dropout;
-    without keys there is none. `window` is how many tokens a query sees, 0 for all. `q` is
-    (B, H, T, K), `k` and `v` are (B, G, T, K). Collective over the group.
+    without keys there is none. `chunk_starts` are the positions at which chunks start, rank after
+    rank. `window` is how many tokens a query sees, 0 for all.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
     ring = _Ring(group_named(group_name), chunk_starts, window)
@@ -172,11 +176,12 @@ def differentiate_around(
     window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given that for the output
-    (B, H, T, K); `sums` are its log-sum-exps (B, H, T).
+    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given `grad`, that for the
+    output `out` (B, H, T, K), and its log-sum-exps `sums` (B, H, T). The other arguments are those
+    of the forward pass, `attend_around`. Collective over the group.
 
     The gradients for keys and values travel one step behind them, and each rank adds its
-    contribution; the rank that owns them adds its own at the end. Collective over the group.
+    contribution; the rank that owns them adds its own at the end.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
     ring = _Ring(group_named(group_name), chunk_starts, window)
@@ -254,7 +259,8 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _Ring:
-    """This rank's index in a ring, its messages, and the blocks that it computes."""
+    """Sends to the next rank in a ring, receives from the previous one, and lists the blocks that
+    this rank computes. `chunk_starts` and `window` are those of `attend_around`."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
         self._window = window
@@ -268,7 +274,7 @@ class _Ring:
 
     def pass_on(self, tensor: Tensor) -> _Arriving:
         """Start to send a tensor to the next rank, and to receive one with the same shape from the
-        previous rank."""
+        previous rank; `wait` on the result returns the received one."""
         after, before = (
             dist.get_global_rank(self._group, (self._rank + hop) % self.size) for hop in (1, -1)
         )
@@ -283,8 +289,9 @@ class _Ring:
         return _Arriving(received, tensor, work)
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
-        """Yield the blocks of this rank's queries and the keys it has at a step, except those whose
-        keys no query sees."""
+        """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at a
+        step of the ring, except those whose keys no query sees. Blocks are whole chunks, or tiles
+        up to TILE if `explicit`: attention weights are materialized."""
         queries = self._starts[self._rank]
         keys = self._starts[(self._rank - step) % self.size]
         size = n_tokens // len(queries)
@@ -305,15 +312,15 @@ class _Arriving(NamedTuple):
     work: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """Wait for both messages, and return the received tensor, in the shape of the sent one."""
+        """Wait for both messages, and return the received tensor."""
         for each in self.work:
             each.wait()
         return self.received
 
 
 def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, slice]]:
-    """Yield the position and the local slice for each tile in chunks that start at these
-    positions."""
+    """Yield each tile's first position and its slice into the local tokens. Tiles have up to `tile`
+    tokens and cover chunks with `size` tokens, which start at the positions `starts`."""
     for number, start in enumerate(starts):
         for offset in range(0, size, tile):
             n_tokens = min(tile, size - offset)
@@ -322,8 +329,8 @@ def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, s
 
 
 def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums: Tensor) -> None:
-    """Merge another block's output `added` (B, H, Q, K) and log-sum-exps `added_sums` (B, H, Q)
-    into some queries' `out` and `sums`, in place."""
+    """Merge a further block's output `added` (B, H, Q, K) and log-sum-exps `added_sums` (B, H, Q)
+    into `out` and `sums` at the slice `queries`, in place."""
     old = sums[:, :, queries]
     new = torch.logaddexp(old, added_sums.to(old.dtype))
     finite = new.clamp(min=torch.finfo(new.dtype).min)  # a query that has seen no key yet: -inf
@@ -429,5 +436,6 @@ def _precise(tensor: Tensor) -> torch.dtype:
 def _dropout(
     row_keys: Tensor | None, p: float, head_offset: int, context_length: int
 ) -> _Dropout | None:
-    """Return the dropout for these keys, int32 (B, 2); None without keys."""
+    """Return the attention dropout for batch-row keys `row_keys`, int32 (B, 2); None without
+    keys."""
     return None if row_keys is None else _Dropout(row_keys, p, head_offset, context_length)

@@ -27,30 +27,31 @@ from pentameter.parallel.tensor.collectives import gathered_shards, product_oper
 
 
 class Product3d(NamedTuple):
-    """A 3-D matmul. Ranks along `row` shard dimension `cut` of the weight, `n_cut` long, in shards
-    of `most`; the last ones may be smaller."""
+    """A 3-D matmul over l × l × l ranks. Ranks along `row` shard the weight block's dimension
+    `cut`, which has `n_cut` entries once all-gathered, in shards of `most`; the last ones may be
+    smaller. `inputs`, `row` and `results` name process groups."""
 
     n_cut: int
     most: int
     cut: int
     inputs: str
-    """The group over which inputs are all-gathered, by name."""
+    """Name of the group over which inputs are all-gathered."""
     row: str
     results: str
-    """The group over which outputs are reduce-scattered, by name."""
+    """Name of the group over which outputs are reduce-scattered."""
     precision: str
-    """The precision in whose arithmetic it is computed."""
+    """The `train.precision` whose matmul is used."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return this rank's shard (R / l, …, N / l) of x · weightᵀ + bias, given its shards x
-        (R / l, …, K / l), weight: (N / l², K / l), or (N / l, K / l²) if `cut` is 1, and bias
-        (N / l,)."""
+        """Return this rank's shard (R / l, …, N / l) of x · weightᵀ + bias, given its shards x (R /
+        l, …, K / l), weight: (N / l², K / l), or (N / l, K / l²) if `cut` is 1, and bias (N / l,).
+        R is the batch rows at this rank's `row` coordinate. Collective."""
         y = product_3d(x, weight, *self)
         return y if bias is None else y + bias.to(y.dtype)
 
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-        """Return the gradient for the shard x, and add the weight's to `weight_grad`, in their
-        shapes, given g (R / l, …, N / l)."""
+        """Return the gradient for the shard x (R / l, …, K / l), and add the weight shard's to
+        `weight_grad`, in place, given the output gradient g (R / l, …, N / l). Collective."""
         x_grad, shard = differentiated(g, x, weight, *self)
         weight_grad.add_(shard)
         return x_grad
@@ -67,7 +68,8 @@ def multiplied(
     results: str,
     precision: str,
 ) -> Tensor:
-    """Return this rank's shard (R / l, …, N / l) of x · weightᵀ, computed in x's dtype.
+    """Return this rank's shard (R / l, …, N / l) of x · weightᵀ, computed in x's dtype, given its
+    shards x (R / l, …, K / l) and weight. The other arguments are Product3d's fields.
     Collective."""
     block = _gathered_weight(weight.to(x.dtype), n_cut, most, cut, row)
     rows = arithmetic(precision).matmul.linear(_gathered_rows(x, inputs), block)
@@ -87,8 +89,8 @@ def differentiated(
     precision: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients for this rank's shards: x (R / l, …, K / l), in its dtype, and weight,
-    in float32 at least, given g (R / l, …, N / l). Gathered tensors are gathered again, not kept.
-    Collective."""
+    in float32 at least, given the output gradient g (R / l, …, N / l). Gathered tensors are
+    gathered again, not kept. The other arguments are Product3d's fields. Collective."""
     matmul = arithmetic(precision).matmul
     g_rows = _gathered_rows(g.to(x.dtype), results)
     block = _gathered_weight(weight.to(x.dtype), n_cut, most, cut, row)
@@ -101,17 +103,18 @@ def differentiated(
 
 
 def _gathered_rows(x: Tensor, group_name: str) -> Tensor:
-    """All-gather equal shards along dimension 0: (R / l, …) → (R, …)."""
+    """All-gather equal shards along dimension 0: (R / l, …) → (R, …). Collective."""
     return gathered_shards(x, len(x), len(x) * group_named(group_name).size(), group_name)
 
 
 def _summed_rows(rows: Tensor, group_name: str) -> Tensor:
-    """Reduce-scatter along dimension 0: (R, …) → (R / l, …)."""
+    """Reduce-scatter equal shards along dimension 0: (R, …) → (R / l, …). Collective."""
     return reduced_shard(rows, len(rows) // group_named(group_name).size(), group_name)
 
 
 def _gathered_weight(weight: Tensor, n_cut: int, most: int, cut: int, row: str) -> Tensor:
-    """All-gather a weight's dimension `cut` over `row`, to a block (N / l, K / l)."""
+    """All-gather a weight shard along its dimension `cut` over the group `row`, into the block (N /
+    l, K / l). Collective."""
     return gathered_shards(weight.transpose(0, cut), most, n_cut, row).transpose(0, cut)
 
 

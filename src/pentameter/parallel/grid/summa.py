@@ -31,8 +31,9 @@ from pentameter.planning.layout import shard_size
 
 
 class Summa(NamedTuple):
-    """A matmul with a matrix that has `n_out` rows over all ranks (N), over the named groups, in
-    the arithmetic of a precision."""
+    """A matmul over q × q ranks with a weight that has `n_out` rows (N) over all ranks. `row` and
+    `tensor` name the process groups along these dimensions; `precision` is the `train.precision`
+    whose matmul multiplies blocks."""
 
     n_out: int
     row: str
@@ -40,14 +41,14 @@ class Summa(NamedTuple):
     precision: str
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return block (…, N / q) of x · weightᵀ + bias from blocks (…, K / q), (N / q, K / q) and
-        (N / q,)."""
+        """Return this rank's block (…, N / q) of x · weightᵀ + bias, given its blocks x (…, K / q),
+        weight (N / q, K / q) and bias (N / q,). Collective."""
         y = summa(x, weight, *self)
         return y if bias is None else y + bias.to(y.dtype)
 
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-        """Return the gradient for x (…, K / q), and add the weight's to `weight_grad`
-        (N / q, K / q), given the output gradient g (…, N / q)."""
+        """Return the gradient for x (…, K / q), and add the weight block's to `weight_grad` (N / q,
+        K / q), in place, given the output gradient g (…, N / q). Collective."""
         x_grad, block = differentiated(g, x, weight, *self)
         weight_grad.add_(block)
         return x_grad
@@ -56,8 +57,8 @@ class Summa(NamedTuple):
 def multiplied(
     x: Tensor, weight: Tensor, n_out: int, row: str, tensor: str, precision: str
 ) -> Tensor:
-    """Return block (…, N / q) of x · weightᵀ, computed in x's dtype, from blocks (…, K / q) and
-    (N / q, K / q). Collective."""
+    """Return this rank's block (…, N / q) of x · weightᵀ, computed in x's dtype, given its blocks x
+    (…, K / q) and weight (N / q, K / q). The other arguments are Summa's fields. Collective."""
     columns, matmul = group_named(tensor), arithmetic(precision).matmul
     result = x.new_empty(0)
     shapes = _shapes((n_out, weight.shape[1]), columns.size())
@@ -72,8 +73,9 @@ def multiplied(
 def differentiated(
     g: Tensor, x: Tensor, weight: Tensor, n_out: int, row: str, tensor: str, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients for blocks x (…, K / q), in its dtype, and weight (N / q, K / q), in
-    float32 at least, given the output gradient g (…, N / q). Collective."""
+    """Return the gradients for the blocks x (…, K / q), in its dtype, and weight (N / q, K / q), in
+    float32 at least, given the output gradient g (…, N / q). The other arguments are Summa's
+    fields. Collective."""
     rows, columns, matmul = group_named(row), group_named(tensor), arithmetic(precision).matmul
     flat = x.reshape(-1, x.shape[-1])
     x_grad, weight_grad = torch.zeros_like(flat), x.new_empty(0)
@@ -91,7 +93,7 @@ def differentiated(
 
 
 def _shapes(shape: tuple[int, int], n_blocks: int) -> list[tuple[int, int]]:
-    """Return the block shapes when a matrix (n, width) is sharded by rows."""
+    """Return each block's shape when a matrix with this shape, (n, width), is sharded by rows."""
     n, width = shape
     return [(shard_size(n, n_blocks, index), width) for index in range(n_blocks)]
 
@@ -99,12 +101,13 @@ def _shapes(shape: tuple[int, int], n_blocks: int) -> list[tuple[int, int]]:
 def _each(
     held: Tensor, shapes: list[tuple[int, int]], group: dist.ProcessGroup
 ) -> Iterator[Tensor]:
-    """Yield each rank's block in turn, in the given (rows, columns) `shapes`; the next broadcast
-    overlaps with the caller's matmul."""
+    """Yield every rank's block in turn, broadcast over the group; `held` is this rank's, `shapes`
+    are the (rows, columns) of each. The next broadcast overlaps with the caller's matmul.
+    Collective."""
 
     def start_broadcast(step: int) -> tuple[Tensor, Any]:
-        """Start to broadcast the block for a step, held by the rank with that index; return it and
-        the work handle."""
+        """Start to broadcast the block that the rank with index `step` holds; return the block,
+        which is filled when the work is done, and the work handle."""
         block = held.contiguous() if step == group.rank() else held.new_empty(shapes[step])
         return block, dist.broadcast(block, group_src=step, group=group, async_op=True)
 

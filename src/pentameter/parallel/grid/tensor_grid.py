@@ -43,8 +43,8 @@ from pentameter.planning.sharding import Sharding
 
 
 def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
-    """Column-parallel linear: local residual channels (B, T, …) → local columns of x · Wᵀ + b, W
-    (N, D)."""
+    """Return a column-parallel linear's forward: local residual channels (B, T, …) → local columns
+    of x · Wᵀ + b, W (N, D)."""
     matmul = grid.columns_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 
 def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
-    """Row-parallel linear: local inner channels (B, T, …) → local residual channels of x · Wᵀ + b,
-    W (D, K)."""
+    """Return a row-parallel linear's forward: local inner channels (B, T, …) → local residual
+    channels of x · Wᵀ + b, W (D, K)."""
     matmul = grid.stream_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -70,7 +70,8 @@ def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 
 def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward:
-    """LayerNorm or RMSNorm over all D residual channels, local channels (B, T, …) → same shape."""
+    """Return the forward for a LayerNorm or RMSNorm over all D residual channels: local channels
+    (B, T, …) → same shape."""
     centred, eps = isinstance(norm, nn.LayerNorm), norm.eps
     assert eps is not None
 
@@ -84,9 +85,9 @@ def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward
 
 
 def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
-    """Vocabulary-parallel embedding: all-gather token ids over a group, look up those in this
-    rank's range, zeros elsewhere, then reduce-scatter to its own batch rows. (B, T) → local
-    channels (B, T, …). Token ids are sent, and not the vocabulary."""
+    """Return a vocabulary-parallel embedding's forward, token ids (B, T) → local channels (B, T,
+    …). It all-gathers ids over a group, looks up those in this rank's range, zeros elsewhere, then
+    reduce-scatters to its own batch rows. Token ids are sent, and not the vocabulary."""
     V = table.num_embeddings
     dimension, group_name = ("depth", grid.depth) if grid.layout.is_3d else ("row", grid.row)
     first = grid.coordinates[dimension] * grid.widest(V)
@@ -103,7 +104,7 @@ def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
 
 
 def _position_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
-    """Position embedding: positions (T,) → local channels (T, …)."""
+    """Return the position embedding's forward: positions (T,) → local channels (T, …)."""
     return lambda positions: F.embedding(positions, local(table.weight))
 
 
@@ -111,8 +112,8 @@ def _position_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forwa
 
 
 class Grid(TensorContext):
-    """A rank among those that shard a model's matrices in 2, 2.5 or 3 dimensions, and its groups
-    there, by name."""
+    """This rank in a 2-D, 2.5-D or 3-D tensor mode: its coordinates and group names, and how each
+    module computes on its shards."""
 
     styles: Mapping[Role, Style] = {
         "token_embedding": _token_embedding,
@@ -123,7 +124,8 @@ class Grid(TensorContext):
         "row_parallel": _row_parallel,
         "head": head,
     }
-    """Every module with parameters has one."""
+    """Maps an operation's role to the function that returns its module's forward on local shards.
+    Every module with parameters has one."""
 
     def __init__(self, sharding: Sharding, arithmetic: Arithmetic, mesh: Mesh) -> None:
         super().__init__(sharding, arithmetic, mesh)
@@ -132,11 +134,12 @@ class Grid(TensorContext):
         self.columns_group = mesh.group_name(self.columns)
 
     def width(self, n: int) -> int:
-        """Return the size of this rank's shard of n channels or vocabulary rows along `columns`."""
+        """Return the size of this rank's shard of n channels or vocabulary rows along the dimension
+        that `columns` names."""
         return self.sharding.local_shape((n,), ("vocab",), self.coordinates)[0]
 
     def row_shard(self, n: int) -> int:
-        """Return the largest shard size for a parameter axis of length n that `row` shards."""
+        """Return the largest shard size when `row` shards n entries along a parameter's axis."""
         return shard_size(n, self.layout.parameter_sizes["row"], 0)
 
     def columns_matmul(self, weight: Tensor) -> Summa | Product3d:
@@ -158,8 +161,8 @@ class Grid(TensorContext):
         return Product3d(self.width(n_in), self.row_shard(n_in), 1, *groups, precision)
 
     def vector(self, vector: Tensor | None) -> Tensor | None:
-        """Return the local elements of a vector (N,) that belongs to column-parallel outputs, such
-        as a bias; None for None."""
+        """Return this rank's elements of a vector (N,) that belongs to column-parallel outputs,
+        such as a bias; None for None. Collective in mode 3d."""
         if vector is None:
             return None
         shard, n = local(vector), len(vector)
@@ -170,12 +173,13 @@ class Grid(TensorContext):
         )
 
     def head_input(self, x: Tensor) -> Tensor:
-        """Return the local channels (B, T, …) in the matmul dtype."""
+        """Return the local channels x (B, T, …) in the matmul dtype."""
         return x.to(matmul_dtype(x))
 
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local channels (B, T, …) as they are, and the targets (B, T) of the batch rows
-        whose logits this rank has: in mode 3d those of its mirror rank."""
+        """Return the local channels x (B, T, …) as they are, and the targets (B, T) for the batch
+        rows whose logits this rank has: in mode 3d those on its mirror rank, with `depth` and
+        `tensor` coordinates swapped. Collective in mode 3d."""
         if self.layout.is_3d:
             B = len(targets)
             every = all_gather_shards(targets, B, B * self.layout.sizes["depth"], self.depth)
@@ -183,8 +187,8 @@ class Grid(TensorContext):
         return x, targets
 
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Have dropout and positions number the local channels and heads as in the whole model, in
-        place."""
+        """Give dropout and positions this rank's first channel and head, so that they number these
+        as in the whole model, in place. `run` is not read."""
         D, tensor_rank = model.config.d_model, self.coordinates["tensor"]
         (width,) = self.sharding.local_shape((D,), ("embed",))
         model.stream_channels = slice(tensor_rank * width, (tensor_rank + 1) * width)

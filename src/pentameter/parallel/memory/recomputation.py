@@ -35,15 +35,15 @@ def recomputed(
     *,
     draws_from_generator: bool = False,
 ) -> dict[nn.Module, Forward]:
-    """Return the forwards of blocks that drop their activations, and recompute them in the backward
-    pass; nothing if `how` is None.
+    """Map each block to a forward that drops its activations, and recomputes them in the backward
+    pass; empty if `how` is None.
 
     `full` keeps only a block's input. `selective` also keeps the outputs of matmuls and fused
     attention, and recomputes elementwise operations: norms, activation functions, dropout, and the
     weights in attention that materializes them, which are the largest tensors.
 
-    Keyed dropout needs no generator state for the second pass; blocks that draw from PyTorch's
-    generator do. Raises ConfigError for an unknown `how`.
+    Pass `draws_from_generator` for blocks that draw from PyTorch's generator, whose state is then
+    restored for the second pass; keyed dropout needs none. Raises ConfigError for an unknown `how`.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
     match how:
@@ -67,9 +67,10 @@ def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **na
 
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Decide whether to keep an operation's output. Attention has a name for each device (flash,
-    efficient, cuDNN …); ring attention, attention that drops weights in kernels, and matmuls with
-    sharded matrices are custom operations."""
+    """Decide whether selective recomputation keeps an operation's output: it keeps those of matmuls
+    and attention. Attention has a name for each device (flash, efficient, cuDNN …); ring attention,
+    attention that drops weights in kernels, and matmuls with sharded matrices are custom
+    operations."""
     if op in _SAVED_MATMULS or any(name in str(op) for name in _SAVED_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

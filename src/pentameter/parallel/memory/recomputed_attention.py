@@ -22,16 +22,18 @@ _library.define("recomputed_attention" + str(MARKED._schema).removeprefix(MARKED
 _library.impl("recomputed_attention", MARKED, "CompositeExplicitAutograd")
 torch.library.register_fake("pentameter::recomputed_attention", MARKED, lib=_library)
 UNMARKED = torch.ops.pentameter.recomputed_attention.default
-"""The same operation without the mark. It has no gradient, which the joint forward-backward graph
-already contains."""
+"""CPU attention without PyTorch's mark that it draws random numbers. It has no gradient, which the
+joint forward-backward graph already contains."""
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class WithoutGenerator(CustomGraphPass):
-    """A pass over the joint forward-backward graph, for `torch.compile`."""
+    """A `torch.compile` pass over the joint forward-backward graph, after which recomputed CPU
+    attention needs no generator state."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace recomputed attention by the operation without the mark."""
+        """Replace recomputed attention nodes in the graph by the operation without the mark, in
+        place."""
         for node in graph.find_nodes(op="call_function", target=MARKED):
             if node.meta.get("recompute") in _AGAIN:
                 node.target = UNMARKED

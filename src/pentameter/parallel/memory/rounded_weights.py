@@ -1,9 +1,9 @@
 """Weights rounded for matmuls once per step instead of once per pass, kept next to the master
 weights.
 
-During a step, modules hold leaves in the matmul dtype in place of their parameters. Whatever
-autograd adds to a leaf is added at once to the master parameter's gradient, in its own dtype: bit
-by bit the same sum as when every pass rounds and every gradient is widened first.
+During a step, modules hold leaf tensors in the matmul dtype in place of their parameters. Any
+gradient that autograd adds to a leaf is added at once to the master parameter's, in its own dtype:
+bit by bit the same sum as when every pass rounds and every gradient is widened first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pentameter.parallel.gradients import local
 
 
 class RoundedWeights(contextlib.AbstractContextManager[None]):
-    """The parameters of `units` that only matmuls read, rounded to `dtype`; a context for a step's
-    forward and backward passes, which does nothing without units.
+    """Context for a step's forward and backward passes, in which the weights that only matmuls read
+    are rounded to `dtype`. Does nothing without units.
 
-    `units` are those of a ModelSlice; other units nested within are left as they are. Inside the
-    context the modules compute with the leaves, which are created at the first entry and stay.
-    Hooks on the parameters do not fire there, because autograd reaches the leaves instead.
+    `units` pairs modules with whether only matmuls read their parameters; those with False, even
+    nested in others, are left as they are. Inside the context the modules compute with rounded leaf
+    tensors, created at the first entry and kept. Hooks on the parameters do not fire there, because
+    autograd reaches the leaves instead.
     """
 
     def __init__(
@@ -42,20 +43,21 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
                     self._slots += [(owner, name, parameter) for name, parameter in own]
 
     def __enter__(self) -> None:
-        """Round the weights, and set the leaves on the modules."""
+        """Round the master weights into the leaves, and set these on the modules in place of the
+        parameters."""
         self._round()
         for (owner, name, _), leaf in zip(self._slots, self._leaves, strict=True):
             setattr(owner, name, leaf)
 
     def __exit__(self, *_: object) -> None:
-        """Restore the parameters, which hold the gradients."""
+        """Set the master parameters, which hold the gradients, on the modules again."""
         for (owner, name, parameter), leaf in zip(self._slots, self._leaves, strict=True):
             setattr(owner, name, parameter)
             leaf.grad = None  # left by a step that failed
 
     def collect(self) -> None:
-        """Add to the parameters' gradients any leaf gradients that were not accumulated by
-        autograd, so that no hook saw them."""
+        """Add leaf gradients that no hook saw, because autograd did not accumulate them, to the
+        parameters' `.grad`."""
         for (_, _, parameter), leaf in zip(self._slots, self._leaves, strict=False):
             if leaf.grad is not None:
                 _pass_on(parameter, leaf)
@@ -75,8 +77,8 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
                 self._leaves[index] = self._leaf(parameter)
 
     def _leaf(self, parameter: Parameter) -> Parameter:
-        """Create a rounded leaf with the parameter's shape, whose gradient goes to the
-        parameter."""
+        """Create a leaf tensor with the parameter's shape and rounded values; a hook adds its
+        gradient to the parameter's."""
         leaf = Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
         if parameter.requires_grad:
             leaf.register_post_accumulate_grad_hook(partial(_pass_on, parameter))

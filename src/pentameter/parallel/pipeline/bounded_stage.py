@@ -24,9 +24,9 @@ class BoundedStage(PipelineStage):
     """A PipelineStage that allocates a receive buffer when the receive is posted, and drops it when
     the pass that reads it is done.
 
-    Autograd keeps a received activation for the backward pass, as it does any input. The second
-    half of a split backward pass adds to the weights' `.grad` without autograd's hooks; the stage
-    then calls `take_gradients`.
+    Autograd keeps a received activation for the backward pass, as it does any input. A split
+    backward pass's second half adds to the weights' `.grad` without autograd's hooks; the stage
+    then calls `take_gradients`, in their place.
     """
 
     def __init__(self, *args: Any, take_gradients: Callable[[], None], **kwargs: Any) -> None:
@@ -36,20 +36,21 @@ class BoundedStage(PipelineStage):
         self.grad_recv_info = _WithoutMemory()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives for a micro-batch's activations, into buffers allocated now."""
+        """Return the receives for micro-batch `fwd_chunk_id`'s input activations, into buffers
+        allocated now."""
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives for the gradients of the activations that a micro-batch's forward
-        pass sent."""
+        """Return the receives for the gradients of a micro-batch's output, into buffers allocated
+        now; none are allocated without a backward pass."""
         if self.has_backward:
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward pass, and return its output: the residual stream (B, T, D),
-        the summed loss (1,) or logits (B, T, V)."""
+        """Run micro-batch `fwd_chunk_id`'s forward pass, free its receive buffer, and return the
+        output: the residual stream (B, T, D), the summed loss (1,) or logits (B, T, V)."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _release(self.args_recv_info[fwd_chunk_id])
         return output
@@ -61,8 +62,9 @@ class BoundedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run a micro-batch's backward pass, or its first half, from `loss` (the schedule's scalar)
-        in the last stage."""
+        """Run a micro-batch's backward pass, or unless `full_backward` only its first half, the
+        inputs' gradients. It starts from `loss` (the schedule's scalar) in the last stage; None in
+        others."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
             _release(self.grad_recv_info[bwd_chunk_id])
@@ -78,11 +80,13 @@ class BoundedStage(PipelineStage):
     # In a V, PyTorch passes gradients between a rank's two stages even without backward passes.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return the gradient of a micro-batch's input, for the previous stage on this rank."""
+        """Return the gradient of a micro-batch's input, for the previous stage on this rank; ()
+        without a backward pass."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take the gradient of a micro-batch's output from the next stage on this rank."""
+        """Store the gradient of a micro-batch's output, computed by the next stage on this rank; do
+        nothing without a backward pass."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -105,24 +109,28 @@ class SendingStage(BoundedStage):
         self._sends: dict[tuple[str, int], list[dist.Work]] = {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the activation receives, and return no operations to the schedule."""
+        """Post the receives for a micro-batch's activations now; return an empty list, so that the
+        schedule posts none."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         self._receives["forward", fwd_chunk_id] = _post(ops)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the gradient receives, and return no operations to the schedule."""
+        """Post the receives for a micro-batch's output gradients now; return an empty list, so that
+        the schedule posts none."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         self._receives["backward", bwd_chunk_id] = _post(ops)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the activation sends, and return no operations to the schedule."""
+        """Post a micro-batch's activation sends now; return an empty list, so that the schedule
+        posts none."""
         self._sends["forward", fwd_chunk_id] = _post(super().get_fwd_send_ops(fwd_chunk_id))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Post the gradient sends, and return no operations to the schedule."""
+        """Wait for the previous micro-batch's gradient sends, then post this one's; return an empty
+        list, so that the schedule posts none."""
         # The previous gradient was sent a pass ago, and its receive is posted at once.
         _wait(self._sends.pop(("backward", bwd_chunk_id - 1), []))
         self._sends["backward", bwd_chunk_id] = _post(super().get_bwd_send_ops(bwd_chunk_id))
@@ -157,7 +165,8 @@ class SendingStage(BoundedStage):
 
 
 class _WithoutMemory(dict[int, Any]):
-    """PyTorch's receive information by micro-batch, each buffer on `meta` until it is allocated.
+    """Maps a micro-batch's number to PyTorch's receive information, whose buffers are on `meta`
+    until they are allocated.
 
     PyTorch allocates the buffers for all micro-batches at the first step, one after the other; this
     dictionary releases each before the next is made.
@@ -188,7 +197,7 @@ def _replace_buffers(infos: Iterable[Any], device: torch.device) -> None:
 
 
 def _post(ops: Iterable[dist.P2POp]) -> list[dist.Work]:
-    """Start the sends or receives in `ops`."""
+    """Start the sends or receives in `ops`, and return their work handles."""
     return [op.op(op.tensor, op.peer, op.group) for op in ops]
 
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: layers split into stages on different ranks, driven by PyTorch's schedules.
 
-Shapes: B rows in a micro-batch, T this rank's tokens, D d_model, V padded vocabulary.
+Shapes: n micro-batches, B rows in each, T this rank's tokens, D d_model, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ STAGES: dict[str, type[BoundedStage]] = {
     "zero-bubble": SendingStage,
     "zero-bubble-v": SendingStage,
 }
-"""`parallel.schedule` → its stage class, unless SCHEDULES_LET_GO. PyTorch's 1F1B posts a send and a
-receive as one call, and releases each message; the other schedules hold sent tensors until the step
-ends."""
+"""Maps `parallel.schedule` to its stage class before torch 2.15 (SCHEDULES_LET_GO is false).
+PyTorch's 1F1B posts a send and a receive as one call, and releases each message; the other
+schedules hold sent tensors until the step ends."""
 Use = Literal["train", "evaluate", "rows", "logits"]
 
 
@@ -54,8 +54,9 @@ class Pipeline:
     """Runs this rank's pipeline stages, and exchanges activations and gradients with other ranks.
 
     `modules` maps stage numbers to this rank's stage modules, which FSDP may wrap already; `module`
-    is one of them. Every rank in `group`, along `pipeline`, creates one Pipeline, and all call its
-    methods together. `take_gradients` is passed on to each BoundedStage.
+    is one of them, for its device and dtypes. `group` has the ranks along `pipeline`. Every rank in
+    it creates one Pipeline, and methods are collective over it. `take_gradients` is called after
+    each weight-gradient half in a split backward pass.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Pipeline:
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
-        """Run forward and backward over the micro-batches of the rows in `inputs` and `targets`,
-        both (n · B, …), with dropout `keys` (n · B, …). Returns the summed loss in nats, () (zero
-        if this rank lacks the last stage). The gradients of that loss times `factor` are added to
-        the parameters' `.grad`."""
+        """Run forward and backward over the step's n micro-batches; inputs and targets are (n · B,
+        …), dropout `keys` (n · B, …) or None. Returns the summed loss in nats, (), or zero on a
+        rank without the last stage. The gradients of that loss times `factor` are added to the
+        parameters' `.grad`."""
         self._factor = factor
         n_micro_batches = len(leaves(inputs)[0]) // self._plan.micro_batch_size
         schedule, stages = self._schedule(
@@ -99,17 +100,19 @@ class Pipeline:
         return self._collect_losses(stages).sum()
 
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
-        """Compute the summed loss in nats, (), without gradients, over one equal micro-batch for
-        each stage rank, which keeps all of them busy."""
+        """Compute the summed loss in nats, (), for inputs and targets (n · B, …), without
+        gradients; zero on a rank without the last stage. The rows form as many micro-batches n as
+        there are pipeline ranks, which keeps all busy."""
         return self._evaluate("evaluate", inputs, targets).sum()
 
     def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
-        """Compute each batch row's summed loss in nats, (n · B,), in the same way."""
+        """Compute each batch row's summed loss in nats, (n · B,), without gradients, in n
+        micro-batches, one per pipeline rank; zeros on a rank without the last stage."""
         losses = self._evaluate("rows", inputs, targets)
         return losses if len(losses) else losses.new_zeros(len(leaves(targets)[0]))
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Compute logits (B, T, V) for one micro-batch of tokens (B, T); None if this rank lacks
+        """Compute logits (B, T, V) for one micro-batch of token ids (B, T); None on a rank without
         the last stage."""
         schedule, stages = self._schedule("logits", self._forward_only, tokens, 1)
         arguments = (tokens,) if self._holds_first else ()
@@ -119,7 +122,8 @@ class Pipeline:
         return result
 
     def _evaluate(self, use: Use, inputs: Tree, targets: Tree) -> Tensor:
-        """Run an evaluation's forward passes, and return their losses, (n,) or (n · B,)."""
+        """Run forward passes alone, and return their losses: one per micro-batch, (n,), or per row,
+        (n · B,), if the use is `rows`; none on a rank without the last stage."""
         n_micro_batches = self._plan.layout.pipeline
         schedule, stages = self._schedule(use, self._forward_only, inputs, n_micro_batches)
         self._run(schedule.eval, inputs, targets, None, by_row=use == "rows")
@@ -134,8 +138,8 @@ class Pipeline:
         *,
         by_row: bool = False,
     ) -> None:
-        """Run a schedule on inputs, targets and dropout keys (n · B, …), which it splits into
-        micro-batches."""
+        """Call `run`, a schedule's `step` or `eval`, on inputs, targets and dropout keys (n · B,
+        …), which it splits into micro-batches."""
         arguments = (inputs,) if self._holds_first else ()
         context = {"targets": targets}
         if by_row:
@@ -148,30 +152,30 @@ class Pipeline:
         run(*arguments, target=leaves(targets)[0], **context)
 
     def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
-        """Record a micro-batch's loss (1,), or its rows' (B,), and return the sum times the factor,
-        (), for the backward pass."""
+        """Record a micro-batch's loss (1,), or its rows' (B,), and return its sum times the step's
+        factor, (), from which the schedule runs the backward pass."""
         self._losses.append(loss.detach())
         return loss.sum() * self._factor
 
     def _collect_losses(self, stages: list[BoundedStage]) -> Tensor:
-        """End the step, and return the recorded losses, (n,); none if this rank lacks the last
-        stage. A stage takes its micro-batches in order under every schedule."""
+        """End the step, and return its recorded losses, concatenated in micro-batch order, which
+        every schedule keeps: (n,) or (n · B,); empty on a rank without the last stage."""
         _end(stages)
         losses, self._losses = self._losses, []
         return torch.cat(losses) if losses else torch.zeros(0, device=self._device)
 
     @property
     def _forward_only(self) -> str:
-        """The schedule without backward passes: this layout's, if it takes several stages, else
-        GPipe's, which takes any number of micro-batches."""
+        """Name of the schedule for passes without gradients: this layout's, if it takes several
+        stages per rank, else `gpipe`, which takes any number of micro-batches."""
         name = self._plan.layout.schedule
         return name if _takes_several_stages(name) else "gpipe"
 
     def _schedule(
         self, use: Use, name: str, inputs: Tree, n_micro_batches: int
     ) -> tuple[Any, list[BoundedStage]]:
-        """Return PyTorch's schedule for a use and the inputs' shapes, created at its first call,
-        and its stages.
+        """Return PyTorch's schedule `name` for a use and the inputs' shapes, and its stages;
+        created at the first such call, then cached.
 
         A schedule's shapes are fixed for its life, and so is whether received tensors have a
         gradient, which the first step settles. Schedules hold no parameters.
@@ -202,7 +206,8 @@ class Pipeline:
     def _stage(
         self, use: Use, schedule: str, number: int, module: nn.Module, inputs: Sequence[Tensor]
     ) -> BoundedStage:
-        """Create one stage for a schedule; `inputs` are the first stage's (B, …), on `meta`."""
+        """Create stage `number`, which runs `module`, for a schedule; `inputs` are the first
+        stage's for one micro-batch, (B, …), on `meta`."""
         plan, layout = self._plan, self._plan.layout
         micro_batch_size = len(inputs[0])
         (T,) = plan.sharding.local_shape((plan.config.model.context_length,), ("context",))

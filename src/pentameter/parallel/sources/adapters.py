@@ -1,5 +1,4 @@
-"""The parameters of low-rank adapters (LoRA), attached to a plain model's linear layers from
-outside; the model does not know.
+"""Adds low-rank adapters (LoRA) to a plain model's linear layers; the model's code does not know.
 
 A layer keeps its weight and its name. A and B become its parameters, and (alpha ÷ rank) · B A x is
 added to its output (`adapted` in `parallel/linear.py`). If tensor parallelism shards the weight, it
@@ -23,12 +22,11 @@ from pentameter.planning.adapters import A, B
 
 
 def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> None:
-    """Freeze a slice and adapt, in place, those linear layers at `paths` that it has. Without a
-    rank in `lora`, leave it as it is.
+    """Freeze a slice's parameters, and add adapter parameters A (r, n) and B (m, r) to those linear
+    layers at `paths` that it has, in place. Without a rank in `lora`, leave the model as it is.
 
-    Call it before data parallelism shards the model. A weight that is already a DTensor gets
-    DTensor adapters, A (r, n) and B (m, r). Adapters are on the weight's device, uninitialized;
-    initialize or load them afterwards.
+    Call it before data parallelism shards the model. If a weight is a DTensor, so are its A and B.
+    These are on the weight's device, uninitialized; initialize or load them afterwards.
     """
     if lora.rank is None:
         return
@@ -53,5 +51,6 @@ def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> No
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:
-    """Shard `full` over the weight's mesh, without communication."""
+    """Return the tensor `full` as a DTensor with `placement` on the weight's mesh, without
+    communication."""
     return distribute_tensor(full, weight.device_mesh, [placement], src_data_rank=None)

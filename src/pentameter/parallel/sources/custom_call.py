@@ -1,4 +1,4 @@
-"""Calls of a custom module, or of a slice of one: by what its `forward` takes and returns.
+"""How to call a custom module, or a slice: by the arguments and the result that its `forward` has.
 
 Shapes: B batch rows, T tokens, D channels, V vocabulary.
 """
@@ -21,8 +21,8 @@ Gives = Literal["logits", "loss", "both"]
 
 
 def gives(module: nn.Module) -> Gives:
-    """Return the module's kind of output, from its `forward` signature: tokens alone, or targets
-    too."""
+    """Return what `module(…)` computes, from its `forward` signature: `logits` if it takes inputs
+    alone, `loss` if it also requires targets, `both` if targets are optional."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     positional = [each for each in parameters if each.kind in kinds]
@@ -34,8 +34,9 @@ def gives(module: nn.Module) -> Gives:
 def custom_call(
     model: nn.Module, config: Config, built_by: str, *, is_last: bool, reads_inputs: bool
 ) -> Call:
-    """Return the Call for `model`, a slice of the module that `built_by` builds: the last one, or
-    one that returns the residual stream. If it `reads_inputs`, x is (stream, inputs).
+    """Return the Call (slice, x, targets, keys → tensor) for `model`, a slice of the module that
+    the function named `built_by` builds. The slice that `is_last` returns a loss or logits, any
+    other the residual stream. If it `reads_inputs`, x is (stream, inputs).
 
     Losses and streams have the parameters' dtype. The Call raises ConfigError for a loss that is
     not 0-dim, and for logits with targets that are not one integer tensor.

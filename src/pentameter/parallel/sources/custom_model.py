@@ -1,4 +1,4 @@
-"""A custom model as a ModelSource.
+"""Custom models: `OwnModel` turns a user's module into a ModelSource, which the engine builds from.
 
 The only requirement is the module's call. Optional hooks (`slice`, `tensor_table`, `blocks`) enable
 pipeline parallelism, tensor parallelism and activation recomputation.
@@ -99,8 +99,9 @@ class OwnModel(ModelSource):
     # -- planning -------------------------------------------------------------------------------
 
     def outline(self, config: Config) -> ModelOutline:
-        """Return the module's parameter names and shapes, and its FLOPs if it can run on `meta`.
-        Raises the errors of `custom_outline`."""
+        """Return the module's outline: parameter names and shapes, the parallelism that its hooks
+        permit, and FLOPs if it can run on `meta`. Raises ConfigError if it has no parameters, or if
+        a hook's paths or slices do not fit it."""
         whole = self._shaped(config, None)
         styles = None if self.tensor_table is None else self.tensor_table(config, Replicate())
         slice_of = None if self.slice is None else partial(self._shaped, config)
@@ -112,7 +113,7 @@ class OwnModel(ModelSource):
 
     @property
     def _name(self) -> str:
-        """The build function's name for messages: `own_model.py:build`."""
+        """Name of the build function in messages, as `own_model.py:build`."""
         name = getattr(self.build, "__qualname__", type(self.build).__qualname__)
         try:
             return f"{Path(inspect.getfile(self.build)).name}:{name}"
@@ -120,8 +121,8 @@ class OwnModel(ModelSource):
             return str(name)
 
     def _construct(self, config: Config, layers: range | None) -> nn.Module:
-        """Return the module, or a slice, as the user's functions build it. Raises ConfigError if
-        they return anything but a torch.nn.Module."""
+        """Return the full module, or the slice with these layers (None for the full one), from the
+        user's functions. Raises ConfigError if they return anything but a torch.nn.Module."""
         module: object
         if layers is None or self.slice is None or len(layers) == config.model.n_layers:
             module = self.build(config)
@@ -134,19 +135,21 @@ class OwnModel(ModelSource):
         return module
 
     def built(self, config: Config) -> nn.Module:
-        """Build the full module on the CPU, with the values that its constructor sets."""
+        """Build the full module on the CPU, with the values that its constructor draws from the
+        seed."""
         with seeded(config.seed):
             return self._construct(config, None)
 
     def _built(self, config: Config, layers: range | None) -> nn.Module:
-        """Build the module or a slice on the CPU; its parameters are on `meta` if `init_weights`
-        will set their values."""
+        """Build the full module, or the slice with these layers, on the CPU; its parameters are on
+        `meta` if `init_weights` will set their values."""
         made = partial(self._construct, config, layers)
         with seeded(config.seed):
             return made() if self.init_weights is None else built_without_parameters(made)
 
     def _shaped(self, config: Config, layers: range | None) -> nn.Module:
-        """Build the module or a slice with its tensors on `meta`."""
+        """Build the full module, or the slice with these layers, with all tensors on `meta`,
+        without memory."""
         try:
             with torch.device("meta"):
                 module = self._construct(config, layers)
@@ -160,19 +163,21 @@ class OwnModel(ModelSource):
     # -- assembly -------------------------------------------------------------------------------
 
     def build_slice(self, config: Config, layers: range, dtype: torch.dtype) -> nn.Module:
-        """Build the slice with the user's functions; floating-point tensors become fp64 or fp32."""
+        """Build the slice with these layers on `meta`; floating-point tensors become fp64 if that
+        is `dtype`, else fp32."""
         return _with_dtype(self._shaped(config, layers), dtype)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build the module with the user's function, with its constructor's values; floating-point
-        tensors become fp64 or fp32."""
+        """Build the full module on `device`, with its constructor's values; floating-point tensors
+        become fp64 if that is `dtype`, else fp32."""
         return _with_dtype(self.built(config), dtype).to(device)
 
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
-        """Build the slice with the user's functions, matrices sharded over `tensor` as the table
-        says and linear layers adapted. Its blocks are also the units, gathered in the weights'
-        dtype: their code may read weights outside matmuls. It reads inputs if its `forward` has a
-        parameter called `inputs`. Losses and streams have the parameters' dtype."""
+        """Build pipeline stage `number` on `meta` with the user's functions: matrices sharded over
+        `tensor` by `tensor_table`, linear layers adapted. ZeRO all-gathers `blocks` one by one, in
+        the weights' dtype, since their code may read weights outside matmuls. The slice gets the
+        batch's inputs if its `forward` has a parameter called `inputs`. Losses and streams have the
+        parameters' dtype."""
         config, layers = plan.config, plan.stages[number]
         model = self.build_slice(config, layers, arithmetic.weights)
         if mesh.parameters is not None and plan.layout.tensor > 1:
@@ -192,8 +197,8 @@ class OwnModel(ModelSource):
         )
 
     def _shard(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        """Apply the tensor table's styles to those modules that this slice has, and tie parameters
-        again."""
+        """Shard this slice's modules over `mesh` as `tensor_table` says, in place, and tie
+        parameters again that were tied."""
         assert self.tensor_table is not None  # the Plan has checked it
         tied = tied_names(model)
         stream = Shard(1) if plan.layout.sequence else Replicate()
@@ -203,10 +208,10 @@ class OwnModel(ModelSource):
         tie_again(model, tied)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
-        """Have `init_weights` set the values in each slice, one sub-module after another; or copy
-        this rank's shards out of a full module, built on the CPU with the seed and freed again.
-        Adapters are drawn from the seed and their names. Raises ConfigError for a buffer that the
-        full module lacks."""
+        """Set the values in each slice (`models` maps stage number → slice), in place: by
+        `init_weights`, one sub-module after another; or by copying this rank's shards out of a full
+        module, built on the CPU with the seed and freed again. Adapters are drawn from the seed and
+        their names. Raises ConfigError for a buffer that the full module lacks."""
         init_weights = self.init_weights
         whole = None if init_weights is not None else self.built(plan.config)
         specs = {spec.name: spec for spec in plan.table if is_of_adapter(spec)}
@@ -231,13 +236,14 @@ class OwnModel(ModelSource):
                         raise ConfigError(f"the whole module of {self._name} has no buffer {name}")
 
     def n_targets(self, targets: Tree) -> int | None:
-        """Return the count from `count_targets`; None if it is absent."""
+        """Return how many `targets` count, by `count_targets`; None if that is absent."""
         return None if self.count_targets is None else self.count_targets(targets)
 
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return a seed for PyTorch's generator for each row, int64 (B,)."""
+        """Return a seed for PyTorch's generator for each batch row in `rows`, int64 (B,), from the
+        configuration's seed, the step and the row's number."""
         key = make_key(plan.config.seed, "generator", step)
         return torch.from_numpy(bits(key, rows.astype(np.int32)).astype(np.int64))
 
@@ -248,10 +254,8 @@ def _with_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def model_source(model: Build | ModelSource | None) -> ModelSource:
-    """Return the source that a `model` argument stands for: the built-in GPT for None.
-
-    Raises TypeError for anything but a function or a source.
-    """
+    """Return the ModelSource for a `model` argument: the built-in GPT for None, a source as it is,
+    and a build function as `OwnModel(build)`. Raises TypeError for anything else."""
     if model is None:
         return GPTSource()
     if isinstance(model, ModelSource):

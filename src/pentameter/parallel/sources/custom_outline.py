@@ -1,5 +1,5 @@
-"""The outline of a custom model: names and shapes of its parameters, what the user declares of its
-sub-modules, and FLOPs that are counted as it runs on `meta`."""
+"""A custom model's outline, from which planning works: its parameters' names and shapes, the user's
+declarations about sub-modules, and FLOPs that are counted as it runs on `meta`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def custom_outline(
     blocks: Sequence[str],
     styles: Mapping[str, ParallelStyle] | None,
 ) -> ModelOutline:
-    """Return the outline of the module that `built_by` builds: `whole`, on `meta`. `slice_of`
-    returns a range of its layers; `blocks` are paths, and `styles` maps paths to styles, as in
-    pm.OwnModel.
+    """Return the outline (parameters, and how they may be sharded) for a custom module. `whole` is
+    the module on `meta`, and `built_by` names its build function for messages. `slice_of` returns
+    the slice for a layer range; `blocks` are paths, and `styles` maps paths to tensor-parallel
+    styles, as in pm.OwnModel; None means not declared.
 
     Raises ConfigError for a module without parameters, for a path that matches no sub-module, and,
     once a slice is asked for, for one with parameters that the full module lacks or has in another
@@ -82,8 +83,8 @@ def custom_outline(
 def _table(
     whole: nn.Module, blocks: Sequence[str], styles: Mapping[str, ParallelStyle]
 ) -> Iterator[ParameterSpec]:
-    """Yield the parameter specs: grouped by blocks for Muon, with weight decay for matrices,
-    sharded as the styles say. Raises ConfigError for a path that matches no sub-module."""
+    """Yield the parameter specs: layers by position in `blocks`, weight decay for matrices, sharded
+    axes by `styles`. Raises ConfigError for a path that matches no sub-module."""
     layers = dict(enumerate(_matching(whole, blocks, "blocks")))
     dimensions: dict[str, int] = {}
     for path, style in styles.items():
@@ -108,8 +109,8 @@ def _table(
 
 
 def _adapted(whole: nn.Module, blocks: Sequence[str], config: Config, built_by: str) -> list[str]:
-    """Return paths to the linear layers that [lora] adapts. Raises ConfigError if there are
-    none."""
+    """Return paths to the linear layers within `blocks` that [lora] adapts. Raises ConfigError if
+    `blocks` have none."""
     linear = [
         f"{path}.{name}".removesuffix(".")
         for path, block in _matching(whole, blocks, "blocks").items()
@@ -147,7 +148,8 @@ def _flops_per_token(whole: nn.Module, config: Config) -> int | None:
 
 
 def modules_at(module: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Return name → sub-module for those that match a path, whose components may be patterns."""
+    """Return name → sub-module for each whose name matches `path`, component by component; a
+    component may be a pattern such as `*`."""
     patterns = path.split(".")
     found = {}
     for name, child in module.named_modules():
@@ -158,8 +160,8 @@ def modules_at(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _matching(whole: nn.Module, paths: Sequence[str], key: str) -> dict[str, nn.Module]:
-    """Return the sub-modules that match any path. Raises ConfigError for a path that
-    matches none."""
+    """Return name → sub-module for those that match any path. Raises ConfigError, naming the option
+    `key`, for a path that matches none."""
     found: dict[str, nn.Module] = {}
     for path in paths:
         matches = modules_at(whole, path)
@@ -171,8 +173,8 @@ def _matching(whole: nn.Module, paths: Sequence[str], key: str) -> dict[str, nn.
 
 
 def _sharded_dimensions(module: nn.Module, style: ParallelStyle) -> dict[str, int]:
-    """Return parameter name → the dimension that a style shards in a module. A style that is not
-    PyTorch's own is opaque: its parameters are counted as replicated."""
+    """Map parameter names in a module to the dimension that a tensor-parallel style shards. A style
+    that is not PyTorch's own is opaque: its parameters are counted as replicated."""
     columns = isinstance(style, ColwiseParallel)
     if not columns and not isinstance(style, RowwiseParallel):
         return {}

@@ -1,4 +1,5 @@
-"""The built-in GPT as a ModelSource: sliced by layers, sharded by tables, keyed by a seed."""
+"""The built-in GPT as a ModelSource: sliced by layers, sharded by the plan's placements, with
+random values keyed by the seed."""
 
 from __future__ import annotations
 
@@ -32,15 +33,17 @@ from pentameter.planning.sharding import Placement
 
 
 class GPTSource(ModelSource):
-    """The model in the configuration's `[model]` section."""
+    """The built-in GPT, as the configuration's `[model]` section describes it."""
 
     def outline(self, config: Config) -> ModelOutline:
-        """Return the outline from the parameter table in `planning/gpt.py`."""
+        """Return the GPT's outline (parameters, and how they may be sharded), computed without
+        building it."""
         return outline_of_gpt(config)
 
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
-        """Build the stage's layers, their matrices sharded over `tensor`, in one dimension or
-        several, and sequences over `context`. Adapters are sharded with the matrices they adapt."""
+        """Build pipeline stage `number` on `meta`, its matrices sharded over `tensor`, in one
+        dimension or several, and sequences over `context`. Adapters are sharded with the matrices
+        they adapt."""
         layers, layout, sharding = plan.stages[number], plan.layout, plan.sharding
         with torch.device("meta"):
             model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
@@ -66,22 +69,22 @@ class GPTSource(ModelSource):
         return gpt_slice(model)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build all GPT layers, without initial values."""
+        """Build all GPT layers on `device`, uninitialized."""
         with torch.device("meta"):
             model = GPT(config.model).to(dtype)
         return model.to_empty(device=device)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
-        """Draw every parameter from the seed, its name and its element indices. A rank draws the
-        values in its own shards and no others."""
+        """Draw every parameter from the seed, its name and its element indices, in place. A rank
+        draws the values in its own shards and no others. `models` maps stage number → slice."""
         specs = {spec.name: spec for spec in plan.table}
         for model in models.values():
             for name, parameter in model.named_parameters():
                 fill_shard(specs[name], parameter, plan.config.seed)
 
     def row_length(self, plan: Plan, n_tokens: int) -> int:
-        """Return `n_tokens`, unless ranks exchange shards of a sequence, or of the stream between
-        stages, whose shapes are the context's."""
+        """Return `n_tokens`, or the context length if ranks exchange sequence shards or stages
+        exchange the stream, as these messages have fixed shapes."""
         layout = plan.layout
         is_fixed = layout.context > 1 or layout.sequence or layout.pipeline > 1
         return plan.config.model.context_length if is_fixed else n_tokens
@@ -89,7 +92,9 @@ class GPTSource(ModelSource):
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return the dropout keys (B, …) for every dropout site; None without dropout."""
+        """Return the dropout keys for the batch rows numbered `rows`, int32 (B, n_sites, 2); None
+        without dropout. In mode 3d, attention weights get the keys for the rows `attended`
+        instead."""
         model, seed = plan.config.model, plan.config.seed
         if not (model.dropout or model.attention_dropout or model.embedding_dropout):
             return None
@@ -101,8 +106,9 @@ class GPTSource(ModelSource):
 
 
 def gpt_slice(model: GPT) -> ModelSlice:
-    """Return the ModelSlice of a GPT, or of a slice of one. Its blocks' sub-layers are units, whose
-    parameters only matmuls read, each preceded by the norms and the router within."""
+    """Return the ModelSlice for a GPT, or for a slice of one. Each sub-layer is a unit that ZeRO
+    all-gathers, and only matmuls read its parameters; the norms and the router within are units of
+    their own before it."""
     units: list[tuple[nn.Module, bool]] = []
     for block in model.blocks.values():
         assert isinstance(block, Block)
@@ -113,9 +119,9 @@ def gpt_slice(model: GPT) -> ModelSlice:
 
 
 def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None) -> Tensor:
-    """Run a GPT slice. x is int64 (B, T) or the residual stream (B, T, D), targets (B, T). Returns
-    the summed loss, 0-dim, or logits (B, T, V) without targets, from the last slice; (B, T, D) from
-    others."""
+    """Run a GPT slice. x is int64 (B, T) or the residual stream (B, T, D), targets (B, T), dropout
+    `keys` (B, n_sites, 2) or None. The last slice returns the summed loss in nats, 0-dim, or logits
+    (B, T, V) without targets; others return (B, T, D)."""
     y: Tensor = model(x, targets=targets, dropout_keys=keys)
     return y
 
@@ -123,8 +129,9 @@ def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor |
 def call_gpt_by_row(
     model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None
 ) -> Tensor:
-    """Run a GPT slice on x, as `call_gpt` takes it, without dropout. Returns each batch row's
-    summed loss against targets (B, T), (B,), from the last slice; (B, T, D) from others.
+    """Run a GPT slice without dropout on x, int64 (B, T) or the residual stream (B, T, D). The last
+    slice returns each batch row's summed loss against targets (B, T), (B,); others return (B, T,
+    D).
 
     All rows run through the layers at once. Only the head's loss, which any layout computes as one
     sum, takes them one by one.
@@ -142,8 +149,9 @@ def call_gpt_by_row(
 def _shard_parameters(
     model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
 ) -> None:
-    """Replace, in place, each parameter that a dimension of `mesh` shards by a DTensor, as
-    `placements` say by name. The others stay plain tensors, replicated on every rank.
+    """Replace each parameter that a dimension of `mesh` shards by a DTensor, in place; `placements`
+    maps parameter names to their placements. The others stay plain tensors, replicated on every
+    rank.
 
     Nothing is sent: parameters are on `meta`, to be initialized or loaded afterwards.
     """

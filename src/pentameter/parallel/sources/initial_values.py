@@ -29,8 +29,9 @@ InitWeights = Callable[[Config, str, nn.Module], None]
 
 
 def fill_shard(spec: ParameterSpec, parameter: Tensor, seed: int) -> None:
-    """Fill this rank's shard of a parameter, in place, with its initial value, which follows from
-    the seed, the parameter's name and the element indices; no other element is drawn."""
+    """Fill this rank's shard of a parameter with its initial value, in place. `spec` has the
+    parameter's name and distribution; values follow from the seed, the name and the element
+    indices, and none outside the shard is drawn."""
     shard, offset = local_shard(parameter)
     sides = zip(offset, shard.shape, strict=True)
     fill(spec, shard, tuple((start, start + size) for start, size in sides), seed)
@@ -55,8 +56,9 @@ def built_without_parameters(build: Callable[[], nn.Module]) -> nn.Module:
 def initialize_by_module(
     target: nn.Module, shaped: nn.Module, init_weights: InitWeights, config: Config
 ) -> None:
-    """Set this rank's shards of the parameters in `target`, in place, to the values that
-    `init_weights` gives; `shaped` is the full module on `meta`, unsharded.
+    """Set this rank's shards of `target`'s parameters, in place, to the values that the user's
+    `init_weights` sets; `shaped` is the full module on `meta`, unsharded, whose sub-modules get
+    memory one by one.
 
     Raises ConfigError for a parameter that `init_weights` leaves unset or sets to NaN.
     """

@@ -1,4 +1,4 @@
-"""`ModelSource`: everything the engine needs from a model, and the only interface by which one
+"""`ModelSource`: everything the engine needs from a model, and the only interface through which one
 enters.
 
 The built-in GPT uses it (`gpt_source.py`), and so does a custom model (`custom_model.py`). The
@@ -35,23 +35,24 @@ else the stream, or (stream, inputs) if `ModelSlice.reads_inputs`. `keys` come f
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """One pipeline stage's layers, and how to run them."""
+    """One pipeline stage's module, and how to run it and all-gather its weights."""
 
     model: nn.Module
-    """Its parameters have the names in the Plan's table."""
+    """The slice's module; parameters have the names that they have in the full model."""
     call: Call
     units: Sequence[tuple[nn.Module, bool]] = ()
     """The modules that ZeRO all-gathers as units, in execution order, each with whether only
     matmuls read its parameters, which can then be rounded before they are sent. Parameters in no
     unit are gathered with the slice."""
     reads_inputs: bool = False
-    """Whether it takes the batch's inputs in addition to the stream."""
+    """Whether the slice takes the batch's inputs in addition to the residual stream."""
     row_call: Call | None = None
     """A Call without randomness whose last slice gives the summed loss of each batch row in nats,
     (B,). If None, `call` runs on one row after another."""
 
     def call_by_row(self, x: Tree, targets: Tree | None) -> Tensor:
-        """Return the rows' losses (B,) from the last slice, or the residual stream (B, T, D)."""
+        """Return each batch row's summed loss (B,) from the last slice, or the residual stream (B,
+        T, D). Without randomness."""
         if self.row_call is not None:
             return self.row_call(self.model, x, targets, None)
         results = []
@@ -63,13 +64,14 @@ class ModelSlice:
 
 
 class ModelSource(ABC):
-    """A model, as the engine uses it."""
+    """Builds, initializes and keys one model for the engine; implemented by the GPT and custom
+    models."""
 
     draws_from_generator = False
     """Whether a forward pass may draw from PyTorch's generator, which is then seeded for each
     micro-batch; a model with keyed randomness never does."""
     may_leave_unused = False
-    """Whether a parameter may take no part in a micro-batch's loss."""
+    """Whether some parameter may take no part in a micro-batch's loss, and so get no gradient."""
     computes_with_dtensors = False
     """Whether modules compute with DTensors, whose backward pass sums copies' gradients along their
     own mesh; otherwise they compute with local shards, and the engine sums."""
@@ -78,23 +80,23 @@ class ModelSource(ABC):
 
     @abstractmethod
     def outline(self, config: Config) -> ModelOutline:
-        """Return the model's parameters under a resolved configuration, and how it can be
-        parallelized.
+        """Return the model's outline under a resolved configuration: its parameters, and how they
+        may be sharded.
 
         Raises ConfigError for a model that cannot be built or parallelized as configured.
         """
 
     @abstractmethod
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
-        """Build pipeline stage `number` without memory (on `meta`), with parameters and matmuls as
-        in `arithmetic`, parallelized over every mesh dimension except the data-parallel ones, with
-        adapters and with blocks whose activations are recomputed, if the plan has them. Collective
-        over the world."""
+        """Build pipeline stage `number` without memory (on `meta`), with the dtypes and matmul in
+        `arithmetic`, parallelized over every mesh dimension except the data-parallel ones; with
+        adapters and recomputed blocks, if the plan (what the run obeys) has them. Collective over
+        the world."""
 
     @abstractmethod
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build the full module on `device`, with parameters in `dtype`. What a state_dict holds
-        need not have been initialized, the rest has."""
+        """Build the full module on `device`, with parameters in `dtype`. Tensors in its state_dict
+        may be uninitialized, as a checkpoint sets them; all others have their values."""
 
     @abstractmethod
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
@@ -105,9 +107,9 @@ class ModelSource(ABC):
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return the randomness (B, …) for a step's rows, on the CPU; None if nothing is random.
-        `rows` (B,) are numbers in the global batch; `attended` (B,) are the rows whose attention
-        this rank computes."""
+        """Return the random keys or seeds (B, …) for a step's batch rows, on the CPU; None if
+        nothing is random. `rows` (B,) are row numbers in the global batch; `attended` (B,) are
+        those of the rows whose attention this rank computes, which differ in tensor mode 3d."""
 
     def row_length(self, plan: Plan, n_tokens: int) -> int:
         """Return how many tokens of a row are computed for a loss without gradients if only the
@@ -115,6 +117,6 @@ class ModelSource(ABC):
         return plan.config.model.context_length
 
     def n_targets(self, targets: Tree) -> int | None:
-        """Return the number of targets (arrays) that count in the loss, if the model has its own
-        rule; None if they are all except -1."""
+        """Return how many of `targets` (arrays) count in the loss, if the model has its own rule;
+        None if all except -1 do."""
         return None

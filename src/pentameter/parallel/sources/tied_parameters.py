@@ -1,5 +1,5 @@
 """Tied parameters: one parameter under several names in a module, kept as one; and copies in
-several pipeline stages.
+several pipeline stages, whose gradients are summed.
 
 PyTorch gives each name its own tensor when a module leaves `meta`, or when tensor-parallel styles
 replace parameters one by one.
@@ -20,12 +20,12 @@ from pentameter.parallel import gradients
 from pentameter.parallel.mesh import Mesh, make_group
 
 TiedNames = list[list[str]]
-"""For each tied parameter, the names it has."""
+"""One list per tied parameter: the names it has in a module."""
 
 
 def tied_names(module: nn.Module) -> TiedNames:
-    """Return the names that refer to one parameter, for each such parameter. FSDP keeps it under
-    the first name in each list."""
+    """Return one list per tied parameter with its names in the module. FSDP keeps the parameter
+    under the first name in each list."""
     found: dict[int, list[str]] = {}
     for prefix, owner in _children_first(module, ""):
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -34,8 +34,8 @@ def tied_names(module: nn.Module) -> TiedNames:
 
 
 def tie_again(module: nn.Module, tied: TiedNames) -> None:
-    """Tie parameters again that were tied before. Raises ConfigError if they have been sharded
-    differently since."""
+    """Tie parameters again, in place, by the names that `tied_names` returned before they were
+    replaced. Raises ConfigError if they have been sharded differently since."""
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:
@@ -58,9 +58,9 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedCopies:
-    """Tie parameters across this rank's slices, and return the TiedCopies in other ranks'. `tied`
-    maps each tied parameter to the `pipeline` coordinates of its holders, of which the first owns
-    it. Every rank in the world calls it at the same time."""
+    """Tie parameters across this rank's slices, in place, and return those tied to slices on other
+    ranks. `tied` maps each tied parameter to the `pipeline` coordinates that hold it, the owner's
+    first. Collective over the world."""
     tie_within(models, tied)
     if mesh.parameters is None:
         return TiedCopies()
@@ -82,8 +82,8 @@ def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Me
 
 
 def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
-    """Tie parameters with these names across several slices on this rank: their gradients then
-    accumulate without communication."""
+    """Make each of these names one parameter across this rank's slices, in place: its gradients
+    then accumulate without communication."""
     for name in names:
         found: Parameter | None = None
         for model in models:
@@ -102,18 +102,20 @@ class TiedCopies(NamedTuple):
     head's copy."""
 
     copies: frozenset[str] = frozenset()
-    """Those that this rank holds but another stage owns."""
+    """Names of those that this rank holds but another stage owns."""
     held: Sequence[tuple[dist.ProcessGroup, Sequence[Parameter]]] = ()
-    """Those that this rank holds, owned or not, each with the group of their holders."""
+    """Parameters that this rank holds, owned or not, each list with the process group that holds
+    it."""
 
     def add_up(self) -> None:
-        """All-reduce the gradients of each tied parameter over its copies."""
+        """All-reduce each tied parameter's gradient over the ranks that hold it, in place.
+        Collective."""
         for group, held in self.held:
             gradients.add_up_all(held, group)
 
 
 def _set(module: nn.Module, name: str, parameter: Parameter) -> None:
-    """Register `parameter` under a dotted name."""
+    """Register `parameter` in `module` under a dotted name, in place of the present one."""
     path, _, own = name.rpartition(".")
     setattr(module.get_submodule(path), own, parameter)
 

@@ -26,8 +26,8 @@ all_gather = dist.all_gather_single if _HAS_NEW_NAME else dist.all_gather_into_t
 
 
 def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
-    """All-gather shards (n, …), `shard_size` rows each but for the last, into (n_rows, …).
-    Collective."""
+    """All-gather shards (n, …) over the named group into (n_rows, …). Each has `shard_size` rows;
+    the last may have fewer. Collective."""
     group = group_named(group_name)
     gathered = shard.new_empty((shard_size * group.size(), *shard.shape[1:]))
     all_gather(gathered, _padded(shard, shard_size), group=group)
@@ -35,8 +35,8 @@ def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str
 
 
 def gathered_columns(shard: Tensor, shard_size: int, n_columns: int, group_name: str) -> Tensor:
-    """All-gather columns (…, n), `shard_size` per rank but for the last, into (…, n_columns).
-    Collective."""
+    """All-gather columns (…, n) over the named group into (…, n_columns). Each rank has
+    `shard_size`; the last may have fewer. Collective."""
     columns = F.pad(shard, (0, shard_size - shard.shape[-1])).transpose(0, -1)
     gathered = gathered_shards(
         columns, shard_size, shard_size * group_named(group_name).size(), group_name
@@ -45,8 +45,8 @@ def gathered_columns(shard: Tensor, shard_size: int, n_columns: int, group_name:
 
 
 def reduced_shard(full: Tensor, shard_size: int, group_name: str) -> Tensor:
-    """Reduce-scatter tensors (n_rows, …): return this rank's shard (n, …) of their sum.
-    Collective."""
+    """Reduce-scatter tensors (n_rows, …) in shards of `shard_size` rows: return this rank's shard
+    (n, …) of their sum. Collective."""
     group = group_named(group_name)
     shard = full.new_empty((shard_size, *full.shape[1:]))
     shards = list(_padded(full, shard_size * group.size()).chunk(group.size()))
@@ -63,12 +63,12 @@ def all_reduce_tensor(group_name: str, tensor: Tensor, kind: Literal["max", "sum
 
 
 def _n_local(full: Tensor, shard_size: int, group: dist.ProcessGroup) -> int:
-    """Return this rank's number of rows."""
+    """Return how many of `full`'s rows this rank has: `shard_size`, or fewer at the end."""
     return min(shard_size, max(0, len(full) - group.rank() * shard_size))
 
 
 def _padded(tensor: Tensor, n: int) -> Tensor:
-    """Return the tensor as (n, …), contiguous and zero-padded along dimension 0."""
+    """Return the tensor with n rows: contiguous, and zero-padded along dimension 0."""
     if len(tensor) == n:
         return tensor.contiguous()
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, n - len(tensor)))
@@ -121,9 +121,9 @@ def product_operation(
     differentiated: Callable[..., tuple[Tensor, Tensor]],
     n_columns: Callable[..., int],
 ) -> Callable[..., Tensor]:
-    """Return `multiplied(x, weight, *rest)` as a custom operation whose backward is
-    `differentiated(g, x, weight, *rest)`. Its output is (…, N) for x (…, K), with N =
-    `n_columns(weight, *rest)`."""
+    """Return `multiplied(x, weight, *rest)` as the custom operation `pentameter::<name>`, whose
+    backward is `differentiated(g, x, weight, *rest)`: the gradients for x and weight. Its output is
+    (…, N) for x (…, K), with N = `n_columns(weight, *rest)`."""
     operation = torch.library.custom_op(f"pentameter::{name}", multiplied, mutates_args=())
     backward = torch.library.custom_op(
         f"pentameter::{name}_backward", differentiated, mutates_args=()

@@ -1,5 +1,5 @@
-"""The tensor modes' common base: a rank's context, and the modules that sum over sharded heads or
-vocabulary in the same way in one dimension and in a grid.
+"""The tensor modes' common base: this rank's part in tensor parallelism, and the modules that sum
+over sharded heads or vocabulary in the same way in one dimension and in a grid.
 
 Shapes: B batch rows, T tokens, D residual channels, V padded vocabulary; "local" is this rank's.
 """
@@ -30,20 +30,22 @@ from pentameter.planning.gpt import operations
 from pentameter.planning.sharding import Sharding
 
 Style = Callable[[Any, Any, Operation], Forward]
-"""Returns the forward of an operation's module on local shards, given the tensor mode's context."""
+"""Returns the forward that replaces a module's own, on local shards, given the TensorContext, the
+module and its Operation in the plan."""
 
 
 class TensorContext(ABC):
-    """A rank in a tensor mode, as its modules see it: the model's sharding, the rank's coordinates
-    and groups, and the arithmetic."""
+    """One rank in tensor parallelism, and how each module computes on its shards: the model's
+    sharding, the rank's coordinates and groups, and the run's dtypes and matmul."""
 
     styles: Mapping[Role, Style]
-    """Role → style; the modules of other roles stay as they are."""
+    """Maps an operation's role (`column_parallel`, `norm`, …) to its Style; modules with other
+    roles keep their own forward."""
     columns: str
     """The mesh dimension that shards heads, feed-forward width and vocabulary between two
     matmuls."""
     columns_group: str
-    """The name of its group."""
+    """Name of the process group along `columns`."""
 
     def __init__(self, sharding: Sharding, arithmetic: Arithmetic, mesh: Mesh) -> None:
         self.sharding = sharding
@@ -52,8 +54,8 @@ class TensorContext(ABC):
         self.coordinates = mesh.coordinates
 
     def forwards(self, model: GPT) -> dict[nn.Module, Forward]:
-        """Return the forwards on local shards for a slice's modules that have a style, and
-        `prepare` the slice, in place."""
+        """Return the forwards on local shards for those of a slice's modules that have a style, and
+        call `prepare`, which changes the slice in place."""
         run = operations(model.config, range(*model.layers))
         self.prepare(model, run)
         found: dict[nn.Module, Forward] = {}
@@ -67,21 +69,23 @@ class TensorContext(ABC):
 
     @abstractmethod
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Set, in place, the slice's attributes that depend on the shards; `run` are its
-        operations."""
+        """Set the slice's attributes that depend on the shards, such as its first head, in place;
+        `run` lists its operations."""
 
     def widest(self, n: int) -> int:
-        """Return the size of the largest shard of n vocabulary rows or channels along `columns`."""
+        """Return the largest shard's size when the dimension `columns` shards n vocabulary rows or
+        channels."""
         return self.sharding.local_shape((n,), ("vocab",))[0]
 
     @abstractmethod
     def vector(self, vector: Tensor | None) -> Tensor | None:
-        """Return the elements of a vector (N,) that belong to this rank's columns; None for
-        None."""
+        """Return this rank's elements of a vector (N,) that belongs to column-parallel outputs,
+        such as a bias; None for None."""
 
     @abstractmethod
     def columns_matmul(self, weight: Tensor) -> Matmul | Any:
-        """Return the matmul from this rank's inputs to its columns, for a weight (N, D)."""
+        """Return the matmul that maps this rank's inputs to its output columns, for a
+        column-parallel weight (N, D)."""
 
     @abstractmethod
     def head_input(self, x: Tensor) -> Tensor:
@@ -95,8 +99,8 @@ class TensorContext(ABC):
 
 
 def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forward:
-    """RMSNorm for queries or keys (…, C). A rank has all channels in its heads, so a norm per head
-    is local; a norm over all heads' channels communicates."""
+    """Return the forward of an RMSNorm for queries or keys (…, C), C channels in this rank's heads.
+    A norm per head is local; one over all heads' channels is collective."""
     eps = norm.eps
     assert eps is not None
     over_all_heads = isinstance(norm.weight, DTensor)
@@ -113,15 +117,16 @@ def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forwar
 
 
 def looked_up(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows (…, D) of a table (V, D) for `ids` (…,), zeros for ids outside it."""
+    """Return the rows (…, D) at indices `ids` (…,) in a table `weight` (V, D), zeros for ids
+    outside it."""
     in_range = (ids >= 0) & (ids < len(weight))
     embedded = F.embedding(torch.where(in_range, ids, 0), weight)
     return torch.where(in_range[..., None], embedded, 0.0)
 
 
 def head(context: TensorContext, module: Any, op: Operation) -> Forward:
-    """Output head: local residual stream (B, T, D) → full logits (B, T, V), for inspection: no
-    gradient flows through them."""
+    """Return the output head's forward: local residual stream (B, T, D) → full logits (B, T, V) on
+    every rank, for inspection: no gradient flows through them. Collective."""
 
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = module.weight if weight is None else weight
@@ -135,7 +140,8 @@ def head(context: TensorContext, module: Any, op: Operation) -> Forward:
 
 
 def head_loss(context: TensorContext, loss: HeadLoss) -> Forward:
-    """Vocabulary-parallel loss: each rank computes the full one from its columns of the logits."""
+    """Return the forward of the vocabulary-parallel loss, in which each rank computes its columns
+    of the logits, and all get the summed loss. Collective."""
 
     # Compiled, ranks on one machine would load each other's code from a cache whose key has the
     # full weight's sizes only.
@@ -143,7 +149,7 @@ def head_loss(context: TensorContext, loss: HeadLoss) -> Forward:
     def shards(
         x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return x (…, D) and targets for the tokens whose logits this rank computes, and its
+        """Return x (…, D) and targets (…,) for the tokens whose logits this rank computes, and its
         shards of the weight (V, D) and the bias (V,)."""
         inputs, local_targets = context.loss_inputs(x, targets)
         return inputs, local(weight), context.vector(bias), local_targets

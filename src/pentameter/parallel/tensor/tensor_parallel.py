@@ -43,7 +43,8 @@ from pentameter.planning.sharding import Sharding
 
 
 def _mixes_tokens(op: Operation) -> bool:
-    """Return whether the matrix belongs to attention, which needs a sequence's tokens in order."""
+    """Return whether the operation's matrix belongs to attention, which needs a sequence's tokens
+    in order."""
     return bool({op.contracts, op.result.axes[1]} & {"heads", "kv_heads"})
 
 
@@ -56,8 +57,9 @@ def _local_positions(rank: int, n_ranks: int, positions: Tensor) -> Tensor:
 
 
 def _matmuls(context: TensorParallelContext, *, by_time: bool) -> Callable[..., list[Tensor]]:
-    """Return a function that all-gathers the residual stream (B, t, D) once, and multiplies it with
-    a sub-layer's column-parallel matrices: (…, N / n) for all tokens and each matrix."""
+    """Return a function that all-gathers the residual stream (B, t, D) once, in sequence order if
+    `by_time`, and multiplies it with a sub-layer's column-parallel matrices: (…, N / n) for all
+    tokens and each matrix."""
     tokens = context.tokens(by_time=by_time)
 
     def read(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
@@ -76,7 +78,8 @@ def _matmuls(context: TensorParallelContext, *, by_time: bool) -> Callable[..., 
 
 
 def _column_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operation) -> Forward:
-    """Column-parallel linear: x (…, D) for all tokens → this rank's columns (…, N / n)."""
+    """Return a column-parallel linear's forward: x (…, D) for all tokens → this rank's columns (…,
+    N / n)."""
     matmul = context.arithmetic.matmul
 
     def forward(x: Tensor) -> Tensor:
@@ -86,8 +89,8 @@ def _column_parallel(context: TensorParallelContext, linear: nn.Linear, op: Oper
 
 
 def _row_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operation) -> Forward:
-    """Row-parallel linear: x (…, K / n) for all tokens → partial sums (…, D), which are summed over
-    the ranks; each then adds the bias to its tokens: (B, t, D)."""
+    """Return a row-parallel linear's forward: x (…, K / n) for all tokens → partial sums (…, D),
+    which are summed over the n ranks; each then adds the bias to its own tokens: (B, t, D)."""
     matmul, tokens = context.arithmetic.matmul, context.tokens(by_time=_mixes_tokens(op))
 
     def forward(x: Tensor) -> Tensor:
@@ -103,8 +106,8 @@ def _row_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operati
 
 
 def _token_embedding(context: TensorParallelContext, table: nn.Embedding, op: Operation) -> Forward:
-    """Vocabulary-parallel embedding: look up ids in this rank's range, zeros elsewhere, then sum
-    over the ranks. (B, T) → (B, t, D)."""
+    """Return a vocabulary-parallel embedding's forward, (B, T) → (B, t, D): look up ids in this
+    rank's range, zeros elsewhere, then sum over the ranks."""
     first = context.rank * context.widest(table.num_embeddings)
 
     def forward(tokens: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ def _token_embedding(context: TensorParallelContext, table: nn.Embedding, op: Op
 
 
 class TensorParallelContext(TensorContext):
-    """This rank among those along `tensor`."""
+    """This rank in one-dimensional tensor parallelism, among the n ranks along `tensor`."""
 
     styles: Mapping[Role, Style] = {
         "token_embedding": _token_embedding,
@@ -127,7 +130,8 @@ class TensorParallelContext(TensorContext):
         "row_parallel": _row_parallel,
         "head": head,
     }
-    """Residual norms and position embeddings have none: they are replicated on every rank."""
+    """Residual norms and position embeddings have none: every rank computes them with replicated
+    weights."""
 
     columns = "tensor"
 
@@ -135,22 +139,24 @@ class TensorParallelContext(TensorContext):
         self, sharding: Sharding, arithmetic: Arithmetic, mesh: Mesh, *, reads_at_once: bool
     ) -> None:
         """`reads_at_once` says whether column-parallel matrices with the same input are computed as
-        one operation."""
+        one operation, which overlaps their communication with computation."""
         super().__init__(sharding, arithmetic, mesh)
         self.columns_group = mesh.group_name("tensor")
         self.rank, self.size = self.coordinates["tensor"], self.layout.tensor
         self.reads_at_once = reads_at_once
 
     def tokens(self, *, by_time: bool = False) -> tuple[Order, str]:
-        """Return the order of all-gathered tokens, and the group to gather over, by name. Modules
-        that treat each token independently take tokens in the order messages arrive, unless
-        `by_time`."""
+        """Return the layout that all-gathered tokens come in, and the name of the group to gather
+        over. Modules that treat each token independently take them in the order messages arrive,
+        unless `by_time`, which asks for sequence order. The layout is `whole` without
+        `sequence`."""
         if not self.layout.sequence:
             return "whole", self.columns_group
         return ("by_time" if by_time else "by_process"), self.columns_group
 
     def reorder(self, tokens: Tensor) -> Tensor:
-        """Return ids (B, T) in the order that `tokens()` says: unchanged, or (n · B, T / n)."""
+        """Return token ids (B, T) in the layout that all-gathered tokens come in: (n · B, T / n)
+        with `sequence`, else unchanged."""
         if not self.layout.sequence:
             return tokens
         return tokens.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
@@ -171,21 +177,24 @@ class TensorParallelContext(TensorContext):
         return None if vector is None else local(vector)
 
     def columns_matmul(self, weight: Tensor) -> Matmul:
-        """Return the arithmetic's matmul: inputs are whole."""
+        """Return the run's matmul: inputs are whole, so that it needs no communication."""
         return self.arithmetic.matmul
 
     def head_input(self, x: Tensor) -> Tensor:
-        """All-gather the stream (B, t, D) in sequence order: (B, T, D)."""
+        """All-gather the residual stream x (B, t, D) in sequence order: (B, T, D), in the matmul
+        dtype. Collective."""
         return gather_stream(x, matmul_dtype(x), *self.tokens(by_time=True))
 
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """All-gather the stream (B, t, D), and order the targets (B, T) as it comes."""
+        """All-gather the residual stream x (B, t, D), in the matmul dtype, and return it with the
+        targets (B, T) put in the same token order. Collective."""
         return gather_stream(x, matmul_dtype(x), *self.tokens()), self.reorder(targets)
 
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Have sub-layers read the stream with all their column-parallel matrices at once, dropout
-        number heads as in the whole model, and, with `sequence`, the residual stream between
-        matrices be sharded along the sequence, (B, T / n, D); in place."""
+        """Change a slice in place: sub-layers multiply the stream with all their column-parallel
+        matrices at once, dropout numbers heads as in the whole model, and, with `sequence`, the
+        residual stream between matrices is sharded along the sequence, (B, T / n, D). `run` lists
+        the slice's operations."""
         for op in run:
             if op.role == "column_parallel":
                 sub_layer: Any = model.get_submodule(op.name.rpartition(".")[0])

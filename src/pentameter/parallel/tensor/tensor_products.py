@@ -28,10 +28,10 @@ from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.collectives import all_gather
 
 Order = Literal["whole", "by_time", "by_process"]
-"""The layout of all tokens. `whole`: the stream is replicated on each rank. Otherwise it is
-sequence-parallel and all-gathered: `by_time` as (B, T) in sequence order, or `by_process` as
-(n · B, t) in rank order, which copies nothing in memory and is as good for modules that take each
-token independently."""
+"""The layout in which a matmul gets all tokens. `whole`: the stream is replicated on each rank.
+Otherwise it is sequence-parallel and all-gathered: `by_time` as (B, T) in sequence order, or
+`by_process` as (n · B, t) in rank order, which copies nothing in memory and is as good for modules
+that take each token independently."""
 Wait = Callable[[], Tensor]
 """Waits for a collective, and returns its result."""
 
@@ -86,16 +86,16 @@ def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def gathered(x: Tensor, dtype: torch.dtype, order: str, group_name: str) -> Tensor:
-    """All-gather the residual stream x (B, t, D), in `dtype`: (B, T, D) or (n · B, t, D).
-    Collective."""
+    """All-gather the residual stream x (B, t, D), cast to `dtype`, in the layout `order`: (B, T,
+    D), or (n · B, t, D) `by_process`. `whole` only copies it. Collective."""
     if order == "whole":
         return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return _start_gather(x.to(dtype), order, group_named(group_name))()
 
 
 def summed(x: Tensor, order: str, group_name: str) -> Tensor:
-    """Sum x over the group, (B, T, D) or (n · B, t, D), and return this rank's tokens (B, t, D).
-    Collective."""
+    """Sum x over the group, (B, T, D), or (n · B, t, D) if `order` is `by_process`, and return this
+    rank's tokens (B, t, D). Collective."""
     contribution = x.clone(memory_format=torch.contiguous_format) if order == "whole" else x
     return _start_sum(contribution, order, group_named(group_name))()
 
@@ -105,7 +105,8 @@ sum_stream = torch.library.custom_op("pentameter::sum_stream", summed, mutates_a
 
 
 def _all_tokens(x: Tensor, order: str, group_name: str) -> tuple[int, int]:
-    """Return the shape of all tokens, (B, T) or (n · B, t), given x (B, t, …)."""
+    """Return the first two sizes of all tokens in the layout `order`, (B, T) or (n · B, t), given x
+    (B, t, …)."""
     B, t, n = *x.shape[:2], group_named(group_name).size()
     return {"whole": (B, t), "by_time": (B, n * t), "by_process": (n * B, t)}[order]
 
@@ -134,12 +135,13 @@ def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-    """Backward of the gather: sum the gradient for all tokens, return this rank's (B, t, D)."""
+    """Backward of the all-gather: sum the gradient for all tokens over the ranks, and return this
+    rank's (B, t, D)."""
     return sum_stream(g, ctx.order, ctx.group_name).to(ctx.dtype), None, None, None
 
 
 def _gather(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-    """Backward of the sum: gather the gradient (B, t, D) to all tokens."""
+    """Backward of the sum: all-gather the gradient (B, t, D) to all tokens; as it is if `whole`."""
     if ctx.order != "whole":
         g = gather_stream(g, g.dtype, ctx.order, ctx.group_name)
     return g, None, None
@@ -160,8 +162,9 @@ def multiplied(
     group_name: str,
     precision: str,
 ) -> list[Tensor]:
-    """Return x · weightᵀ + bias (…, N) for all tokens and each column-parallel matrix (N, D), given
-    this rank's x (B, t, D). `biases` (N,) is empty if there are none. Collective."""
+    """Return x · weightᵀ + bias (…, N) for all tokens and each column-parallel matrix in `weights`,
+    (N, D) each, given this rank's x (B, t, D). `biases` (N,) is empty if there are none; `order` is
+    the layout for all tokens, and `precision` names the matmul. Collective."""
     all_x = x if order == "whole" else gathered(x, x.dtype, order, group_name)
     matmul = arithmetic(precision).matmul
     return [
@@ -179,8 +182,8 @@ def differentiated(
     group_name: str,
     precision: str,
 ) -> list[Tensor]:
-    """Return one list with the gradients for x (B, t, D), the weights (N, D) and, if any, the
-    biases (N,), given the output gradients (…, N) for all tokens. Collective."""
+    """Return one list with the gradients for x (B, t, D), the weights (N, D) and, if `has_biases`,
+    the biases (N,), given the output gradients `grads`, (…, N) each, for all tokens. Collective."""
     group, matmul = group_named(group_name), arithmetic(precision).matmul
     gather_inputs = None if order == "whole" else _start_gather(x, order, group)
     x_grad = matmul.input_gradient(grads[0], weights[0])
@@ -223,8 +226,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Return the gradients for x (B, t, D), weights (N, D) and biases (N,), given those of the
-    outputs."""
+    """Return the gradients for x (B, t, D), the list of weights (N, D) and that of biases (N,),
+    given `grads`, one per output."""
     x, *weights = ctx.saved_tensors
     x_grad, *others = read_stream_backward(grads, x, weights, ctx.has_biases, *ctx.rest)
     return x_grad, others[: len(weights)], others[len(weights) :], None, None, None

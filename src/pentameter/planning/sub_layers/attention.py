@@ -17,9 +17,9 @@ from pentameter.planning.sub_layers.building import ONES, OperationList, SubLaye
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map the name of each projection to the parts that it makes of a head: 0 queries, 1 keys,
-    2 values. One fused matrix makes all three; if several query heads share keys and values, these
-    have a matrix of their own."""
+    """Map each projection's name to the parts that it computes for a head: 0 queries, 1 keys, 2
+    values. One fused matrix computes all three; if several query heads use the same keys and
+    values, these have a matrix of their own."""
     return {"q": (0,), "kv": (1, 2)} if model.shares_kv_heads else {"qkv": (0, 1, 2)}
 
 
@@ -51,7 +51,8 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add attention. Its weights are written out only if they have dropout."""
+    """Add attention's operations to `build`, from the projections of x to the output dropout.
+    Attention weights are materialized only if they have dropout."""
     model = build.model
     T, H = model.context_length, model.n_heads
     width = H * model.head_channels
@@ -87,9 +88,9 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 def _add_inputs(
     build: OperationList, path: str, x: ActivationTensor
 ) -> tuple[ActivationTensor, ...]:
-    """Add queries, keys and values, and return them. They are the projections' outputs: one fused
-    tensor, or separate ones for queries and for keys with values, if query heads share those. If
-    queries and keys are normalized or rotated, q, k and v are three separate tensors."""
+    """Add the projections of x, and norms and rotations if the model has them. Returns attention's
+    inputs: the projections' outputs, one fused tensor, or queries and keys with values; or q, k and
+    v separately if queries and keys are normalized or rotated."""
     model = build.model
     q_width, kv_width = (n * model.head_channels for n in (model.n_heads, model.kv_heads))
     made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))
@@ -109,7 +110,8 @@ def _add_inputs(
 def _add_head_norm(
     build: OperationList, name: str, x: ActivationTensor, width: int
 ) -> ActivationTensor:
-    """Add a norm for queries or keys, which are `width` of x's channels, and return its result."""
+    """Add a norm for queries or keys, which are `width` of the channels in x, and return its
+    result."""
     result, parameters = build.computed(name, width, x.axes[1]), build.parameters(name)
     saves = (replace(result, name=f"{name}.input", dtype="weights"),)
     collectives: tuple[Collective, ...] = ()
@@ -125,8 +127,8 @@ def _add_head_norm(
 def _add_rotation(
     build: OperationList, name: str, x: ActivationTensor, width: int
 ) -> ActivationTensor:
-    """Add a rotary embedding for queries or keys, which are `width` of x's channels, and return its
-    result."""
+    """Add a rotary embedding for queries or keys, which are `width` of the channels in x, and
+    return its result."""
     result = build.computed(name, width, x.axes[1])
     build.add(name, "rotation", (x,), result)
     return result

@@ -1,4 +1,4 @@
-"""The building blocks of a sub-layer's parameters and of its operations."""
+"""Helpers with which each sub-layer lists its parameters and its operations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 @dataclass(frozen=True)
 class SubLayer:
-    """One kind of sub-layer, which reads the residual stream and adds to it."""
+    """One kind of sub-layer, which reads the residual stream and adds to it: functions that list
+    its parameters and operations."""
 
     name: str
     """Its module's name within a block; its norm is called `<name>_norm`."""
     parameters: Callable[[ModelConfig, str, int], Iterator[ParameterSpec]]
-    """Yields its parameters, given its path in the model and its block's index."""
+    """Yields its parameters, given the model's configuration, its path in the model and its block's
+    index."""
     add_operations: Callable[[OperationList, str, ActivationTensor], None]
-    """Adds its operations, given its path and the tensor that it reads."""
+    """Appends its operations to the OperationList, given its path and the tensor that it reads."""
     even_sizes: Callable[[ModelConfig], dict[Axis, dict[str, int]]]
-    """Returns, per axis, the sizes that a sharded axis must split into equal shards, by key in
-    `[model]`."""
+    """Returns axis → key in `[model]` → size, for the axes whose shards must be equal if they are
+    sharded."""
 
 
 # -- parameters -----------------------------------------------------------------------------------
@@ -46,14 +48,15 @@ class SubLayer:
 def vector(
     name: str, n: int, axis: Axis, init: Init, layer: int | None, *also: Axis
 ) -> ParameterSpec:
-    """Return a bias, or a norm's weight. Its gradient sums over the residual stream's tokens for a
-    vector of the stream, else over all tokens in a sequence, and over the axes in `also`."""
+    """Return the spec for a bias or a norm's weight with n elements. Its gradient sums over the
+    residual stream's tokens if `axis` is `embed`, else over all tokens in a sequence, and over the
+    axes in `also`. `layer` is its block's index, None outside the blocks."""
     tokens: Axis = "time" if axis == "embed" else "context"
     return ParameterSpec(name, (n,), (axis,), init, False, layer, sums_over=(tokens, *also))
 
 
 def norm(model: ModelConfig, path: str, layer: int | None) -> Iterator[ParameterSpec]:
-    """Yield the parameters of a norm on the residual stream."""
+    """Yield the weight, and the bias if it has one, for a norm on the residual stream."""
     yield vector(f"{path}.weight", model.d_model, "embed", ONES, layer)
     if model.norm_has_bias:
         yield vector(f"{path}.bias", model.d_model, "embed", ZEROS, layer)
@@ -69,8 +72,9 @@ def linear(
     bias: bool,
     is_fused: bool = False,
 ) -> Iterator[ParameterSpec]:
-    """Yield the parameters of a linear layer in a block: a matrix (outputs, inputs), and a bias if
-    it has one. `is_fused` for the fused projection of queries, keys and values."""
+    """Yield a block's linear layer: a matrix with `shape` (outputs, inputs), and a bias if asked.
+    Pass `is_fused` for the fused projection to queries, keys and values, whose initialization
+    differs."""
     init = projection_init(model, shape, axes, is_fused=is_fused)
     yield ParameterSpec(f"{path}.weight", shape, axes, init, True, layer)
     if bias:
@@ -106,8 +110,9 @@ def projection_init(
 
 
 class OperationList:
-    """Appends operations to `found` in execution order. `layer` is the current block's index, or
-    None outside the blocks; `specs` are the slice's parameters by name."""
+    """Builds a list of forward operations: methods append to `found`, in execution order. `layer`
+    is the current block's index, or None outside the blocks; `specs` are the slice's parameters by
+    name."""
 
     def __init__(self, model: ModelConfig, specs: Mapping[str, ParameterSpec]) -> None:
         self.model = model
@@ -116,13 +121,15 @@ class OperationList:
         self.found: list[Operation] = []
 
     def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
-        """Add a norm, and return the normalized stream."""
+        """Append a norm on the residual stream x, with parameters by its name, and return the
+        result."""
         result = residual_stream(self.model, name)
         self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
         return result
 
     def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
-        """Add a linear layer, and return its result."""
+        """Append a linear layer on x, with parameters by its name, and return its result (T,
+        outputs)."""
         weight = self.specs[f"{name}.weight"]
         result = self.computed(name, weight.shape[0], weight.axes[0])
         self.matrix(name, "product", (x,), result)
@@ -137,8 +144,10 @@ class OperationList:
         weight: str | None = None,
         collectives: Sequence[Collective] = (),
     ) -> None:
-        """Add a matmul or an embedding look-up, with `collectives` beside its own. It saves its
-        inputs in the form that matmuls read them: all tokens, in the matmul dtype."""
+        """Append a matmul or an embedding look-up (`kind`), with `collectives` in addition to its
+        own. The parameters are those under `name`, or under `weight` if the matrix belongs to
+        another module. Inputs are saved in the form that matmuls read them: all tokens, in the
+        matmul dtype."""
         parameters = self.parameters(name, weight)
         contracts = parameters[0].axes[0 if kind == "look_up" else 1]
         rounded = [replace(x, dtype="products") for x in reads]
@@ -158,7 +167,8 @@ class OperationList:
         )
 
     def dropout(self, name: str, rate: float) -> None:
-        """Add dropout on a sub-layer's output before it joins the stream; the mask is saved."""
+        """Append dropout on a sub-layer's output before it joins the stream, which saves the mask;
+        nothing if `rate` is 0."""
         if rate:
             x = residual_stream(self.model, name)
             mask = replace(x, name=f"{name}.mask", dtype="bool")
@@ -167,16 +177,18 @@ class OperationList:
     def computed(
         self, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
     ) -> ActivationTensor:
-        """Return a tensor between matmuls that covers all tokens: (T, width)."""
+        """Return a record for a tensor between two matmuls, (T, width): all tokens, `axis` along
+        the width."""
         shape = (self.model.context_length, width)
         return ActivationTensor(name, shape, ("context", axis), dtype)
 
     def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
-        """Return a module's weight and, if there is one, its bias. `weight` names another module
-        whose weight is used."""
+        """Return the specs for a module's weight, or another module's if `weight` names one, and
+        its bias if there is one."""
         names = (f"{weight or name}.weight", f"{name}.bias")
         return tuple(self.specs[each] for each in names if each in self.specs)
 
     def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
-        """Append an operation with its `reads` and `result`; `costs` are the remaining fields."""
+        """Append an Operation in the current block; `tensors` are its `reads` and its `result`,
+        `costs` its remaining fields by name."""
         self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

@@ -1,5 +1,5 @@
-"""Experts: a router and feed-forward layers of which it chooses some for each token; their
-parameters and operations."""
+"""Mixture of experts: a router, and feed-forward layers from which it chooses some for each token;
+their parameters and operations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from pentameter.planning.sub_layers.building import (
 from pentameter.planning.sub_layers.feed_forward import SAVES_INPUT, column_parallel_names
 
 BALANCE_STATE = {"none": None, "sequence": None, "bias": ZEROS, "batch": ONES}
-"""Maps `model.balance` to the initial value of the router's `balance` (E,), which training updates
-and no gradient: the bias of the scores, or the experts' tokens of the step before ÷ their mean."""
+"""Maps `model.balance` to the initial value of the router's `balance` (E,), a state that training
+updates without a gradient: the bias of the scores, or each expert's tokens in the last step ÷ their
+mean over experts. None for no state."""
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
@@ -66,21 +67,21 @@ def _matrix(
     *,
     decay: bool = True,
 ) -> ParameterSpec:
-    """Return a matrix (outputs, inputs), or one for each expert, whose gradient sums over the
-    residual stream's tokens."""
+    """Return the spec for a matrix (outputs, inputs), or for one per expert (E, outputs, inputs),
+    whose gradient sums over the residual stream's tokens."""
     n_out, n_in = shape[-2:]
     init = projection_init(model, (n_out, n_in), (axes[-2], axes[-1]), is_fused=False)
     return ParameterSpec(name, shape, axes, init, decay, layer, sums_over=("time",))
 
 
 def _vector(name: str, shape: tuple[int, ...], axes: tuple[Axis, ...], layer: int) -> ParameterSpec:
-    """Return a bias, or one for each expert."""
+    """Return the spec for a bias, or for one per expert."""
     return ParameterSpec(name, shape, axes, ZEROS, False, layer, sums_over=("time",))
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add the router, the chosen experts' matmuls over every token's k rows, and the shared ones.
-    That experts get equally many rows need not be assumed: together they always take T · k."""
+    """Add the router, the chosen experts' matmuls over every token's k rows, and the shared experts
+    to `build`. Experts may get unequally many rows: together they always take T · k."""
     model = build.model
     E, k, F, D = model.n_experts, model.n_chosen, model.expert_width, model.d_model
     assert E is not None
@@ -129,7 +130,8 @@ def _add_for_every_token(build: OperationList, path: str, x: ActivationTensor) -
 def _add_grouped(
     build: OperationList, name: str, x: ActivationTensor, result: ActivationTensor
 ) -> None:
-    """Add a matmul of every row with its expert's matrix, or of every token with a shared one."""
+    """Add a matmul that multiplies each row with its expert's matrix, or each token with a shared
+    one."""
     saved = replace(x, dtype="products")
     build.add(
         name,
@@ -145,7 +147,8 @@ def _add_grouped(
 def _add_activation(
     build: OperationList, path: str, reads: tuple[ActivationTensor, ...]
 ) -> ActivationTensor:
-    """Add the activation function between an expert's matrices, and return its result."""
+    """Add the activation function, with its gate if the model has one, between an expert's
+    matrices, and return its result."""
     model = build.model
     activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
@@ -162,7 +165,8 @@ def _add_activation(
 def _tensor(
     build: OperationList, name: str, width: int, axis: Axis, dtype: str = "products"
 ) -> ActivationTensor:
-    """Return a tensor with `width` numbers for each of the residual stream's tokens: (T, width)."""
+    """Return a record for a tensor with `width` numbers for each token in the residual stream, (T,
+    width)."""
     shape = (build.model.context_length, width)
     return ActivationTensor(name, shape, ("time", axis), dtype)  # type: ignore[arg-type]
 

@@ -20,7 +20,8 @@ output."""
 
 
 def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that read the stream."""
+    """Return the names of the matrices that map the residual stream to the inner width: `up`, and
+    `gate` if the activation has one."""
     return ("gate", "up") if model.has_gate else ("up",)
 
 
