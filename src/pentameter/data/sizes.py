@@ -17,7 +17,7 @@ from pentameter.planning.plan import UNKNOWN_EPOCH, needs_data
 @dataclass(frozen=True)
 class DataSizes:
     """Vocabulary size and batch rows per epoch of a data set, as `make_plan`, `make_estimate` and
-    `search` take them; None for one that the configuration needs no data for."""
+    `search` take them; None if the configuration does not need the number."""
 
     vocab_size: int | None
     rows_per_epoch: int | None
