@@ -125,8 +125,8 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 
 def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:
     """Open the corpus that `data` names, by `corpus` or `path`, with the corpora held out beside
-    it. Nothing is read but the first record of JSONL files and tables, which tells conversations
-    from text.
+    it. JSONL files and tables whose first record is a conversation become Conversations, everything
+    else Text.
 
     `paths` replaces `data.path` with several. Raises ConfigError for an unknown corpus or a path
     that does not exist, StorageError for unreadable files, CorruptError for damaged ones.
