@@ -24,8 +24,8 @@ from pentameter.config.section import Positive, Section, Switch
 from pentameter.errors import ConfigError, either, listed, nearest, printable
 
 CONTEXT_BYTES = 1.5e9
-"""Bytes of GPU memory that no run can use: the driver's context, libraries, communication buffers.
-An A100 and an H100 show 0.5 GB for the context; NCCL's and cuBLAS's buffers take the rest."""
+"""GPU bytes that no run can use: the driver's context, libraries, communication buffers. An A100
+and an H100 show 0.5 GB for the context; NCCL's and cuBLAS's buffers take the rest."""
 
 MEASURED_FILE = "machine.toml"
 """The file in the cache folder in which `doctor --measure` describes this machine."""
@@ -59,7 +59,7 @@ class ProductShares(Section):
     """Fractions of a device's peak FLOP/s that matmuls and attention reach."""
 
     product_share: Share
-    """Fraction of the peak for a matmul large enough to fill the device."""
+    """Fraction of the peak for a matmul that fills the device."""
     attention_share: Share
     """Fraction of the peak for fused attention over a long context, in the forward pass."""
     attention_backward: Ratio = 2.5
@@ -223,8 +223,8 @@ class Cluster(Section):
         return peak / self.sharing
 
     def resized(self, n_devices: int) -> Cluster:
-        """Return a cluster with `n_devices` devices in the same kind of nodes, as many nodes as
-        they need; nodes become smaller if fewer devices than one node has are asked for."""
+        """Return a cluster with `n_devices` devices in the same kind of nodes, with fewer per node
+        if one node has more."""
         node_size = min(self.node_size, n_devices)
         n_nodes = -(-n_devices // node_size)
         return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})
@@ -249,7 +249,7 @@ class Cluster(Section):
 
 @cache
 def known_devices() -> Mapping[str, Device]:
-    """Return the table of devices by key, in file order."""
+    """Return the devices in the package's `devices.toml` by key, in file order."""
     file = resources.files("pentameter.estimating") / "devices.toml"
     return _devices(file.read_text(encoding="utf-8"), "devices.toml", {})
 

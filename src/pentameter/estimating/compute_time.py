@@ -317,9 +317,9 @@ class _OperationTime(_ElementwiseTime):
         )
 
     def _attention(self, op: Operation) -> PassSeconds:
-        """Return the seconds for attention, from queries, keys and values to the result. Fused
-        attention skips masked blocks, and kernels may include dropout; otherwise attention is two
-        full matmuls that write out the attention weights."""
+        """Return the seconds for attention between the projections. Fused attention skips masked
+        blocks, and kernels may include dropout; otherwise attention is two full matmuls that write
+        out the attention weights."""
         whole = math.prod(op.result.shape)
         local = math.prod(self.step.sharding.local_shape(op.result.shape, op.result.axes))
         n_tokens = self.step.micro_batch_size * op.result.shape[0]

@@ -82,7 +82,8 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """The model's FLOP/s ÷ the peak FLOP/s of the devices that the layout uses."""
+        """Model FLOPs utilization: the model's FLOP/s ÷ the peak FLOP/s of the devices that the
+        layout uses."""
         matmul_precision = self.plan.config.train.matmul_precision
         peak = self.cluster.peak_flops(self.precision, matmul_precision)
         flops_per_token = self.plan.flops_per_token
@@ -205,9 +206,9 @@ def make_estimate(
     layout: str | None = None,
 ) -> Estimate:
     """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
-    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` and
-    `rows_per_epoch` (batch rows in the training split) come from the data; a configuration that
-    sets them itself needs neither.
+    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` is
+    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
+    counts in epochs.
 
     Raises ConfigError if the layout needs more devices than there are or contradicts the
     configuration (see `make_plan`).

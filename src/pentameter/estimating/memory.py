@@ -304,7 +304,7 @@ class _RankMemory:
 
     def embedding_gradient_bytes(self) -> int:
         """Return the extra bytes at the end of the backward pass for the embedding's new gradient,
-        before it is accumulated; 0 if this rank does not train it."""
+        before it is added to another; 0 if this rank has none to add."""
         if not self.has_first or not self.specs[0].is_trained:
             return 0
         fresh = self.element_bytes * self.whole_elements(self.specs[0])
@@ -475,9 +475,9 @@ class _FsdpSnapshots:
         yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
 
     def arriving(self, unit: _FsdpUnit) -> int:
-        """Return the bytes of a unit's new gradients at the end of its backward pass, besides the
-        accumulated ones: a single parameter's if they are accumulated in place, in the same dtype,
-        one after another."""
+        """Return the bytes of a unit's new gradients at the end of its backward pass, besides
+        accumulated ones: only the largest parameter's if they are accumulated in place, in the same
+        dtype."""
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:

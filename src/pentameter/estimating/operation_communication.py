@@ -209,8 +209,7 @@ class OperationCommunication:
 
 def recomputed_results(run: Sequence[Operation], *, with_last: bool = False) -> set[str]:
     """Return the names of operations whose results full activation checkpointing recomputes: in
-    each block, those before the last one that saves a tensor, and with `with_last` that one too.
-    Later operations only add to the residual stream."""
+    each block, those before the last one that saves a tensor, and with `with_last` that one too."""
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
     return {
         op.name

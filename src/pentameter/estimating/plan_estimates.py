@@ -43,8 +43,10 @@ def plan_state_bytes(plan: Plan) -> StateBytes:
 
 
 def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
-    """Return the bytes that the fullest rank holds in a step; `precision` and `fused_dropout` as in
-    `step_of`. Raises ConfigError for a custom model, whose activations are not known."""
+    """Return the bytes that the fullest rank holds in a step. `precision` is the run's matmul
+    precision, if the configuration leaves it open; with `fused_dropout`, kernels do not write out
+    dropped attention weights. Raises ConfigError for a custom model, whose activations are not
+    known."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
     return step_memory(step_of(plan, precision, fused_dropout=fused_dropout))

@@ -52,7 +52,7 @@ class StepTime:
     optimizer: float
     """The parameter update, and computing the gradient norm."""
     hidden: dict[str, float]
-    """Communication overlapped with compute, by mesh dimension; adds nothing to the step."""
+    """Communication overlapped with compute, by mesh dimension; not part of the step's seconds."""
     pipeline: PipelineTime | None = field(default=None, repr=False)
     """The pipeline ranks' simulated passes; None without a pipeline."""
 
@@ -66,7 +66,7 @@ class StepTime:
     @property
     def spans(self) -> Sequence[Sequence[Span]]:
         """Each pipeline rank's passes with start and end in seconds; only the first rounds if there
-        are many, empty without a pipeline."""
+        are many."""
         return [] if self.pipeline is None else self.pipeline.spans
 
 
@@ -265,9 +265,8 @@ class _StepOnCluster:
                 return self._sharded(forward, backward)
 
     def _overlapped(self, compute: float, sent: float, calls: int, name: str) -> float:
-        """Return the seconds for `compute` with overlapped communication that takes `sent` seconds
-        in `calls` equal calls, the last one exposed. Adds to `hidden` and `exposed` under the mesh
-        dimension `name`."""
+        """Return the seconds for `compute` with overlapped communication: `sent` seconds in `calls`
+        equal calls, the last one exposed. Notes both under `name`, a mesh dimension."""
         last = sent / max(1, calls)
         time = compute + self.links.exposed_seconds(compute, sent - last) + last
         self._note(self.exposed, name, time - compute)

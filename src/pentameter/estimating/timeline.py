@@ -29,8 +29,9 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 """The indices in KINDS."""
 
 SIMULATED_ROUNDS = 4
-"""Rounds in which a simulation fills the pipeline. Each further round takes as long as the last
-simulated one, which neither fills nor drains the pipeline, and adds no passes in flight."""
+"""Rounds (each as many micro-batches as pipeline ranks) in which a simulation fills the pipeline.
+Each further round takes as long as the last simulated one, which neither fills nor drains the
+pipeline, and adds no passes in flight."""
 
 
 class Pass(NamedTuple):

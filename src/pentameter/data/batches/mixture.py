@@ -23,7 +23,8 @@ from pentameter.errors import ConfigError
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 4096
-"""Rows within which proportions are exact; also the resolution of weights."""
+"""Rows per block, within which each data set's number of rows is exact; also the resolution of
+weights."""
 
 ROWS_AT_ONCE = 1 << 20
 """Batch size given to each data set's order; the steps of these orders are not the run's."""

@@ -46,7 +46,7 @@ class FileContents:
     """How text is read from files: encoding and text field."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
-    """An encoding that `encoding_problem` accepts."""
+    """The encoding of text and JSONL files, by its Python name."""
     text_field: str = FILE_DEFAULTS["text_field"]
     """The JSONL field, or the table's column, that holds a document's text."""
 

@@ -34,7 +34,7 @@ class Contents(ABC):
     sha256: str
     """sha256, in hex, of everything that decides the tokens for a given tokenizer."""
     n_bytes: int
-    """UTF-8 bytes of text."""
+    """UTF-8 bytes of the corpus's text, without held-out corpora."""
     characters: str = ""
     """Distinct characters as a sorted string, held-out corpora included; empty if not collected."""
     held_out: Mapping[str, Self] = field(default_factory=dict)

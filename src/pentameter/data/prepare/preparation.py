@@ -66,8 +66,10 @@ class Preparation:
         count_tokens: Callable[[int], None] | None = None,
         keep_existing: bool = False,
     ) -> None:
-        """Write the shards into a new `folder`, which appears whole or not at all; arguments and
-        errors as in `prepare_contents`."""
+        """Write the shards into a new `folder`, which appears whole or not at all. `count_tokens`
+        is called with the tokens written so far; `warnings` collects sentences for the user; with
+        `keep_existing`, a folder that has appeared meanwhile is kept. Raises ConfigError and
+        StorageError as `prepare_contents` does."""
         prepare_contents(
             self.contents,
             folder,

@@ -397,8 +397,8 @@ def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.ND
 def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, AssistantRanges]:
     """Return the assistant tokens by split, memory-mapped; empty if all tokens are learned.
 
-    Raises CorruptError unless, in each split, ranges are in order, apart, within it and as many as
-    the header says.
+    Raises CorruptError unless, in each split, ranges are in order, without overlap, within it and
+    as long in total as the header says.
     """
     if "answers" not in header:
         return {}

@@ -89,7 +89,7 @@ class NoSource:
         self._folder = folder
 
     def prepare(self, n_tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing: no more parts are written."""
 
     def wait(self, n_tokens: int) -> None:
         """Raise CorruptError: the first `n_tokens` are not all there, and nobody writes them."""
@@ -99,7 +99,7 @@ class NoSource:
         )
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: no parts are being written."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Tokenizer(ABC):
         """Return a text's token ids (n_tokens,), int64; ConfigError if it cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return each text's token ids (n_tokens,), as `encode` does."""
+        """Return each text's token ids (n_tokens,), int64; ConfigError if one cannot be encoded."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod

@@ -76,7 +76,7 @@ class ChatTemplate:
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks around `{% generation %}` blocks from a rendered text."""
+    """Return a rendered text without the marks (BEGIN, END) around `{% generation %}` blocks."""
     return text.replace(BEGIN, "").replace(END, "")
 
 
@@ -109,7 +109,8 @@ def unescaped(text: str) -> str:
 
 
 def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
-    """Split a rendered text into the ids of its special tokens and the texts between them."""
+    """Split a rendered text into its special tokens' ids and the texts between them, in order and
+    unescaped; `special_tokens` maps text to id."""
     if not special_tokens:
         return [unescaped(text)] if text else []
     longest_first = sorted(special_tokens, key=len, reverse=True)
