@@ -1,1 +1,2 @@
-"""Text to a step's batch, in five rooms; `open_dataset` joins the first four. No torch."""
+"""From text to a step's batch: corpora, tokenizers, prepare and shards, joined by `open_dataset`,
+then batches. Imports no torch."""

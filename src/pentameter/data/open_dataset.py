@@ -1,7 +1,7 @@
-"""`open_dataset`: prepared shards as they are, or a text's shards from the cache, made if absent.
+"""`open_dataset`: open prepared shards, or shards for a text from the cache, made if absent.
 
-The cache is keyed by the text's sha256 and the settings that shape the tokens, so a changed file is
-never mistaken for the old one, at the price of reading the text once per start.
+The cache is keyed by the text's sha256 and the settings that decide its tokens, so a changed file
+is never mistaken for the old one, at the price of reading the text once per start.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
 
 NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
-"""Keys in `[data]`, with their defaults, that say how files are read; prepared shards ignore
-them."""
+"""Keys in `[data]`, with their defaults, that decide how text files are read; prepared shards
+ignore them."""
 CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
 
 
@@ -51,15 +51,15 @@ def open_dataset(
     progress: Progress = no_progress,
     warnings: list[str] | None = None,
 ) -> Dataset:
-    """Open the data set that `data` describes, prepared into the cache if it is not there yet;
-    several sources are opened one by one and then concatenated. The first one's tokenizer, also one
-    that is made from its text, encodes the others.
+    """Open the data set that `data` describes; text is first prepared into the cache, if it is not
+    there yet. Several `data.sources` are opened one by one and concatenated, all encoded by the
+    first one's tokenizer (even one made from its text). Prepared shards, named by `data.path`, are
+    opened with their own splits and tokenizer.
 
-    `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify`: check the
-    files against their hashes, and have the parts of a stream written, which one process per
-    machine has to do. `warnings` collects
-    sentences for the user. Prepared shards, named by `data.path`, are opened with their own splits
-    and tokenizer.
+    `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify` checks the
+    files against their hashes, and makes this process the one that writes a stream's parts; one
+    process per machine must set it. `progress` is told the bytes done. `warnings` collects
+    sentences for the user.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
     vocabulary, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
@@ -90,8 +90,9 @@ def _open_one(
     warnings: list[str],
     is_shared: bool = False,
 ) -> Dataset:
-    """Open a data set that has one source. If `is_shared`, other data sets have the same settings,
-    and those that do not concern this kind of data are passed over, not refused."""
+    """Open a data set with a single source; arguments as in `open_dataset`. If `is_shared`, other
+    sources have the same settings, and those that do not concern this kind of data are ignored
+    instead of refused."""
     wanted = tokenizer or data.tokenizer
     prepared = None if data.path is None else find_header(Path(data.path))
     header = prepared
@@ -120,7 +121,8 @@ def _open_one(
 
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
-    """Concatenate the data sets of `data.sources`, split by split; each split knows its parts."""
+    """Concatenate the data sets opened for `data.sources`, split by split; each resulting split
+    lists its parts. Raises ConfigError for a chat template if no source has conversations."""
     names = [source.corpus or shown_path(source.path or "") for source in data.sources]
     splits = {}
     for split in SPLITS:
@@ -151,8 +153,9 @@ def open_evaluations(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> dict[str, TokenSplit]:
-    """Open the texts in `data.evaluations` by name, each whole, as tokens of `tokenizer`; errors as
-    `open_dataset`."""
+    """Open each text in `data.evaluations`, whole, as one split of tokens by `tokenizer`; return
+    them by name. Entries without a path (questions) are left out. Raises ConfigError, CorruptError
+    and StorageError as `open_dataset` does."""
     found = {}
     for each in data.evaluations:
         if each.path is None:  # questions
@@ -168,24 +171,25 @@ def open_evaluations(
 
 
 def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
-    """Copy `data` with other data in place of those that it names."""
+    """Return `data` with its corpus, paths, sources and evaluations cleared and the fields in
+    `chosen` set."""
     absent = dict.fromkeys(("corpus", "path", "max_bytes", "validation_path", "test_path"))
     return data.model_copy(update={**absent, "sources": (), "evaluations": (), **chosen})
 
 
 def needs_no_download(data: DataConfig) -> bool:
-    """True if `open_dataset` can do without downloading GPT-2's tokenizer."""
+    """Return True if `open_dataset` can open `data` without downloading GPT-2's tokenizer."""
     paths = [source.path for source in data.sources] or [data.path]
     prepared = all(path is not None and find_header(Path(path)) is not None for path in paths)
     return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
 
 
 def _cached_header(preparation: Preparation, setting: str) -> Path:
-    """Return the header of the shards in the cache, made or to be made; `setting` is
-    `data.tokenizer`.
+    """Return the path to the header of the shards in the cache, whether or not they exist;
+    `setting` is `data.tokenizer`.
 
-    A trained model's tokenizer may be the one that a setting makes from this text. Then these are
-    the shards from its training: the same tokens are not stored twice.
+    A trained model's tokenizer may equal the one that a setting makes from this text. Then these
+    are the shards from its training, so that the same tokens are not stored twice.
     """
     wanted, corpus = preparation.tokenizer, preparation.corpus
     folder = partial(_cached_folder, preparation.key, preparation.splitting)
@@ -203,7 +207,8 @@ def _cached_header(preparation: Preparation, setting: str) -> Path:
 def _cached_folder(
     key: Mapping[str, Any], splitting: Splitting, tokenizer: str | Tokenizer
 ) -> Path:
-    """Return the cache's folder for contents with this key, encoded and split by these settings."""
+    """Return the cache folder for contents with this `key` (hash and name), encoded by this
+    tokenizer and split by these settings."""
     settings = {
         **key,
         "version": CACHE_VERSION,
@@ -215,8 +220,8 @@ def _cached_folder(
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
-    """Raise ConfigError if `data`, or the `wanted` tokenizer, contradicts prepared shards with the
-    tokenizer `found`."""
+    """Raise ConfigError if settings in `data`, or the `wanted` tokenizer, contradict prepared
+    shards written with the tokenizer `found`."""
     absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
     for key, usual in {**absent, **NOT_OF_SHARDS}.items():
         if (value := getattr(data, key)) != usual:

@@ -1,4 +1,4 @@
-"""Progress in passes over much data: the passes' names, and lines that report it."""
+"""Progress through long passes over data: the passes' names, and plain lines that report it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 Progress = Callable[[str, int, int], None]
-"""Called with the pass (one of those below), the bytes done, and an estimate of all bytes."""
+"""A callback: called with the pass's name (one of those below), the bytes done, and an estimate of
+all bytes."""
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 IMPORTING, VERIFYING = "importing", "verifying"
@@ -17,11 +18,11 @@ AWAITING_A_RANK = "awaiting a rank"  # which may be of the same run
 
 
 def no_progress(name: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Ignore all progress: the default `Progress`."""
 
 
 LINE_SECONDS = 10.0
-"""Seconds between two lines: calm enough for a log, often enough for a person who waits."""
+"""Seconds between two progress lines."""
 
 _WORDS = {
     TRAINING: "training the tokenizer",
@@ -35,15 +36,16 @@ _WAITS = (BEGINNING, AWAITING, AWAITING_A_RANK)
 
 
 def pass_in_words(name: str) -> str:
-    """Describe the pass for a person: "encoding the text"."""
+    """Return a pass's name in words for people: "encoding the text"."""
     return _WORDS.get(name, f"{name} the text")
 
 
 class ProgressLines:
-    """A `Progress` without a terminal: a plain line every `LINE_SECONDS`.
+    """A `Progress` callback that prints a plain line every `LINE_SECONDS`, for output without a
+    terminal.
 
-    The line has the pass, its percentage, MB, MB/s, tokens (as told to `count_tokens`) and the time
-    left. `say` prints it; `clock` gives seconds.
+    The line has the pass, its percentage, MB, MB/s, tokens (as given to `count_tokens`) and the
+    time left. `say` prints one line; `clock` returns seconds.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class ProgressLines:
         self._n_tokens = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Print a line if the last one is long enough ago."""
+        """Print a line if LINE_SECONDS have passed since the last one; a pass that waits for
+        another process gets a single line at once."""
         now = self._clock()
         if name != self._pass:
             self._pass, self._began, self._first_bytes = name, now, done
@@ -79,5 +82,5 @@ class ProgressLines:
         self._say(" · ".join(parts))
 
     def count_tokens(self, n_tokens: int) -> None:
-        """Set the number of tokens so far, for the next line."""
+        """Set the number of tokens written so far, which the next line shows."""
         self._n_tokens = n_tokens

@@ -16,16 +16,17 @@ from pentameter.planning.plan import UNKNOWN_EPOCH, needs_data
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Sizes of a data set that `make_plan`, `make_estimate` and `search` ask for."""
+    """Vocabulary size and batch rows per epoch of a data set, as `make_plan`, `make_estimate` and
+    `search` take them; None if the configuration does not need the number."""
 
     vocab_size: int | None
     rows_per_epoch: int | None
     unknown: tuple[str, ...] = ()
-    """Keys in a Plan's JSON that are unknown while an epoch's length is."""
+    """Keys in a Plan's JSON whose values are unknown, because an epoch's length is."""
 
     @property
     def warning(self) -> str | None:
-        """Reason for unknown sizes; None if there are none."""
+        """A sentence on why sizes are unknown; None if all are known."""
         if not self.unknown:
             return None
         return (
@@ -34,15 +35,16 @@ class DataSizes:
         )
 
     def without_unknown(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a Plan's JSON with null for unknown values."""
+        """Return a Plan's JSON with null for the keys in `unknown`."""
         return {**record, **dict.fromkeys(self.unknown)}
 
 
 def data_sizes(config: Config, gpt2: Tokenizer | None = None) -> DataSizes:
-    """Find the sizes of `config`'s data, which is read only for an unknown vocabulary or epoch.
+    """Return the sizes of `config`'s data, which is opened (and prepared) only for an unknown
+    vocabulary or epoch length.
 
-    `gpt2` is GPT-2's tokenizer if the caller has it. If that would have to be downloaded for an
-    epoch's length, the length stays unknown.
+    `gpt2` is GPT-2's tokenizer if the caller has loaded it. If it would have to be downloaded for
+    an epoch's length, the length stays unknown. Raises the errors that `open_dataset` does.
     """
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
     model = config.model.model_copy(update={"vocab_size": vocab_size})

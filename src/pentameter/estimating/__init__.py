@@ -1,1 +1,2 @@
-"""Estimates for a Plan: the bytes, messages and seconds that follow from it. No run obeys them."""
+"""Estimates for a Plan (what a run obeys: sharding, batch, steps): memory, communication and
+seconds. No run depends on them."""

@@ -1,8 +1,9 @@
-"""The candidates in a layout search: which are legal, and bounds on their time and memory.
+"""The candidates in a layout search: the legal ones, and lower bounds on their time and memory.
 
-A candidate's bound is a time that no schedule can beat: the arithmetic in its slowest stage, and
-the time that its layers wait for tensor-parallel communication. Its bytes are bounded from below
-too, by an even split of weights and optimizer state plus its blocks' activations.
+A candidate is a mesh layout with a micro-batch size and an activation-checkpointing mode. Its bound
+is a time that no schedule can beat: the arithmetic in its slowest stage, and the time that its
+layers wait for tensor-parallel communication. Its bytes are bounded from below too, by an even
+split of weights and optimizer state plus its blocks' activations.
 """
 
 from __future__ import annotations
@@ -36,37 +37,41 @@ from pentameter.planning.plan import Plan
 from pentameter.planning.rules import LayoutRules
 
 LARGEST_MICRO_BATCH = 64
-"""Maximum sequences per micro-batch; larger ones use no device better."""
+"""Maximum sequences per micro-batch that are tried; larger ones use no device better."""
 LONG_CONTEXT = 8192
-"""Context length in tokens from which on splitting the sequence is tried."""
+"""Context length in tokens from which on context parallelism is tried."""
 MOST_VIRTUAL_STAGES = 8
-"""Maximum stages per rank; more would cost proportionally more messages for ever smaller savings in
-idle time."""
+"""Maximum pipeline stages per rank that are tried; more would cost proportionally more messages for
+ever smaller savings in idle time."""
 CHECKPOINTS = (None, "selective", "full")
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout with a micro-batch size and a recomputation mode, and a lower bound on its time."""
+    """A layout with a micro-batch size and an activation-checkpointing mode (all in `step`), and
+    `bound`, a lower bound in seconds on its time per step."""
 
     step: Step
     bound: float
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:
-        """The mesh sizes; among candidates with equal sizes the best is kept."""
+        """The (data, tensor, pipeline, context) sizes; among candidates with equal sizes a search
+        keeps the fastest."""
         layout = self.step.layout
         return layout.data, layout.tensor, layout.pipeline, layout.context
 
 
 class Candidates:
-    """Every legal candidate for a configuration on a whole cluster that may fit its devices."""
+    """Iterates over every legal LayoutCandidate for a configuration that uses all devices in a
+    cluster and may fit their memory."""
 
     def __init__(
         self, plan: Plan, cluster: Cluster, precision: str, *, sequence: bool | None = None
     ) -> None:
-        """Start from `plan`, the configuration's Plan on a single rank. `sequence` sets whether
-        tensor-parallel ranks also split the sequence; None tries both."""
+        """`plan` is the configuration's Plan on a single rank, `precision` the matmul precision (a
+        `train.precision` other than `auto`). `sequence` sets whether tensor-parallel ranks also
+        split the sequence; None tries both."""
         self.plan = plan
         self.cluster = cluster
         self.precision = precision
@@ -80,7 +85,7 @@ class Candidates:
 
     @cached_property
     def by_bound(self) -> list[LayoutCandidate]:
-        """All candidates, lowest bound first."""
+        """All candidates, the lowest time bound first."""
         return sorted(self, key=lambda each: each.bound)
 
     def __iter__(self) -> Iterator[LayoutCandidate]:
@@ -122,7 +127,8 @@ class Candidates:
                     yield LayoutCandidate(step, bound.seconds(step))
 
     def device_bytes(self, candidate: LayoutCandidate) -> int:
-        """Return the bytes that a candidate's fullest rank holds on its device."""
+        """Return the bytes that the fullest rank holds on its device. `candidate` must be from
+        `by_bound`; results are cached by its identity."""
         known = id(candidate)  # from `by_bound`, which keeps it alive
         if known not in self._bytes:
             memory = step_memory(candidate.step, known=self._memories)
@@ -135,7 +141,7 @@ class Candidates:
         return fuses_dropout(model, layout, self.precision, device)
 
     def _parallels(self) -> Iterator[ParallelConfig]:
-        """Yield `[parallel]` sections that use the whole cluster."""
+        """Yield `[parallel]` sections whose mesh sizes multiply to the cluster's device count."""
         config, n = self.plan.config, self.cluster.n_devices
         model, old = config.model, config.parallel
         contexts = [1]
@@ -181,7 +187,8 @@ class Candidates:
         )
 
     def _n_trained(self, layout: Layout, stages: Sequence[range]) -> int:
-        """Return how many elements the first pipeline rank trains, before sharding."""
+        """Return how many trained elements the first pipeline rank holds, before tensor parallelism
+        or ZeRO shards them. `stages` lists each stage's layers."""
         key = tuple(stages[number] for number in layout.stages_of(0))
         if key not in self._trained:
             tables = stage_tables(self.plan.config, layout, stages, 0)
@@ -190,9 +197,9 @@ class Candidates:
         return self._trained[key]
 
     def _least_state_bytes(self, layout: Layout) -> tuple[float, float]:
-        """Return the minimum bytes on a device for weights and optimizer state, and for gradients:
-        an even split. With a single micro-batch per step, fewer gradients are unsharded at the same
-        time."""
+        """Return minimum bytes on a device, by an even split: first for weights and optimizer
+        state, then for gradients. Gradients count as for a step with one micro-batch, in which the
+        fewest are unsharded at the same time. Both are 0 with `train.offload`."""
         if self.plan.config.train.offload:
             return 0.0, 0.0
         weights, trained, slots = self._numbers
@@ -205,7 +212,8 @@ class Candidates:
 
 
 def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int]:
-    """Return the ZeRO stages that differ; offloading requires one above 0."""
+    """Return the ZeRO stages worth trying for `n_copies` data × context ranks. With several
+    pipeline ranks, stages 2 and 3 behave like 1; offloading requires a stage above 0."""
     stages = (1,) if pipeline > 1 else (1, 2, 3)
     if offload:
         return stages
@@ -213,7 +221,8 @@ def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int
 
 
 def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
-    """Yield schedules with their number of stages per rank."""
+    """Yield the pipeline schedules for `pipeline` ranks, each with a number of stages per rank that
+    the layers allow."""
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -231,7 +240,8 @@ def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
 
 
 def _micro_batches(rows: int) -> list[int]:
-    """Return the possible micro-batch sizes: divisors of `rows`, up to LARGEST_MICRO_BATCH."""
+    """Return the possible micro-batch sizes: the divisors of `rows` (sequences per data-parallel
+    rank), up to LARGEST_MICRO_BATCH."""
     return [size for size in range(1, min(rows, LARGEST_MICRO_BATCH) + 1) if rows % size == 0]
 
 
@@ -240,8 +250,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _least_activation_bytes(step: Step) -> float:
-    """Return the minimum activation bytes on the first pipeline rank: its blocks', for as many
-    micro-batches as are in flight, half as many in a V schedule."""
+    """Return the minimum activation bytes on the first pipeline rank: those saved by its blocks,
+    for as many micro-batches as are in flight at once; half as many in a V schedule."""
     config, layout, stages = step.config, step.layout, step.stages
     run = run_operations(config.model, config.lora, range(1))
     block = [op for op in run if op.layer is not None]
@@ -252,7 +262,8 @@ def _least_activation_bytes(step: Step) -> float:
 
 
 class _Bound:
-    """Lower bounds on the time for a layout's steps."""
+    """Lower bounds on the seconds per step in one layout, for any micro-batch size and
+    checkpointing mode."""
 
     def __init__(
         self,
@@ -262,8 +273,9 @@ class _Bound:
         known: dict[object, ComputeTime],
         n_trained: int,
     ) -> None:
-        """Prepare bounds; `n_trained` counts the elements that the first pipeline rank trains,
-        before sharding."""
+        """`stages` lists each stage's layers; `known` caches ComputeTime across layouts, by its
+        `key`; `n_trained` counts the trained elements on the first pipeline rank, before
+        sharding."""
         self.layout = layout
         self.stages = stages
         self.cluster = cluster
@@ -277,7 +289,7 @@ class _Bound:
         ]
 
     def seconds(self, step: Step) -> float:
-        """Return the bound for a step with a micro-batch size and a recomputation mode."""
+        """Return a lower bound in seconds on the time for `step`, which has this layout."""
         layout, M = self.layout, step.n_micro_batches
         compute = ComputeTime(step, self.cluster)
         compute = self.known.setdefault(compute.key, compute)
@@ -301,9 +313,9 @@ class _Bound:
         return max(slowest, sent) + hidden
 
     def sums_of_layer(self, step: Step) -> float:
-        """Return the minimum time that a layer's passes wait for tensor-parallel sums in its two
-        sub-layers. Each takes as long as an all-reduce, or, with sequence parallelism, as two
-        collectives half as long."""
+        """Return the minimum seconds per micro-batch that one layer waits for tensor-parallel sums
+        in its two sub-layers. Each sum takes as long as an all-reduce or, with sequence
+        parallelism, as two collectives half as long."""
         layout, config = self.layout, step.config
         if layout.tensor == 1:
             return 0.0
@@ -318,9 +330,9 @@ class _Bound:
         return (2 + gathers + 2 * self.cluster.device.calibration.interference_share) * one
 
     def gradients_and_weights(self, step: Step) -> float:
-        """Return the minimum time for gradient sums and weight gathers in a step: one message, or
-        one per ZeRO unit. Of parameters that tensor-parallel ranks replicate, only each rank's
-        fraction is counted."""
+        """Return the minimum seconds in a step for summing gradients and gathering weights over
+        data-parallel ranks: one message, or one per ZeRO unit. For parameters that tensor-parallel
+        ranks replicate, only an even fraction is counted."""
         rules, M, links = self.rules, step.n_micro_batches, self.links
         data_sum = step.sharding.data_sum
         if data_sum == "none":

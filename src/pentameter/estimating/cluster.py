@@ -1,7 +1,7 @@
-"""Clusters: devices, devices per node, node count, and the links between them.
+"""Clusters: the device type, devices per node, node count, and the links between them.
 
-The table of devices is `devices.toml` in this folder; `--cluster mine.toml:8x16` reads another file
-in the same format. Bandwidths count one direction.
+Known devices are in `devices.toml` in this folder; `--cluster mine.toml:8x16` reads a file in the
+same format. Bandwidths count one direction.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
 
 
 def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
-    """Return a GPU's matmul arithmetic, as a key in `Device.tflops`: `train.precision`, unless
-    `train.matmul_precision` overrides it for 32-bit numbers. `medium` may mean bf16 by its name,
-    but is TF32 in torch (`torch.set_float32_matmul_precision`, CUDA and ROCm)."""
+    """Return the number format in which a GPU multiplies, as a key in `Device.tflops`: `precision`
+    (a `train.precision`), unless that is fp32 or tf32 and `matmul_precision` selects the other one.
+    `medium` may mean bf16 by its name, but is TF32 in torch (`torch.set_float32_matmul_precision`,
+    CUDA and ROCm)."""
     if precision not in ("fp32", "tf32") or matmul_precision is None:
         return precision
     match matmul_precision:
@@ -55,12 +56,12 @@ def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = Non
 
 
 class ProductShares(Section):
-    """Fractions of a device's peak that matmuls reach."""
+    """Fractions of a device's peak FLOP/s that matmuls and attention reach."""
 
     product_share: Share
-    """For a matmul that fills the device."""
+    """Fraction of the peak for a matmul that fills the device."""
     attention_share: Share
-    """For fused attention over a long context, forward."""
+    """Fraction of the peak for fused attention over a long context, in the forward pass."""
     attention_backward: Ratio = 2.5
     """The backward time ÷ the forward time for fused attention: five matmuls against two, at equal
     speed (Dao et al. 2022, "FlashAttention", algorithm 4)."""
@@ -68,25 +69,27 @@ class ProductShares(Section):
     """The speed at which a step's passes compute everything ÷ the speed in isolation. The other
     fractions were measured on isolated operations, whose inputs are still cached."""
     kernel_seconds: Seconds = 5e-6
-    """Minimum seconds per operation, however small it is."""
+    """Minimum seconds for any operation, however small."""
 
 
 class Calibration(ProductShares):
-    """Fractions of a device's published figures that training reaches."""
+    """Fractions of a device's published figures that training reaches, fitted to measurements; the
+    base fields hold for every precision that `precisions` does not list."""
 
     fitted_on: str
-    """The measurements to which they are fitted."""
+    """The measurements that the fractions are fitted to, in words; begins with "nothing" if there
+    are none."""
     precisions: dict[str, ProductShares] = Field(default_factory=dict)
-    """Maps `train.precision` to its matmul fractions, if they differ."""
+    """Maps a `train.precision` to its own matmul fractions."""
     fused: dict[str, ProductShares] = Field(default_factory=dict)
-    """Maps `train.precision` to the fractions in the fused CPU step, whose feed-forward layers
+    """Maps a `train.precision` to the fractions in the fused CPU step, whose feed-forward layers
     count activation functions as part of their matmuls."""
     memory_share: Share
-    """Fraction of the memory bandwidth, in element-wise operations and in the optimizer."""
+    """Fraction of the memory bandwidth reached in element-wise operations and in the optimizer."""
     link_share: Share
-    """Fraction of the link bandwidth within a node, in collectives on large tensors."""
+    """Fraction of the link bandwidth within a node reached in collectives on large tensors."""
     network_share: Share
-    """Fraction of the network bandwidth between nodes, likewise."""
+    """Fraction of the network bandwidth between nodes reached in collectives on large tensors."""
     interference_share: Share = 0.3
     """Fraction of overlapped communication time that slows compute nevertheless: its kernels occupy
     some processors, and both read memory."""
@@ -98,13 +101,13 @@ class Calibration(ProductShares):
     ZeRO run on a CPU writes there again and again. None if an allocator keeps memory, as on a GPU.
     """
     hop_seconds: Seconds = 5e-6
-    """Seconds for the smallest message between two devices in a node."""
+    """Seconds for the smallest message between two devices in the same node."""
     network_hop_seconds: Seconds = 15e-6
-    """Seconds for the smallest message between nodes."""
+    """Seconds for the smallest message between devices in different nodes."""
 
     def products(self, precision: str, *, fused: bool = False) -> ProductShares:
-        """Return the matmul fractions for a precision, in the fused step if they are known. If they
-        have no time per operation, the calibration's own is used."""
+        """Return the matmul fractions for a `train.precision`; with `fused`, those in the fused CPU
+        step if known. If they set no `kernel_seconds`, the calibration's own value is used."""
         shares = self.precisions.get(precision, self)
         shares = self.fused.get(precision, shares) if fused else shares
         if "kernel_seconds" in shares.model_fields_set:
@@ -123,35 +126,39 @@ UNCALIBRATED = Calibration(
 
 
 class Device(Section):
-    """A device, as its vendor describes it."""
+    """A device type with its vendor's peak figures and a Calibration; one entry in
+    `devices.toml`."""
 
     name: str = ""
-    """Its name, in words."""
+    """The device's name for people."""
     driver_names: str = ""
-    """A regular expression for the names that its driver reports."""
+    """A regular expression, searched for in the name that the driver reports."""
     tflops: dict[str, Teraflops]
     """Maps `train.precision` to the peak matmul speed, in TFLOP/s."""
     units: Positive = 1
-    """Processors that each work on one matmul tile; 1 if matmuls are not tiled this way."""
+    """Processors that each work on one matmul tile (streaming multiprocessors); 1 if matmuls are
+    not tiled this way, as on a CPU."""
     memory_bytes: Bytes | None = None
     memory_bytes_per_second: BytesPerSecond | None = None
     link_bytes_per_second: BytesPerSecond | None = None
-    """From a device to others in its node, in one direction."""
+    """Bandwidth from a device to the others in its node, in one direction."""
     network_bytes_per_second: BytesPerSecond | None = None
-    """From a device to other nodes, in one direction: its fraction of the node's bandwidth."""
+    """Bandwidth from a device to other nodes, in one direction: its fraction of the node's
+    bandwidth."""
     shared: Switch = False
-    """Whether a node's ranks share these figures, as on a CPU."""
+    """Whether all ranks in a node share these figures, as on a CPU."""
     calibration: Calibration = UNCALIBRATED
     calibration_key: str = ""
-    """The name of its calibration in the file."""
+    """The calibration's name in the file."""
     source: str
-    """The origin of the figures."""
+    """The publication or measurement that the figures come from."""
     date: str
     """The date of publication or measurement."""
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether memory and links are known, not only the peak."""
+        """Whether memory size, memory bandwidth and link bandwidth are all known, not only the
+        peak."""
         return None not in (
             self.memory_bytes,
             self.memory_bytes_per_second,
@@ -161,8 +168,8 @@ class Device(Section):
     def peak_flops(
         self, precision: str, matmul_precision: MatmulPrecision | None = None
     ) -> float | None:
-        """Return the matmul FLOP/s for `train.precision` and `train.matmul_precision`; None if
-        unknown. A GPU without TF32 multiplies in fp32 if TF32 is allowed, and so does a CPU."""
+        """Return the peak matmul FLOP/s for `train.precision` and `train.matmul_precision`; None if
+        unknown. If TF32 is allowed but the device has none, as on a CPU, this is the fp32 peak."""
         key = multiplied_in(precision, matmul_precision)
         if key == "tf32" and (self.shared or (precision == "fp32" and key not in self.tflops)):
             key = "fp32"
@@ -171,7 +178,7 @@ class Device(Section):
 
 
 class Cluster(Section):
-    """Identical nodes with identical devices."""
+    """Identical nodes with identical devices, one rank per device."""
 
     device_key: str
     device: Device
@@ -186,26 +193,26 @@ class Cluster(Section):
 
     @property
     def sharing(self) -> int:
-        """The number of ranks that share a device's figures."""
+        """Ranks that share one set of the device's figures: all in a node on a CPU, else 1."""
         return self.node_size if self.device.shared else 1
 
     @property
     def usable_bytes(self) -> float:
-        """Memory in bytes that a run may use per rank."""
+        """Bytes of device memory that one rank may use."""
         assert self.device.memory_bytes is not None  # checked by parse_cluster
         reserved = 0.0 if self.device.shared else CONTEXT_BYTES
         return self.device.memory_bytes / self.sharing - reserved
 
     @property
     def memory_bandwidth(self) -> float:
-        """Bytes per second that a rank's element-wise operations reach."""
+        """Bytes per second that one rank's element-wise operations reach."""
         assert self.device.memory_bytes_per_second is not None
         share = self.device.calibration.memory_share
         return self.device.memory_bytes_per_second * share / self.sharing
 
     def peak_flops(self, precision: str, matmul_precision: MatmulPrecision | None = None) -> float:
-        """Return the FLOP/s for a rank's device, as in `Device.peak_flops`. Raises ConfigError if
-        unknown."""
+        """Return one rank's peak matmul FLOP/s for `train.precision` and `train.matmul_precision`.
+        Raises ConfigError if the device's peak in them is unknown."""
         peak = self.device.peak_flops(precision, matmul_precision)
         if peak is None:
             raise ConfigError(
@@ -216,14 +223,15 @@ class Cluster(Section):
         return peak / self.sharing
 
     def resized(self, n_devices: int) -> Cluster:
-        """Return a cluster with the same kind of nodes, fewer or more, and `n_devices` devices in
-        total."""
+        """Return a cluster with `n_devices` devices in the same kind of nodes, with fewer per node
+        if one node has more."""
         node_size = min(self.node_size, n_devices)
         n_nodes = -(-n_devices // node_size)
         return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cluster as an object for the plan's JSON."""
+        """Return the cluster as a JSON object: device, node size and count, usable bytes, and the
+        sources of its figures."""
         return {
             "device": self.device_key,
             "name": self.device.name or self.device_key,
@@ -241,13 +249,14 @@ class Cluster(Section):
 
 @cache
 def known_devices() -> Mapping[str, Device]:
-    """Return the table of devices by key, in file order."""
+    """Return the devices in the package's `devices.toml` by key, in file order."""
     file = resources.files("pentameter.estimating") / "devices.toml"
     return _devices(file.read_text(encoding="utf-8"), "devices.toml", {})
 
 
 def device_of_driver(name: str) -> Device | None:
-    """Return the device that a driver calls `name` ("NVIDIA A100-SXM4-80GB"); None if unknown."""
+    """Return the known device whose `driver_names` match `name`, a driver's name for it ("NVIDIA
+    A100-SXM4-80GB"); None if unknown."""
     found = (
         device
         for device in known_devices().values()
@@ -257,7 +266,8 @@ def device_of_driver(name: str) -> Device | None:
 
 
 def read_devices(path: Path) -> Mapping[str, Device]:
-    """Read the devices in a user's file, which may use the calibrations in the package's table.
+    """Read a TOML file with devices and return them by key. They may use the calibrations in the
+    package's own table.
 
     Raises ConfigError if the file is missing or its content is invalid.
     """
@@ -270,10 +280,11 @@ def read_devices(path: Path) -> Mapping[str, Device]:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse a cluster such as `h100-80gb:8x16`: a known device, or a TOML file with one, the
-    devices per node and the node count, both 1 if omitted.
+    """Parse `DEVICE:GPUSxNODES`, such as `h100-80gb:8x16`. DEVICE is a known device or the path to
+    a TOML file with one; devices per node and node count are each 1 if omitted.
 
-    Raises ConfigError for impossible values, naming the possible ones.
+    Raises ConfigError for an unknown device, an invalid shape, or a device whose memory, links or
+    network are not known.
     """
     key, _, shape = text.strip().rpartition(":")
     if not key:
@@ -367,6 +378,7 @@ def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[
 
 
 def group_shape(stride: int, size: int, node_size: int) -> tuple[int, int]:
-    """Return (members per node, nodes) for a group with `size` ranks that are `stride` apart."""
+    """Return (members per node, node count) for a communication group with `size` ranks that are
+    `stride` ranks apart, in nodes with `node_size` ranks."""
     within = max(1, min(size, math.ceil(node_size / stride))) if stride < node_size else 1
     return within, -(-size // within)

@@ -38,24 +38,26 @@ from pentameter.planning.layout import PARAMETER_DIMENSIONS
 from pentameter.planning.sharding import Shape
 
 WORLD = "world"
-"""The dimension for scalar reductions (target count, loss, gradient norm), whichever group of ranks
-they span."""
+"""The key used in place of a mesh dimension for scalar reductions (target count, loss, gradient
+norm), whichever group of ranks they span."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one kind along one dimension."""
+    """Calls of one kind of collective or message along one mesh dimension, and the bytes passed to
+    all of them together."""
 
     calls: int
     n_bytes: int
 
 
 StepCommunication = Mapping[tuple[str, Kind], Communication]
-"""Communication by dimension (one of MESH_DIMENSIONS, or WORLD) and kind."""
+"""Maps (dimension, kind) to the Communication in a step; a dimension is one of MESH_DIMENSIONS, or
+WORLD."""
 
 
 class CommunicationCounter:
-    """Accumulates Communication by (dimension, kind)."""
+    """Accumulates calls and bytes by (mesh dimension, kind)."""
 
     def __init__(self) -> None:
         self.counted: dict[tuple[str, Kind], Communication] = defaultdict(
@@ -63,7 +65,7 @@ class CommunicationCounter:
         )
 
     def add(self, dimension: str, kind: Kind, n_bytes: int, calls: int = 1) -> None:
-        """Count `calls` calls with `n_bytes` each."""
+        """Count `calls` calls with `n_bytes` each; no entry is made for 0 calls."""
         if calls:
             old = self.counted[dimension, kind]
             self.counted[dimension, kind] = Communication(
@@ -71,16 +73,18 @@ class CommunicationCounter:
             )
 
     def add_sent(self, sent: Sent, n_micro_batches: int) -> None:
-        """Count what is sent in each of `n_micro_batches`."""
+        """Count the calls in `sent`, which lists one micro-batch's, `n_micro_batches` times."""
         self.add(sent.dimension, sent.kind, sent.n_bytes, sent.calls * n_micro_batches)
 
 
 def step_communication(step: Step, rank: int = 0) -> StepCommunication:
-    """Return the communication by `rank` in a step, including the gradient norm.
+    """Return the calls and bytes of one rank in a step, including the gradient norm; empty on a
+    single device.
 
-    An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism shards its matrices).
-    DDP's first two steps differ, while it learns the order in which gradients arrive. So does a
-    rank with more than three stages under ZeRO, because the schedule gathers them again.
+    An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism shards its matrices,
+    which is left out). DDP's first two steps differ, while it learns the order in which gradients
+    arrive. So does a rank with more than three stages under ZeRO, because the schedule gathers them
+    again.
     """
     on_rank = _RankCommunication(step, rank)
     if step.layout.world_size > 1:
@@ -95,7 +99,9 @@ def step_communication(step: Step, rank: int = 0) -> StepCommunication:
 
 
 def matrix_communication(step: Step, rank: int) -> dict[When, StepCommunication]:
-    """Return a rank's communication per step for tensor-parallel matrices, by when it is sent."""
+    """Return one rank's communication in a step for tensor-parallel matrices, split by when it is
+    sent: in the "forward" or "backward" pass, or "beside" (overlapped with the backward pass's
+    matmuls)."""
     counters: dict[When, CommunicationCounter] = defaultdict(CommunicationCounter)
     for sent in _RankCommunication(step, rank).operations.sent(OF_MATRICES):
         counters[sent.when].add_sent(sent, step.n_micro_batches)
@@ -103,8 +109,8 @@ def matrix_communication(step: Step, rank: int) -> dict[When, StepCommunication]
 
 
 def communication_of_stages(step: Step) -> list[StepCommunication]:
-    """Return the communication in a step by the first rank at each `pipeline` coordinate; equal
-    coordinates are counted once."""
+    """Return a list with the communication in a step for each `pipeline` coordinate, by its first
+    rank; coordinates with equal stages are computed once and share the object."""
     found: dict[int, StepCommunication] = {}
     for coordinates in alike_stages(step.layout, step.stages):
         rank = step.layout.rank_of(pipeline=coordinates[0])
@@ -113,7 +119,7 @@ def communication_of_stages(step: Step) -> list[StepCommunication]:
 
 
 def busiest(step: Step) -> StepCommunication:
-    """Return the communication for the rank that has the most."""
+    """Return the step's communication for the rank that has the most bytes in total."""
     each = communication_of_stages(step)
     return max(each, key=lambda sent: sum(traffic.n_bytes for traffic in sent.values()))
 
@@ -130,7 +136,7 @@ def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, in
 
 
 class _RankCommunication:
-    """One rank's step, with counts for everything that it sends."""
+    """Counts everything that one rank sends in a step, in `counter`."""
 
     def __init__(self, step: Step, rank: int) -> None:
         self.step = step
@@ -148,11 +154,13 @@ class _RankCommunication:
         self.operations = count(step, self.coordinates, runs)
 
     def local_shape(self, spec: ParameterSpec) -> Shape:
-        """Return a parameter's local shape on this rank, before ZeRO shards it."""
+        """Return a parameter's shape on this rank, after tensor parallelism and before ZeRO shards
+        it."""
         return self.sharding.parameter_shape(spec, self.parameter_coordinates)
 
     def gradient_bytes(self, specs: Sequence[ParameterSpec]) -> list[int]:
-        """Return the bytes for the gradients that this rank has after the backward pass."""
+        """Return, for each parameter, the bytes of the gradient that this rank holds after the
+        backward pass; only its shard with ZeRO."""
         shard, coordinate = self.layout.shard, self.parameter_coordinates["shard"]
         return [
             self.step.element_bytes * shard_elements(self.local_shape(spec), shard, coordinate)
@@ -165,9 +173,9 @@ class _RankCommunication:
         self.counter.add(WORLD, "all_reduce", 8, calls=3)
 
     def count_messages(self) -> None:
-        """Count the stream sent to the next stage and its gradient sent back, in the weights'
-        dtype, per micro-batch. Tensor-parallel ranks send one shard each, and all-gather the shards
-        they receive if each holds the whole stream."""
+        """Count the pipeline's messages: the residual stream sent to the next stage and its
+        gradient sent back, in the weights' dtype, per micro-batch. Tensor-parallel ranks send one
+        shard each, and all-gather the shards they receive if each needs the whole stream."""
         if self.layout.pipeline == 1:
             return
         M, costs = self.step.n_micro_batches, ActivationBytes(self.step)
@@ -181,14 +189,15 @@ class _RankCommunication:
             self.counter.add("tensor", "all_gather", costs.stream, gathers * len(neighbours) * M)
 
     def count_operations(self) -> None:
-        """Count the collectives that operations cause in each micro-batch."""
+        """Count the collectives of the model's operations (tensor and context parallelism) in all
+        micro-batches."""
         for sent in self.operations.sent():
             self.counter.add_sent(sent, self.step.n_micro_batches)
 
     def count_sums_after_backward(self) -> None:
-        """Count the gradient sums after the backward pass, for parameters that ranks replicate but
-        apply to different tokens, heads or batch rows, along the dimensions that their placement
-        names."""
+        """Count the all-reduces that sum gradients after the backward pass, in buckets: for
+        parameters that several ranks replicate but apply to different tokens, heads or batch rows,
+        along the dimensions in their placement's `summed_over`."""
         trained = [spec for table in self.stages.values() for spec in table if spec.is_trained]
         for dimension in PARAMETER_DIMENSIONS:
             summed = [
@@ -199,7 +208,8 @@ class _RankCommunication:
                 self.counter.add(dimension, "all_reduce", sum(sizes[bucket]))
 
     def count_ddp(self) -> None:
-        """Count the all-reduces by DDP, for parameters whose placement names it."""
+        """Count DDP's all-reduces along `data`, one per bucket, for parameters whose placement
+        leaves the gradient sum to DDP."""
         specs = [spec for table in self.stages.values() for spec in table if spec.is_trained]
         by_ddp = [each for each in _backward_order(specs) if self.sharding.placement(each).ddp_over]
         n_bytes = 0
@@ -212,9 +222,9 @@ class _RankCommunication:
             self.counter.add("data", "all_reduce", n_bytes)
 
     def count_shards(self) -> None:
-        """Count ZeRO's collectives, as the rules prescribe. Weights are gathered once, or for each
-        pass; gradients are reduce-scattered in the last micro-batch, or in each; the shards'
-        replicas all-reduce theirs in the last."""
+        """Count ZeRO's collectives; does nothing without ZeRO. Weights are all-gathered once, or
+        for each pass; gradients are reduce-scattered in the last micro-batch, or in each; replicas
+        of a shard all-reduce its gradient in the last."""
         rules, shard = self.step.rules, self.layout.shard
         if self.sharding.data_sum != "fsdp":
             return
@@ -238,8 +248,8 @@ class _RankCommunication:
                     )
 
     def count_tied(self) -> None:
-        """Count the all-reduce between the embedding's gradient and that of its copy in the last
-        stage."""
+        """Count the all-reduce that sums the tied embedding's gradient in the first stage with its
+        copy's in the last; none if both stages are on one rank."""
         layout, model = self.layout, self.config.model
         if layout.pipeline == 1 or layout.turns_back or not model.tied_head:
             return

@@ -1,9 +1,9 @@
-"""The time that a model's operations take on a device: a roofline for each.
+"""The seconds that a model's operations take on a device: a roofline model for each.
 
-A matmul is split into tiles that the device's processors take in waves; it takes as long as its
-arithmetic or its bytes, whichever is longer. Attention is two matmuls, and causal attention
-computes half. Everything else moves bytes. The cluster's `Calibration` holds the fractions of the
-published figures that are reached; no other constant is fitted.
+A matmul is split into tiles that the device's processors compute in waves; it takes as long as its
+arithmetic or its memory traffic, whichever is longer. Attention is two matmuls, and causal
+attention computes half. Everything else is bound by memory bandwidth. The cluster's `Calibration`
+holds the fractions of the published figures that are reached; no other constant is fitted.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from pentameter.planning.layout import Layout
 from pentameter.planning.layout_checks import may_compile
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
-"""A matmul tile's rows and columns, and the speed at each size relative to the largest, which reads
-least for its arithmetic (CUTLASS's usual tiles; the best one for a shape is used)."""
+"""Rows and columns of a matmul tile, and its speed relative to the largest tile, which reads least
+for its arithmetic (CUTLASS's usual tiles; the best one for a shape is used)."""
 TILE_FILL = 128
-"""Matmul depth that takes as long as filling a tile's pipeline and writing its result."""
+"""Depth added to each matmul's inner dimension, for the time to fill a tile's pipeline and write
+its result."""
 SOFTMAX_CHANNELS = 16
-"""Channels per head whose matmuls take as long as the softmax between them."""
+"""Channels added to each head's size, for the time that the softmax takes between attention's
+matmuls."""
 ATTENTION_FILL = 256
 """Context length at which fused attention spends half its time on partly filled blocks."""
 
 
 HASH_OPERATIONS = 14
-"""Operations on 32-bit words that compute one element's random bits (`keyed.bits`)."""
+"""Operations on 32-bit words that compute one element's random bits for a dropout mask
+(`keyed.bits`)."""
 DROPPING_BACKWARD = 7 / 5
 """Backward matmuls in kernels with attention dropout ÷ those in a fused kernel without: two of the
 kernels each compute scores and their gradients (`model/dropout_kernels.py`)."""
@@ -44,29 +47,30 @@ WORDS_PER_FLOP = 1 / 4
 """A GPU's operations on 32-bit words ÷ its fp32 FLOPs outside matrix units: it has half as many
 units for the former, and the latter count multiplication and addition."""
 ROTATION_PASSES = (12, 16)
-"""The times a rotary embedding reads or writes each number as float32, forward and backward,
-if its operations are not fused."""
+"""(forward, backward) reads or writes of each number as float32 by a rotary embedding whose
+operations are not fused."""
 
 NORM_PASSES = {False: (2, 3), True: (7, 12)}
-"""The times a norm reads or writes the stream, forward and backward: as one operation (False),
-or in steps (True)."""
+"""(forward, backward) reads or writes of the residual stream by a norm; the key says whether
+PyTorch computes it in several operations."""
 
 
 class Kind(NamedTuple):
-    """Operations in a slice that take equal time: one example, and their count."""
+    """A group of operations that take equal time: `op` is one of them, `n` their count."""
 
     op: Operation
     key: str
-    """Equal for equal shapes, in any slice."""
+    """Identifies the shapes and costs; equal keys take equal time, in any stage."""
     runs_again: bool
-    """Whether full activation checkpointing recomputes them: within a block, all operations before
-    the last one that saves something, whose result no backward pass reads."""
+    """Whether full activation checkpointing recomputes these operations: within a block, all before
+    the last one that saves a tensor, since no backward pass reads the later results."""
     n: int
 
 
 @lru_cache(maxsize=4096)
 def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> tuple[Kind, ...]:
-    """Return the operations in a slice, grouped by equal shapes."""
+    """Return the operations in a range of layers, with the model's ends if included, grouped by
+    equal shapes and costs."""
     found: dict[str, Kind] = {}
     run = run_operations(model, lora, layers)
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
@@ -83,8 +87,8 @@ def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> 
 def product_seconds(
     cluster: Cluster, shares: ProductShares, peak: float, m: int, n: int, k: int, width: int
 ) -> float:
-    """Return the seconds for a matmul (m, k) × (k, n) with `width` bytes per number, on devices
-    with `peak` FLOP/s, a fraction of which matmuls reach."""
+    """Return the seconds for one matmul (m, k) × (k, n) with `width` bytes per number, on a rank
+    with a peak of `peak` FLOP/s, reduced by the fractions in `shares`."""
     device, peak = cluster.device, peak * shares.product_share
     if device.units == 1:
         arithmetic = 2 * m * n * k / peak
@@ -99,15 +103,17 @@ def product_seconds(
 
 
 def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
-    """Return the number of waves in which the units compute all tiles. It is fractional beyond the
-    first wave, because libraries split the last tiles along their depth."""
+    """Return the number of waves in which `units` processors compute all tiles of an (m, n) result,
+    with `rows` × `columns` per tile. It is fractional beyond the first wave, because libraries
+    split the last tiles along their depth."""
     turns = -(-m // rows) * -(-n // columns) / units
     whole = math.ceil(turns)
     return whole if whole == 1 else (turns + whole) / 2
 
 
 class _ElementwiseTime:
-    """The time of operations that move bytes: everything but matmuls and attention."""
+    """Seconds for operations that are bound by memory bandwidth: everything but matmuls and
+    attention."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
         self.step = step
@@ -123,14 +129,14 @@ class _ElementwiseTime:
         calibration = cluster.device.calibration
         is_fused = self.joins and fused_obstacle(config, layout) is None
         self.joins_activations = is_fused and step.precision in calibration.fused
-        """Whether activation functions are computed within the adjacent matmuls, and attention
-        dropout within attention."""
+        """Whether activation functions run within the adjacent matmuls, and attention dropout
+        within attention, as in the fused CPU step."""
         self.shares = calibration.products(step.precision, fused=is_fused)
         self.peak = cluster.peak_flops(step.precision, config.train.matmul_precision)
 
     def _look_up(self, op: Operation) -> PassSeconds:
-        """Return the time for an embedding: rows are read and written. The backward pass zeroes a
-        gradient for the whole table and adds to it."""
+        """Return the seconds for an embedding lookup, which reads and writes one row per token. The
+        backward pass zeroes a gradient for the whole table and adds to it."""
         moved = self.bytes.of([op.result])
         (table,) = (spec for spec in op.parameters if len(spec.shape) == 2)
         n_table = math.prod(self.step.sharding.parameter_shape(table))
@@ -141,8 +147,8 @@ class _ElementwiseTime:
         )
 
     def _norm(self, op: Operation) -> PassSeconds:
-        """Return the time for a norm, including the preceding residual addition, which is not
-        listed as an operation."""
+        """Return the seconds for a norm together with the residual addition before it, which is not
+        listed as an operation of its own."""
         stream = self._bytes(op.reads)
         rounded = self._bytes([replace(op.result, dtype="products")])  # as matmuls read it
         if self.joins:
@@ -160,7 +166,8 @@ class _ElementwiseTime:
         return self.step.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
 
     def _activation(self, op: Operation) -> PassSeconds:
-        """Return the time for an activation function and its derivative."""
+        """Return the seconds for an activation function and its derivative, bound by memory or by
+        exponentials; 0 if computed within a matmul."""
         if self.joins_activations:
             return PassSeconds(0.0, 0.0, 0.0)
         moving, n = self._element_wise(op), self.bytes.of([op.result])
@@ -173,11 +180,12 @@ class _ElementwiseTime:
         return self.cluster.device.calibration.exponential_seconds * self.cluster.sharing
 
     def _exponentials(self, n_bytes: int, n: int) -> float:
-        """Return the time for moving bytes, overlapped with `n` exponentials."""
+        """Return the seconds for moving `n_bytes` or for computing `n` exponentials meanwhile,
+        whichever is longer."""
         return max(self._moving(n_bytes), n * self._per_exponential)
 
     def _rotation(self, op: Operation) -> PassSeconds:
-        """Return the time for rotating queries or keys in float32."""
+        """Return the seconds for a rotary embedding on queries or keys, in float32."""
         if self.joins:
             return self._element_wise(op)
         precise = self._bytes([replace(op.result, dtype="float32")])
@@ -185,23 +193,24 @@ class _ElementwiseTime:
         return PassSeconds(forward, backward, 0.0)
 
     def _dropout(self, op: Operation) -> PassSeconds:
-        """Return the time for dropout with a computed mask. Dropout before the residual addition is
-        fused with the following norm."""
+        """Return the seconds for dropout, including its random mask. With compilation, dropout
+        before a residual addition costs nothing: it is fused with the following norm."""
         once = self._element_wise(op)
         if self.joins:
             return once if op.layer is None else PassSeconds(0.0, 0.0, 0.0)
         return once._replace(forward=once.forward + self._mask(op.result))
 
     def _mask(self, tensor: ActivationTensor) -> float:
-        """Return the time for a tensor's keyed mask if each operation on its words runs separately:
-        a word is read and written."""
+        """Return the seconds for computing a tensor's dropout mask from its key with one kernel per
+        word operation, each of which reads and writes 32 bits per element."""
         words = self._bytes([replace(tensor, dtype="float32")])
         return HASH_OPERATIONS * self._moving(2 * words)
 
     def _element_wise(self, op: Operation) -> PassSeconds:
-        """Return the time for reading and writing elements. The backward pass reads a gradient and
-        the inputs, and writes the inputs' gradients. A gate's multiplication is one more operation.
-        """
+        """Return the seconds for an element-wise operation. The forward pass reads the inputs and
+        writes the result; the backward pass reads the gradient and the inputs, and writes the
+        inputs' gradients. Without fusion, a gate's multiplication (a second input) is one more
+        operation."""
         read, written = self._bytes(op.reads), self._bytes([op.result])
         forward, backward = read + written, 2 * read + written
         if not self.joins and len(op.reads) > 1:
@@ -218,17 +227,19 @@ class _ElementwiseTime:
 
 
 class _OperationTime(_ElementwiseTime):
-    """The time of every operation, in seconds for one micro-batch."""
+    """Seconds for any operation, for one micro-batch."""
 
     def of(self, op: Operation) -> PassSeconds:
-        """Return an operation's pass times."""
+        """Return the forward, backward-input and backward-weight seconds for one operation;
+        backward-input is 0 if nothing needs its input's gradient."""
         pairs = zip(self._times(op), self._fresh(op), strict=True)
         both = PassSeconds(*(sum(pair) / self.shares.step_share for pair in pairs))
         return both if op.gives_gradient else both._replace(backward_input=0.0)
 
     def _fresh(self, op: Operation) -> PassSeconds:
-        """Return the time to allocate results and gradients if freed memory goes back to the
-        system: on a CPU with ZeRO, whose gathered weights would leave holes in a heap."""
+        """Return the seconds per pass for allocating results and gradients, if freed memory goes
+        back to the system: on a CPU with ZeRO, whose gathered weights would leave holes in a heap;
+        else 0."""
         rate = self.cluster.device.calibration.fresh_bytes_per_second
         if rate is None or not self.step.layout.zero:
             return PassSeconds(0.0, 0.0, 0.0)
@@ -250,7 +261,8 @@ class _OperationTime(_ElementwiseTime):
         return by_kind.get(op.kind, self._element_wise)(op)
 
     def _matmul(self, op: Operation) -> PassSeconds:
-        """Return the time for a matmul; its two gradients are matmuls with the same three sides."""
+        """Return the seconds for a weight's matmul and for both its gradients, which are matmuls
+        with the same three sides, including rounding and accumulation."""
         n_tokens, n_out = self.step.sharding.local_shape(op.result.shape, op.result.axes)
         (x,) = op.reads
         _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
@@ -278,9 +290,9 @@ class _OperationTime(_ElementwiseTime):
         )
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
-        """Return the bytes moved to round weights for matmuls, and to widen and accumulate their
-        gradients. If weights arrive already rounded, one operation adds gradients to the unsharded
-        ones."""
+        """Return the bytes moved in a micro-batch to round these weights for matmuls, and those
+        moved to widen and accumulate their gradients. If gathered weights arrive already rounded,
+        one operation adds gradients to the unsharded ones."""
         e, p = self.step.element_bytes, self.step.product_bytes
         n = sum(math.prod(self.step.sharding.parameter_shape(spec)) for spec in parameters)
         if not self.step.rounds_weights:
@@ -290,9 +302,9 @@ class _OperationTime(_ElementwiseTime):
         return (e + p) * n, (e + p + (3 * e if self.adds_whole else 0)) * n
 
     def _head(self, op: Operation) -> PassSeconds:
-        """Return the time for the last matmul with the loss. Logits are read and written as float32
-        in each pass; if operations are not fused, they are also rounded, and zeros are written for
-        the gradient."""
+        """Return the seconds for the head's matmul and the loss. Logits are read and written as
+        float32 in each pass; without fusion they are also rounded, and zeros are written for the
+        gradient."""
         matmul = self._matmul(op)
         p, width = self.step.product_bytes, self.step.summed_bytes
         n = self.bytes.of([op.result]) // self.step.bytes_of(op.result)
@@ -305,8 +317,9 @@ class _OperationTime(_ElementwiseTime):
         )
 
     def _attention(self, op: Operation) -> PassSeconds:
-        """Return the time for attention. Fused attention skips masked blocks; kernels may include
-        dropout. Otherwise it is two full matmuls with the weights written out."""
+        """Return the seconds for attention between the projections. Fused attention skips masked
+        blocks, and kernels may include dropout; otherwise attention is two full matmuls that write
+        out the attention weights."""
         whole = math.prod(op.result.shape)
         local = math.prod(self.step.sharding.local_shape(op.result.shape, op.result.axes))
         n_tokens = self.step.micro_batch_size * op.result.shape[0]
@@ -333,8 +346,9 @@ class _OperationTime(_ElementwiseTime):
         return PassSeconds(forward + self._moving(moved), backward + self._moving(2 * moved), 0.0)
 
     def _written_attention(self, op: Operation, matmul: float, moved: int) -> PassSeconds:
-        """Return the time for attention whose weights are written out for dropout: two full
-        matmuls, and twice as many backward."""
+        """Return the seconds for attention that writes out its weights for dropout: two full
+        matmuls with `matmul` seconds each, and four backward. `moved` is the bytes of inputs and
+        result."""
         written = self.bytes.of(op.saves)
         mask = 0.0
         if not self.joins:
@@ -347,7 +361,8 @@ class _OperationTime(_ElementwiseTime):
 
 
 class ComputeTime:
-    """Pass times in seconds for one micro-batch through a rank's stages."""
+    """Pass times in seconds for one micro-batch, by stage or by operation, on one rank; results are
+    cached."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
         self.step = step
@@ -364,8 +379,8 @@ class ComputeTime:
 
     @property
     def key(self) -> object:
-        """A key that is equal if equal layers take equal time, for the same model, cluster and
-        precision."""
+        """A hashable key, equal for layouts in which equal layers take equal time (same model,
+        cluster and precision)."""
         layout, train, each = self.step.layout, self.step.config.train, self._operations
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
@@ -374,7 +389,8 @@ class ComputeTime:
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
-        """Return a stage's pass times; stages with equally many equal layers take equal time."""
+        """Return the pass times of a stage with these layers, including recomputation in the
+        backward pass."""
         if layers not in self._slices:
             self._slices[layers] = self._slice(layers)
         return self._slices[layers]
@@ -398,8 +414,8 @@ class ComputeTime:
         return PassSeconds(forward, backward_input, backward_weight)
 
     def attention(self, layers: range) -> float:
-        """Return the seconds for a stage's attention in both passes, with which a ring's messages
-        overlap."""
+        """Return the seconds for a stage's attention, forward and backward together, with which
+        ring attention overlaps its messages."""
         return sum(
             kind.n * sum(self.operation(kind))
             for kind in kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
@@ -407,8 +423,8 @@ class ComputeTime:
         )
 
     def reading(self, layers: range) -> PassSeconds:
-        """Return the pass times for a stage's column-parallel matrices, whose gradients may overlap
-        with communication."""
+        """Return the pass times for a stage's column-parallel matrices alone (those that read the
+        residual stream); their gradients may overlap with communication."""
         if layers not in self._reading:
             one_by_one = [
                 (kind.n, self.operation(kind))
@@ -422,22 +438,24 @@ class ComputeTime:
         return self._reading[layers]
 
     def computes_again(self, op: Operation) -> bool:
-        """Whether activation checkpointing computes an operation in a block twice."""
+        """Whether the configured activation checkpointing recomputes an operation within a
+        block."""
         if self.checkpoint is None:
             return False
         return self.recomputes_products or not self._operations.bytes.saves_selectively(op)
 
     def operation(self, kind: Kind) -> PassSeconds:
-        """Return one operation's pass times; equal shapes are computed once."""
+        """Return the pass times in seconds for one operation in a Kind, without recomputation."""
         if kind.key not in self._known:
             self._known[kind.key] = self._operations.of(kind.op)
         return self._known[kind.key]
 
 
 def fuses_dropout(model: ModelConfig, layout: Layout, precision: str, device: Device) -> bool:
-    """Whether kernels are planned to apply attention dropout on a device: a GPU whose matrix units
-    support bf16, as all GPUs with these kernels do, and whose fp32 peak is known. A run checks the
-    kernels before its first step, and warns if it writes the weights out after all."""
+    """Return whether GPU kernels are planned to apply attention dropout without writing out the
+    weights: on a GPU whose matrix units support bf16, as all GPUs with these kernels do, and whose
+    fp32 peak is known. A run checks the kernels before its first step, and warns if it writes the
+    weights out after all."""
     is_served = device.units > 1 and {"bf16", "fp32"} <= device.tflops.keys()
     drops = model.attention_dropout > 0
     return drops and is_served and dropout_kernel_obstacle(model, layout, precision) is None

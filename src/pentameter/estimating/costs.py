@@ -1,9 +1,9 @@
-"""Costs per operation: folds over the one list in `planning/gpt.py`.
+"""Counts that time and memory estimates are built on, from the model's list of operations.
 
-FLOPs, pass times per stage, padding, and the bytes that forward passes save for their backward
-passes. The latter follow Korthikanti et al. 2022 ("Reducing activation recomputation in large
-transformer models"), section 4, adapted to our modules: their attention has dropout and writes out
-its weights; ours by default does neither.
+Matmul counts per pipeline stage, and the activation bytes that forward passes save for their
+backward passes. The latter follow Korthikanti et al. 2022 ("Reducing activation recomputation in
+large transformer models"), section 4, adapted to our modules: their attention has dropout and
+writes out its weights; ours by default does neither.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a resolved configuration in a layout: what all of its estimates count by."""
+    """One optimizer step of a resolved configuration in a mesh layout; all estimates are computed
+    from it."""
 
     config: Config
     layout: Layout
     stages: Sequence[range] = ()
-    """Each pipeline stage's layers."""
+    """The range of layers in each pipeline stage."""
     asked_precision: str | None = None
-    """The run's, if the configuration leaves it open; without it, matmuls are assumed to be in full
-    precision."""
+    """The matmul precision, in place of `train.precision`, which may be `auto`. If this is None and
+    the other `auto`, fp32 is assumed."""
     fused_dropout: bool = False
     """Whether GPU kernels apply dropout to attention weights without writing them out."""
 
     @cached_property
     def sharding(self) -> Sharding:
-        """The model's sharding under the layout."""
+        """Each parameter's and activation's placement on the mesh."""
         return sharding_of(self.layout, self.config.model)
 
     @cached_property
     def rules(self) -> LayoutRules:
-        """The layout's rules for gradients and gathered weights."""
+        """When this layout gathers weights and reduces gradients."""
         return LayoutRules(self.layout)
 
     @cached_property
     def n_rows(self) -> int:
-        """Sequences per data-parallel rank."""
+        """Sequences per step on each data-parallel rank."""
         assert self.config.train.batch_size is not None  # resolved
         return self.config.train.batch_size // self.layout.n_batch_shards
 
@@ -75,12 +76,12 @@ class Step:
 
     @cached_property
     def n_micro_batches(self) -> int:
-        """Micro-batches per step."""
+        """Micro-batches per step on each data-parallel rank."""
         return self.n_rows // self.micro_batch_size
 
     @property
     def precision(self) -> str:
-        """The precision that matmuls are counted in."""
+        """The `train.precision` that matmuls are counted in, never `auto`."""
         precision = self.asked_precision or self.config.train.precision
         return "fp32" if precision == "auto" else precision
 
@@ -100,7 +101,7 @@ class Step:
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes per element of a softmax or of a sum over blocks: float32 at least."""
+        """Bytes per element in a softmax or in a sum over blocks: at least 4 (float32)."""
         return max(4, self.element_bytes)
 
     @property
@@ -109,7 +110,7 @@ class Step:
         return self.product_bytes < self.element_bytes
 
     def bytes_of(self, tensor: ActivationTensor) -> int:
-        """Return the bytes per element in an activation."""
+        """Return the bytes per element in an activation, by its dtype."""
         match tensor.dtype:
             case "weights":
                 return self.element_bytes
@@ -127,7 +128,8 @@ class Step:
 
 
 class PassSeconds(NamedTuple):
-    """Durations of a stage's passes, in any unit."""
+    """Durations of the forward pass and of both halves of the backward pass (gradients for inputs,
+    for weights), in seconds or any other unit."""
 
     forward: float
     backward_input: float
@@ -135,8 +137,9 @@ class PassSeconds(NamedTuple):
 
 
 def pass_seconds(step: Step) -> list[PassSeconds]:
-    """Return each stage's pass times, in multiplications per token, with attention counted in
-    full."""
+    """Return, for each stage, its passes' costs in multiplications per token. Attention is counted
+    in full, without skipping masked positions; recomputation counts as part of the backward
+    pass."""
     config = step.config
     how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
     recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
@@ -159,12 +162,13 @@ def pass_seconds(step: Step) -> list[PassSeconds]:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for one micro-batch, on the rank with the largest shard of each tensor."""
+    """Activation bytes for one micro-batch, on the rank that has the largest shard of each tensor.
+    Methods take `run`, a stage's operations in order."""
 
     step: Step
 
     def of(self, tensors: Iterable[ActivationTensor]) -> int:
-        """Return the bytes for some activations, each counted once."""
+        """Return the total bytes for these activations; equal ones are counted once."""
         return sum(self._one(tensor) for tensor in set(tensors))
 
     def _one(self, tensor: ActivationTensor) -> int:
@@ -174,18 +178,18 @@ class ActivationBytes:
 
     @property
     def stream(self) -> int:
-        """Bytes in the residual stream between blocks."""
+        """Bytes of the residual stream between two blocks."""
         return self._one(residual_stream(self.step.config.model, "stream"))
 
     @property
     def message(self) -> int:
-        """Bytes that a rank sends to the next stage from the residual stream."""
+        """Bytes of the residual stream that one rank sends to the next pipeline stage."""
         stream = residual_stream(self.step.config.model, "message")
         return self._one(replace(stream, axes=("message", "embed")))
 
     def stage(self, run: Sequence[Operation]) -> int:
-        """Return the bytes that a stage's forward pass saves for the backward pass, with activation
-        checkpointing if enabled, which applies to blocks."""
+        """Return the bytes that a stage's forward pass saves for the backward pass, after any
+        activation checkpointing of its blocks."""
         ends = [op for op in run if op.layer is None]
         kept = self.of(tensor for op in ends for tensor in op.saves)
         return kept + sum(n * self._kept_of_block(block) for block, n in _alike_blocks(run))
@@ -204,9 +208,9 @@ class ActivationBytes:
         return kept
 
     def saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
-        """Return the tensors that an operation's backward pass reads. A ring's attention works by
-        blocks, and so do kernels with dropout. Column-parallel matrices that run as one operation
-        save only this rank's input shard, and gather it again."""
+        """Return the tensors that an operation saves for its backward pass. Ring attention and
+        attention kernels with dropout work by blocks and save fewer. Column-parallel matrices that
+        run as one operation save only this rank's input shard, and gather it again."""
         if op.kind == "attention" and (self._has_ring or self.step.fused_dropout):
             return op.saves_by_blocks
         if self._gathers_again(op):
@@ -214,14 +218,14 @@ class ActivationBytes:
         return op.saves
 
     def saves_selectively(self, op: Operation) -> bool:
-        """Whether `activation_checkpoint = "selective"` keeps an operation's result: a matmul's,
-        and that of attention in one operation, which saves its own result."""
+        """Whether `activation_checkpoint = "selective"` keeps an operation's result: yes for
+        matmuls, and for attention that runs as one operation and saves its result."""
         by_blocks = op.kind == "attention" and op.result in self.saves(op)
         return op.kind == "product" or by_blocks
 
     def _gathers_again(self, op: Operation) -> bool:
-        """Whether a matmul's backward pass gathers its input again, because only a shard was
-        saved."""
+        """Whether a matmul saves only its input's sequence shard, so that its backward pass
+        all-gathers the input again."""
         reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
         at_once = self.step.rules.reads_at_once(self.step.config.lora)
         return reads_stream and at_once and self.step.layout.sequence
@@ -231,9 +235,9 @@ class ActivationBytes:
         return self.step.layout.context > 1 and not self.step.layout.exchanges_heads
 
     def attending(self, run: Sequence[Operation]) -> int:
-        """Return the extra bytes during the backward pass of a ring's attention, when the block's
-        later saved tensors are freed: its buffers, and two gradients of the stream; 0 without a
-        ring."""
+        """Return the bytes, beyond those a block saves, at the peak of ring attention's backward
+        pass: its buffers and two gradients of the stream, after later tensors in the block are
+        freed. 0 without a ring."""
         if not self._has_ring:
             return 0
         most = 0
@@ -248,17 +252,17 @@ class ActivationBytes:
         return most
 
     def _ring_buffers(self, op: Operation) -> int:
-        """Return the bytes for the backward pass of a ring's attention: keys and values in use and
-        in flight, in the matmul dtype; their gradients, likewise plus this rank's own, and the
-        queries' gradient, in the accumulation dtype."""
+        """Return the bytes of buffers in ring attention's backward pass: keys and values in use and
+        in flight, in the matmul dtype; their gradients, in use, in flight and this rank's own, and
+        the queries' gradient, in the accumulation dtype."""
         n_q, n_kv = attention_elements(op, self.step.sharding)
         summed = self.step.summed_bytes
         each_row = 2 * n_kv * self.step.product_bytes + (3 * n_kv + n_q) * summed
         return self.step.micro_batch_size * each_row
 
     def _kept_of_block(self, block: Sequence[Operation]) -> int:
-        """Return the bytes that one block saves for the backward pass, with activation
-        checkpointing if enabled."""
+        """Return the bytes that one block saves for the backward pass, after any activation
+        checkpointing."""
         match self.step.config.train.activation_checkpoint:
             case None:
                 return self._block(block)
@@ -272,16 +276,18 @@ class ActivationBytes:
                 refuse_unknown(unknown, "train.activation_checkpoint", "the planner's memory")
 
     def between_backward_halves(self, run: Sequence[Operation]) -> int:
-        """Return the bytes that a stage holds between its input's gradient and its weights'
-        gradients: the gradients of results computed with a block's parameters."""
+        """Return the bytes that a split backward pass holds between its halves (gradients for the
+        input, then for the weights): the gradients of results computed with a block's
+        parameters."""
         return sum(
             n * self.of(op.result for op in block if op.parameters)
             for block, n in _alike_blocks(run)
         )
 
     def recomputing(self, run: Sequence[Operation]) -> int:
-        """Return the extra bytes while a block is recomputed: its tensors that were not saved, and
-        the gradients for the activation function's input and output and for the stream."""
+        """Return the extra bytes while one block is recomputed: its tensors that were not saved,
+        and the gradients for the activation function's input and output and for the stream. 0
+        without activation checkpointing."""
         if self.step.config.train.activation_checkpoint is None:
             return 0
         return max(
@@ -298,9 +304,9 @@ class ActivationBytes:
         )
 
     def loss(self, run: Sequence[Operation]) -> int:
-        """Return the extra bytes while the loss is computed: logits as probabilities with two
-        gradients, or their current chunk, and the weight and its gradient if they are rounded for
-        it; 0 in a stage without the head."""
+        """Return the extra bytes while the loss is computed: the logits as probabilities with two
+        gradients, or only one chunk of them, and a rounded head weight with its gradient; 0 in a
+        stage without the head."""
         return max((self._loss(op) for op in run if op.kind == "head"), default=0)
 
     def _loss(self, head: Operation) -> int:
@@ -316,18 +322,18 @@ class ActivationBytes:
         return rounded + logits + self.of(head.saves) + self._matmul_blocks(head, n_rows)
 
     def multiplying(self, run: Sequence[Operation]) -> int:
-        """Return the extra bytes during a matmul's backward pass in a block, if ranks shard the
-        matmul."""
+        """Return the largest extra bytes during any matmul's backward pass in a block, for blocks
+        from other ranks that shard it; 0 if none does."""
         n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
         n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
         products = (op for op in run if op.kind == "product")
         return max((self._matmul_blocks(op, n_tokens) for op in products), default=0)
 
     def _matmul_blocks(self, op: Operation, n_tokens: int) -> int:
-        """Return the bytes for other ranks' blocks in the backward pass of a matmul with `n_tokens`
+        """Return the bytes for other ranks' blocks in a matmul's backward pass with `n_tokens`
         tokens. With sequence parallelism: the input gathered again, its gradient, and other ranks'
-        partial results for it. SUMMA: two blocks each from the weight and from the result's
-        gradient, and a sum for another rank. Mode 3d: gathered inputs, weight and gradients."""
+        partial results. SUMMA: two blocks each from the weight and from the result's gradient, and
+        a sum for another rank. Mode 3d: gathered inputs, weight and gradients."""
         layout, weight = self.step.layout, op.parameters[0]
         p, summed = self.step.product_bytes, max(4, self.step.product_bytes)
         if not layout.is_grid:
@@ -343,7 +349,7 @@ class ActivationBytes:
         return (2 * p + summed) * n_block + 2 * p * n_tokens * n_out
 
     def rounded_weight(self, op: Operation) -> int:
-        """Return the bytes in an operation's matrix, as matmuls read it."""
+        """Return the bytes of an operation's weight matrix in the matmul dtype, on this rank."""
         weight = op.parameters[0]
         n_elements = math.prod(self.step.sharding.parameter_shape(weight))
         return self.step.product_bytes * n_elements
@@ -352,8 +358,8 @@ class ActivationBytes:
 def attention_elements(
     op: Operation, sharding: Sharding, coordinates: Mapping[str, int] | None = None
 ) -> tuple[int, int]:
-    """Return the element counts for the queries, and for the keys and values, that a rank has per
-    sequence."""
+    """Return two element counts per sequence on a rank: queries, and keys with values.
+    `coordinates` is the rank's position on the mesh; None means the largest shard."""
     n_q = math.prod(sharding.local_shape(op.result.shape, op.result.axes, coordinates))
     n_read = sum(
         math.prod(sharding.local_shape(each.shape, each.axes, coordinates)) for each in op.reads
@@ -362,5 +368,6 @@ def attention_elements(
 
 
 def _alike_blocks(run: Sequence[Operation]) -> list[tuple[list[Operation], int]]:
-    """Return one block of each kind, with its count."""
+    """Return one example block (its operations) for each kind in `run`, with the number of such
+    blocks."""
     return (run if isinstance(run, Run) else Run(run)).alike_blocks

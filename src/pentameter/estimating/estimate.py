@@ -1,4 +1,4 @@
-"""An Estimate: a Plan on a cluster, with its memory, its time and whether it fits."""
+"""An Estimate: memory and step time for a Plan on a cluster, and whether it fits."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan, make_plan
 
 SMALL_PRODUCT_ROWS = 1024
-"""Tokens per micro-batch below which matmuls leave much of a GPU idle."""
+"""Tokens per micro-batch and rank below which matmuls leave much of a GPU idle."""
 LARGE_BUBBLE = 0.25
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of running a Plan on a cluster."""
+    """The estimated cost of running a Plan (a resolved configuration: sharding, batch, steps) on a
+    cluster."""
 
     plan: Plan
     cluster: Cluster
     precision: str
-    """The matmul precision: the configuration's, or for `auto` the devices' best."""
+    """The matmul precision: the configuration's `train.precision`, or for `auto` the devices'
+    best."""
 
     @cached_property
     def memory(self) -> Memory:
-        """The fullest rank's bytes."""
+        """Bytes by component on the rank that needs the most."""
         return plan_memory(self.plan, self.precision, fused_dropout=self.fused_dropout)
 
     @property
     def fused_dropout(self) -> bool:
-        """Whether kernels are planned to apply dropout to attention weights without writing them
-        out."""
+        """Whether GPU kernels are planned to apply attention dropout without writing out the
+        attention weights."""
         plan = self.plan
         inputs = (plan.config.model, plan.layout, self.precision, self.cluster.device)
         return fuses_dropout(*inputs)
 
     @cached_property
     def time(self) -> StepTime:
-        """A step's time by component."""
+        """The seconds for one step, in total and by component."""
         return step_time(step_of(self.plan, self.precision), self.cluster, self.communication)
 
     @cached_property
     def communication(self) -> list[StepCommunication]:
-        """The communication in a step by the first rank at each `pipeline` coordinate."""
+        """Calls and bytes in one step, for each `pipeline` coordinate, by the first rank there."""
         return communication_of_stages(step_of(self.plan, self.precision))
 
     @property
@@ -65,22 +67,23 @@ class Estimate:
 
     @property
     def spare_bytes(self) -> float:
-        """A device's unused bytes; negative if the plan does not fit."""
+        """Unused bytes on the fullest rank's device; negative if the plan does not fit."""
         return self.cluster.usable_bytes - self.device_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank fits its device."""
+        """Whether the fullest rank's bytes fit its device."""
         return self.spare_bytes >= 0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second, over all ranks."""
+        """Training tokens per second, over all ranks."""
         return self.plan.tokens_per_step / self.time.seconds
 
     @property
     def mfu(self) -> float:
-        """The model's FLOP/s ÷ the peak FLOP/s of the devices that the layout uses."""
+        """Model FLOPs utilization: the model's FLOP/s ÷ the peak FLOP/s of the devices that the
+        layout uses."""
         matmul_precision = self.plan.config.train.matmul_precision
         peak = self.cluster.peak_flops(self.precision, matmul_precision)
         flops_per_token = self.plan.flops_per_token
@@ -96,12 +99,14 @@ class Estimate:
 
     @property
     def device_hours(self) -> float | None:
-        """Hours over all devices in the cluster, idle ones included; None as for `run_seconds`."""
+        """`run_seconds` in hours, times all devices in the cluster, idle ones included; None if
+        `run_seconds` is."""
         seconds = self.run_seconds
         return None if seconds is None else seconds / 3600 * self.cluster.n_devices
 
     def warnings(self) -> Iterator[str]:
-        """Yield what to change, one line each, with the remedy."""
+        """Yield a sentence with a remedy for each problem: memory exceeded, idle devices, slow
+        links, small micro-batches, a large bubble, figures without a measurement."""
         plan, layout = self.plan, self.plan.layout
         if not self.fits:
             yield (
@@ -153,8 +158,8 @@ class Estimate:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object for `plan --json`: the Plan's record, and its estimates on the
-        cluster."""
+        """Return the object that `plan --json` prints: the Plan's record, with the estimated
+        memory, time, links, cluster and warnings."""
         time, found = self.time, plan_record(self.plan)
         return {
             **found,
@@ -185,7 +190,8 @@ class Estimate:
         }
 
     def links(self) -> dict[str, str]:
-        """Return the link used by each mesh dimension that communicates."""
+        """Return each communicating mesh dimension's slowest link: "inside a node" or "between
+        nodes"."""
         links = Links(self.plan.layout, self.cluster)
         names = dict.fromkeys(dimension for sent in self.communication for dimension, _ in sent)
         return {name: links.link(name) for name in names if name != WORLD}
@@ -200,10 +206,12 @@ def make_estimate(
     layout: str | None = None,
 ) -> Estimate:
     """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
-    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted.
+    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` is
+    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
+    counts in epochs.
 
-    Raises the errors from `make_plan`, and ConfigError if the layout needs more devices than there
-    are.
+    Raises ConfigError if the layout needs more devices than there are or contradicts the
+    configuration (see `make_plan`).
     """
     if layout is not None:
         config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
@@ -230,9 +238,13 @@ def plan(
     world_size: int | None = None,
     local_size: int | None = None,
 ) -> Plan | Estimate:
-    """Implement `pm.plan`: return the Estimate for a configuration on a cluster ("h100-80gb:8x2"),
-    or without one its Plan, for `world_size` ranks. A number in the cluster's position is the
-    `vocab_size`."""
+    """Implement `pm.plan`: return the Estimate for a configuration on a cluster (a Cluster, or text
+    such as "h100-80gb:8x2"), or without one the Plan for `world_size` ranks, `local_size` per node.
+    `layout` ("data=8,tensor=2") replaces `[parallel]`. An int in the cluster's position is the
+    `vocab_size`, followed by `rows_per_epoch` (batch rows in the training split).
+
+    Raises ConfigError for an invalid layout or cluster.
+    """
     if isinstance(cluster, int):
         cluster, vocab_size, rows_per_epoch = None, cluster, rows_per_epoch or vocab_size
     if cluster is None:
@@ -246,14 +258,14 @@ def plan(
 
 
 def _named_processes(config: Config) -> int:
-    """Return how many ranks `[parallel]` names in full."""
+    """Return the product of the sizes in `[parallel]`, an open `data` counting as 1."""
     parallel = config.parallel
     return (parallel.data or 1) * parallel.tensor * parallel.pipeline * parallel.context
 
 
 def best_precision(config: Config, cluster: Cluster) -> str:
-    """Return the configured precision, or for `auto` the one that a run would choose on the
-    devices, by their peaks."""
+    """Return the configured `train.precision`, or for `auto` the one that a run would choose on
+    these devices, judged by their peak FLOP/s."""
     if config.train.precision != "auto":
         return config.train.precision
     known: dict[str, float] = dict(cluster.device.tflops)

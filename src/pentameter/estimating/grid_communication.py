@@ -1,8 +1,8 @@
 """Collectives per micro-batch in the 2-D, 2.5-D and 3-D tensor modes, operation by operation.
 
-They are those named in `parallel/grid/tensor_grid.py`: SUMMA's broadcasts and reductions, the 3-D
-algorithm's gathers and sums, those for norms, embedding and loss. Bytes are counted as in
-`estimating/communication.py`.
+They are those that `parallel/grid/tensor_grid.py` calls: broadcasts and reductions for SUMMA
+matmuls, gathers and sums for 3-D matmuls, and those for norms, embedding and loss. Bytes are
+counted as in `estimating/communication.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from pentameter.planning.layout import shard_size
 
 TOKEN_BYTES = 8
 NUMBERS_OF_A_NORM = {"layernorm": 2, "rmsnorm": 1}
-"""Maps `model.norm` to the statistics that each rank computes over a token's local channels: mean
-and variance, or one."""
+"""Maps `model.norm` to how many statistics per token ranks combine, each computed over a rank's
+local channels: mean and variance, or one."""
 
 
 class GridCommunication(OperationCommunication):
-    """The collectives in one micro-batch, where matrices, norms and the embedding have others than
-    in one dimension."""
+    """OperationCommunication for grid tensor modes, with other collectives for matrices, norms and
+    the embedding."""
 
     def _sent_by(
         self, operations: Sequence[Operation], kinds: Collection[CollectiveKind] | None
     ) -> Iterator[Sent]:
-        """Yield what every operation sends, and what its collectives of these kinds do."""
+        """Yield the grid's own collectives for every operation, then those that operations list
+        themselves, limited to `kinds` (by default the softmax's and attention's)."""
         how = self.step.config.train.activation_checkpoint
         # The tensors that we save are saved by an operation that has run.
         repeated = recomputed_results(operations, with_last=True) if how else set()
@@ -41,7 +42,8 @@ class GridCommunication(OperationCommunication):
         yield from super()._sent_by(operations, kinds or ("softmax", "attend"))
 
     def _of(self, op: Operation, n_forward: int) -> Iterator[Sent]:
-        """Yield the collectives in an operation's passes, of which `n_forward` are forward."""
+        """Yield the grid's collectives for one operation, whose forward pass runs `n_forward` times
+        (2 if recomputed)."""
         match op.role:
             case "token_embedding":
                 yield from self._look_up(op)
@@ -65,18 +67,18 @@ class GridCommunication(OperationCommunication):
 
     @property
     def edge(self) -> int:
-        """Ranks along `row`, and along `tensor`."""
+        """The grid's side: the number of ranks along `row`, and along `tensor`."""
         return self.step.layout.sizes["tensor"]
 
     @property
     def n_tokens(self) -> int:
-        """A micro-batch's tokens on this rank."""
+        """Tokens in a micro-batch on this rank."""
         shape = (self.step.config.model.context_length,)
         return self.step.micro_batch_size * self.step.sharding.local_shape(shape, ("context",))[0]
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes per element while a weight's gradient is summed."""
+        """Bytes per element while ranks sum a weight's gradient: at least 4 (float32)."""
         return max(4, self.step.product_bytes)
 
     def _matmul(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
@@ -86,9 +88,9 @@ class GridCommunication(OperationCommunication):
         return self._summa(n_out, n_in // self.edge, n_tokens, n_forward)
 
     def _summa(self, n_out: int, n_in: int, n_tokens: int, n_forward: int) -> Iterator[Sent]:
-        """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per column: in each pass
-        the weight's blocks are broadcast, as are those from the result's gradient, and each sum is
-        reduced to one rank."""
+        """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per grid column: in each
+        pass, weight blocks and blocks of the result's gradient are broadcast, and each partial sum
+        is reduced to one rank."""
         p = self.step.product_bytes
         for coordinate in range(self.edge):
             n = shard_size(n_out, self.edge, coordinate)
@@ -98,8 +100,9 @@ class GridCommunication(OperationCommunication):
             yield Sent("row", "reduce", self.summed_bytes * n * n_in)
 
     def _matmul_3d(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
-        """Yield the 3-D algorithm's collectives: input and weight are gathered in each pass;
-        results and all three gradients are reduce-scattered."""
+        """Yield the 3-D algorithm's collectives for a matmul: input and weight are all-gathered in
+        each pass; the result is reduce-scattered, and backward its gradient is all-gathered, and
+        the input's and the weight's are reduce-scattered."""
         n_out, n_in = op.parameters[0].shape
         reads_stream = op.contracts == "embed"
         inputs, results = ("depth", "tensor") if reads_stream else ("tensor", "depth")
@@ -117,16 +120,16 @@ class GridCommunication(OperationCommunication):
         yield Sent("row", "reduce_scatter", self.summed_bytes * block)
 
     def _gathered(self, n: int) -> int:
-        """Return how many elements are gathered along `row` for a rank to have its n, padded to the
-        largest shard."""
+        """Return how many elements a rank holds after all-gathering, along `row`, a dimension with
+        `n` elements; shards are padded to the largest."""
         return (
             shard_size(n, self.step.layout.parameter_sizes["row"], 0)
             * self.step.layout.sizes["row"]
         )
 
     def _bias(self, op: Operation, n_forward: int) -> Iterator[Sent]:
-        """Yield the collectives for a bias. In mode 3d, a bias on an inner width is sharded as its
-        weight is."""
+        """Yield the collectives for an operation's bias: only in mode 3d, for a bias on an inner
+        width, which is sharded as its weight is."""
         biases = [spec for spec in op.parameters if len(spec.shape) == 1]
         if self.step.layout.is_3d and biases and op.contracts == "embed":
             yield from self._gathered_vector(biases[0], n_forward)
@@ -146,8 +149,8 @@ class GridCommunication(OperationCommunication):
         yield Sent("tensor", "all_reduce", n_bytes)
 
     def _norm_of_heads(self, op: Operation, n_forward: int) -> Iterator[Sent]:
-        """Yield the collectives for a norm over all heads' channels: a mean square per token. A
-        norm within one head needs none."""
+        """Yield the all-reduces for a norm over all heads' channels, one mean square per token. A
+        norm within each head needs none."""
         (weight,) = op.parameters
         if weight.axes[0] == "head":
             return
@@ -157,8 +160,9 @@ class GridCommunication(OperationCommunication):
             yield from self._gathered_vector(weight, n_forward)
 
     def _look_up(self, op: Operation) -> Iterator[Sent]:
-        """Yield the embedding's collectives: all tokens in a group to each rank, and each rank's
-        shard of the sums back."""
+        """Yield the embedding's collectives: token ids are all-gathered, and each rank's shard of
+        the sums is reduce-scattered back, with the reverse for gradients. Mode 3d also gathers the
+        table and reduce-scatters its gradient."""
         dimension = "depth" if self.step.layout.is_3d else "row"
         n_tokens, e = self.edge * self.n_tokens, self.step.element_bytes
         V, D = op.parameters[0].shape

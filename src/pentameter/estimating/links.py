@@ -1,9 +1,9 @@
-"""Communication times: from the bytes sent and the links that a group's ranks span.
+"""Communication times, from the bytes sent and the links that a group's ranks span.
 
 A ring with n ranks moves (n - 1) / n of a gathered tensor through each link, and twice that for an
-all-reduce. Between nodes, all group members within a node use its network together. A small
-message's hops count by ring length, or by tree depth in an all-reduce between nodes (NCCL's
-algorithms); between processes on a CPU a message is one hop.
+all-reduce. Between nodes, all group members within a node use its network together. A small message
+costs one latency per hop: the ring's length, or in an all-reduce between nodes the tree's depth
+(NCCL's algorithms); between processes on a CPU it is one hop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Link = Literal["inside a node", "between nodes"]
 
 @dataclass(frozen=True)
 class Links:
-    """The links between the ranks in a layout's groups on a cluster."""
+    """Communication times in a layout on a cluster, by mesh dimension."""
 
     layout: Layout
     cluster: Cluster
 
     def group(self, dimension: str) -> tuple[int, int, int]:
-        """Return the size, members per node, and node count for a rank's group along a mesh
-        dimension."""
+        """Return (size, members per node, node count) for a rank's group along a mesh dimension, or
+        along WORLD for all ranks."""
         if dimension == WORLD:
             size, stride = self.layout.world_size, 1
         else:
@@ -44,11 +44,12 @@ class Links:
         return size, within, nodes
 
     def link(self, dimension: str) -> Link:
-        """Return the slowest link that a dimension's groups span."""
+        """Return the slowest link that groups along a mesh dimension span."""
         return "inside a node" if self.group(dimension)[2] == 1 else "between nodes"
 
     def seconds(self, dimension: str, kind: Kind, traffic: Communication) -> float:
-        """Return the seconds that these calls take, one after another."""
+        """Return the seconds for all calls in `traffic` of one `kind` along a mesh dimension, one
+        after another, without overlap; 0 for a group with one rank."""
         size, within, nodes = self.group(dimension)
         if size == 1 or not traffic.calls:
             return 0.0
@@ -59,7 +60,8 @@ class Links:
         )
 
     def total(self, traffic: StepCommunication, *dimensions: str) -> float:
-        """Return the seconds for all communication along some dimensions."""
+        """Return the seconds for all communication in `traffic` along the named mesh dimensions,
+        one call after another."""
         return sum(
             self.seconds(dimension, kind, counted)
             for (dimension, kind), counted in traffic.items()
@@ -69,24 +71,27 @@ class Links:
     def seconds_and_calls(
         self, traffic: StepCommunication, dimension: str, kind: Kind
     ) -> tuple[float, int]:
-        """Return the seconds and calls for one kind along a dimension."""
+        """Return the seconds and the number of calls for one kind of collective along a mesh
+        dimension; (0.0, 0) if there are none."""
         counted = traffic.get((dimension, kind))
         if counted is None:
             return 0.0, 0
         return self.seconds(dimension, kind, counted), counted.calls
 
     def exposed_seconds(self, compute: float, sent: float) -> float:
-        """Return how much overlapped communication adds to compute: the excess over compute time,
-        and its cost to the compute that hides it."""
+        """Return the seconds that communication with a duration of `sent` adds to overlapped
+        compute: the excess over `compute` seconds, and a fraction of the overlap, by which the
+        communication slows compute."""
         cost = self.cluster.device.calibration.interference_share
         return max(0.0, sent - compute) + cost * min(compute, sent)
 
     def message_seconds(self, n_bytes: int) -> float:
-        """Return the seconds for a message to the next pipeline rank."""
+        """Return the seconds to send a message with `n_bytes` to the next pipeline rank."""
         return self.seconds("pipeline", "send", Communication(1, n_bytes))
 
     def _bandwidth(self, kind: Kind, size: int, within: int, nodes: int) -> float:
-        """Return the bytes per second into each group member."""
+        """Return the bytes per second that enter each group member in a call of this kind; `within`
+        is the members per node."""
         device = self.cluster.device
         assert device.link_bytes_per_second is not None  # checked by parse_cluster
         link = device.link_bytes_per_second * device.calibration.link_share
@@ -114,8 +119,9 @@ class Links:
                 return (within - 1) * inside + math.ceil(math.log2(nodes)) * between
 
     def _passes(self, kind: Kind, size: int) -> float:
-        """Return how many times a call's bytes pass through each member's link. Between CPUs, a
-        reduce-scatter is an all-reduce after which each member keeps its shard (torch's gloo)."""
+        """Return how many times a call's bytes pass through each member's link (a fraction for all
+        but broadcasts and messages). Between CPUs, a reduce-scatter is an all-reduce, after which
+        each member keeps its shard (torch's gloo)."""
         if kind == "reduce_scatter" and self.cluster.device.shared:
             kind = "all_reduce"
         match kind:

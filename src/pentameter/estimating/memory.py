@@ -1,4 +1,5 @@
-"""Bytes on each rank: weights, gradients, optimizer state, gathered weights, activations."""
+"""Peak memory per rank, in bytes: weights, gradients, optimizer state, gathered weights,
+activations."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from pentameter.planning.buckets import SUM_BUCKET_BYTES
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that the fullest rank holds from step to step, and its gradients."""
+    """Bytes for weights, gradients and optimizer state on the rank that holds the most."""
 
     weights_bytes: int
     gradients_bytes: int
-    """The maximum held from one micro-batch to the next, or to the optimizer's step."""
+    """The most that is held from one micro-batch to the next, or to the optimizer's step."""
     optimizer_bytes: int
 
     @property
@@ -42,38 +43,39 @@ class StateBytes:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of host memory that a rank's copy of what it saves takes at most, while it is
-        written next to training; ranks that hold copies of each other split them."""
+        """Upper bound on host memory for a rank's copy of its weights and optimizer state, while a
+        checkpoint is written during training; ranks with the same values divide them."""
         return self.weights_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True)
 class Memory(StateBytes):
-    """The fullest rank's bytes, in a step after the first one, which allocates the optimizer state.
+    """The fullest rank's bytes by component, in a step after the first one, which allocates the
+    optimizer state.
 
     With `train.offload`, weights, gradients and optimizer state are in host memory, the rest in
     device memory.
     """
 
     gathered_bytes: int
-    """Additional bytes at the peak: weights gathered from shards or rounded for matmuls, and
-    communication buffers in flight."""
+    """Additional bytes at the peak: weights that are gathered from shards or rounded for matmuls,
+    and communication buffers in flight."""
     received_bytes: int
-    """Pipeline messages in flight: activations and gradients that no pass has read yet, and
-    gradients sent. A received activation that has been read counts as an activation."""
+    """Bytes in pipeline messages: received activations and gradients that no pass has read yet, and
+    gradients being sent. A received activation that has been read counts as an activation."""
     activations_bytes: int
-    """The maximum that the forward passes in flight have saved for their backward passes."""
+    """The most that forward passes in flight have saved for their backward passes."""
     total_bytes: int
-    """The peak: less than the sum if gradients reuse the memory freed by activations."""
+    """The peak, which is less than the sum if gradients reuse the memory freed by activations."""
 
 
 def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
-    """Return the fullest rank's Memory in a step.
+    """Return the Memory in a step on the rank that needs the most.
 
-    Attention weights with dropout are assumed to be written out, unless kernels apply the dropout.
+    Attention dropout is assumed to write out the attention weights, unless `step.fused_dropout`.
     Among ranks that shard the same tensors, the first holds the largest shards. Muon's workspace
-    for a matrix is left out. `known` caches the results that depend on parameters alone, for other
-    calls with the same model, optimizer and precision.
+    for a matrix is left out. `known`, a dict kept by the caller, caches the results that depend on
+    parameters alone, for calls with the same model, optimizer and precision.
     """
     layout, n_micro_batches = step.layout, step.n_micro_batches
     under_way = passes_under_way(layout, n_micro_batches)
@@ -93,8 +95,7 @@ def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -
 
 
 def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the maximal tuples: those that no other tuple matches or exceeds in every
-    component."""
+    """Return the tuples that no other tuple matches or exceeds in every component."""
     return [
         one
         for one in peaks
@@ -103,9 +104,9 @@ def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateBytes:
-    """Return the fullest rank's bytes that follow from parameters alone. `tables` lists the
-    parameters per pipeline stage. The optimizer is the configuration's, and a matrix is sharded
-    along the axes that its table names."""
+    """Return the fullest rank's bytes for weights, gradients and optimizer state, which follow from
+    parameters alone. `tables` lists the parameters per pipeline stage, with the axes that each is
+    sharded along."""
     layout, sharding, optimizers = step.layout, step.sharding, step.config.optimizer
     whole_gradients = step.rules.keeps_whole_gradients(step.n_micro_batches)
 
@@ -127,14 +128,16 @@ def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateB
 
 
 def device_bytes(memory: Memory, *, offload: bool) -> int:
-    """Return the bytes in a rank's Memory that are on its device."""
+    """Return the bytes of a rank's Memory that are on its device: all, or with `offload` all but
+    weights, gradients and optimizer state."""
     if not offload:
         return memory.total_bytes
     return max(0, memory.total_bytes - memory.state_bytes)
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
-    """Return how many numbers a resolved configuration's optimizer keeps per weight."""
+    """Return how many elements of state the optimizer keeps per element of a parameter: 2 for
+    AdamW's moments, 0 for plain SGD. The configuration must be resolved."""
     if optimizer.name == "sgd" and not optimizer.momentum:
         return 0
     if optimizer.name == "muon" and spec.is_block_matrix:
@@ -144,33 +147,34 @@ def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
 
 @dataclass(frozen=True)
 class _FsdpUnit:
-    """Bytes for the parameters that FSDP gathers and reduces together."""
+    """Bytes on one rank for parameters that FSDP gathers and reduces together."""
 
     gathered: int
-    """Unsharded parameters as matmuls read them, shards padded to the largest."""
+    """Unsharded parameters in the dtype that they are gathered in, shards padded to the largest."""
     fresh: int
-    """Unsharded gradients as a backward pass computes them."""
+    """Unsharded gradients, in the dtype that a backward pass computes."""
     largest: int
-    """The largest parameter's fresh gradient."""
+    """The fresh gradient of the largest parameter."""
     whole: int
-    """Unsharded gradients as micro-batches accumulate them."""
+    """Unsharded gradients, in the dtype that micro-batches accumulate in."""
     padded: int
-    """Unsharded gradients as they are reduce-scattered, padded."""
+    """Unsharded gradients as they are reduce-scattered, shards padded to the largest."""
     shard: int
-    """This rank's gradient shard."""
+    """This rank's shard of the gradients."""
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Bytes held at one point in a step, besides weights and optimizer state."""
+    """Bytes held at one moment in a step, besides weights and optimizer state: `state_bytes` for
+    gradients, gathered weights and buffers, the rest for activations."""
 
     state_bytes: int
     activations_bytes: float = 0.0
 
 
 class _RankActivations:
-    """Activations on the rank at one `pipeline` coordinate, with coordinate 0 along every other
-    dimension."""
+    """Activation bytes on the rank at one `pipeline` coordinate, with coordinate 0 along every
+    other mesh dimension."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
         self.costs = ActivationBytes(step)
@@ -188,13 +192,15 @@ class _RankActivations:
         kept, split, at_once = zip(*found, strict=True)
         self.at_once = max(at_once)
         self.of_passes = [*kept, *split]
-        """Bytes for the passes that an UnderWay counts. Each forward pass holds its stage's saved
-        tensors until the backward pass is done. With a split backward pass, it also holds the
-        tensors between the two halves, among them the gradients received and sent."""
+        """Bytes per pass in flight, in the order of an UnderWay's columns: per stage, the tensors
+        saved by its forward pass until the backward pass is done; then per stage, those held
+        between the two halves of a split backward pass, among them the gradients received and
+        sent."""
 
     def _of_stage(self, run: Run, receives: bool, sends: bool) -> tuple[int, int, int]:
-        """Return the bytes that a stage's forward pass saves, the bytes held between the two halves
-        of a backward pass, and the temporary bytes on top."""
+        """Return three byte counts for a stage: saved by its forward pass, held between the two
+        halves of a split backward pass (0 if not split), and temporary at the peak. `receives` and
+        `sends` say whether another stage precedes and follows."""
         costs, step = self.costs, self.costs.step
         in_shards = receives and step.sharding.shards_messages(step.config.model.context_length)
         # The stage keeps sent activations and received shards; the gathered input counts with the
@@ -207,25 +213,26 @@ class _RankActivations:
         return kept, split, max(*extra, costs.multiplying(run))
 
     def peaks(self, under_way: UnderWay) -> tuple[int, int]:
-        """Return the peak bytes over the step, and the peak once gradients exist, after the first
-        backward pass. Both include the temporary bytes for recomputing one block and for the loss.
-        """
+        """Return the peak activation bytes over the step, and the peak after the first backward
+        pass, when gradients exist (0 if nothing is in flight then). Both include the temporary
+        bytes for recomputing one block and for the loss."""
         ever, later = under_way.peaks(self.of_passes)
         return ever + self.at_once, later + self.at_once if later else 0
 
     def received(self, waiting: int) -> int:
-        """Return the bytes of pipeline messages in flight: the waiting ones, the gradient that a
-        backward pass computes for sending, and the previously sent one per stage."""
+        """Return the bytes in pipeline messages: `waiting` received ones, the gradient that a
+        backward pass is computing for sending, and per stage the one sent before."""
         n_sending = sum(number > 0 for number in self.numbers)
         return self.costs.message * (waiting + n_sending + (n_sending > 0))
 
 
 class _RankMemory:
-    """One such rank's memory, including everything that follows from its parameters alone."""
+    """Memory of the rank at one `pipeline` coordinate, coordinate 0 elsewhere; holds everything
+    that follows from its parameters alone."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
-        """From `step`, only what does not depend on its micro-batches matters, except whether there
-        are several."""
+        """The result is reused for other micro-batch sizes: it depends on `step`'s micro-batches
+        only by whether there are several."""
         self.step = step
         config, layout = step.config, step.layout
         self.has_tied_head = config.model.tied_head
@@ -245,8 +252,8 @@ class _RankMemory:
         )
 
     def memory(self, activations: int, later_activations: int, received: int) -> Memory:
-        """Return this rank's Memory, given these activation peaks and bytes of messages in
-        flight."""
+        """Return this rank's Memory, given its peak activation bytes over the step and after the
+        first backward pass, and its bytes of messages in flight."""
         self.activations_bytes, self.later_activations_bytes = activations, later_activations
         points = list(
             self.fsdp.snapshots() if self.step.sharding.data_sum == "fsdp" else self.without_zero()
@@ -264,37 +271,40 @@ class _RankMemory:
         )
 
     def elements(self, spec: ParameterSpec) -> int:
-        """Return how many of a parameter's elements stay on this rank."""
+        """Return how many of a parameter's elements this rank holds between steps: its shard with
+        ZeRO."""
         local = self.step.sharding.parameter_shape(spec)
         return shard_elements(local, self.step.layout.shard, 0)
 
     def whole_elements(self, spec: ParameterSpec) -> int:
-        """Return how many of a parameter's elements are on this rank while it is gathered from its
-        shards."""
+        """Return how many of a parameter's elements this rank holds while ZeRO's shards are
+        gathered."""
         return math.prod(self.step.sharding.parameter_shape(spec))
 
     def padded_elements(self, specs: Sequence[ParameterSpec]) -> int:
-        """Return the element count for parameters as they are gathered, shards padded to the
-        largest."""
+        """Return the elements received when all-gathering these parameters from ZeRO's shards, each
+        padded to the largest."""
         shapes = [self.step.sharding.parameter_shape(spec) for spec in specs]
         return sum(gathered_elements(shape, self.step.layout.shard) for shape in shapes)
 
     @cached_property
     def gradients_bytes(self) -> int:
-        """Gradient bytes held from one micro-batch to the next, or to the optimizer's step."""
+        """Gradient bytes held from one micro-batch to the next, or to the optimizer's step:
+        unsharded or this rank's shards, as ZeRO's stage prescribes."""
         whole = self.step.rules.keeps_whole_gradients(self.step.n_micro_batches)
         elements = self.whole_elements if whole else self.elements
         return self.element_bytes * sum(map(elements, self.trained))
 
     def head_gradient_bytes(self) -> int:
-        """Return the bytes for the head weight's gradient, the first in a backward pass."""
+        """Return the bytes for the head weight's gradient, the first that a backward pass computes;
+        0 without the head on this rank."""
         head = "token_embedding.weight" if self.has_tied_head else "head.weight"
         specs = [spec for spec in self.trained if spec.name == head and self.has_last]
         return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
 
     def embedding_gradient_bytes(self) -> int:
-        """Return the extra bytes at the end of the backward pass: the embedding's gradient, before
-        it is added to the accumulated one."""
+        """Return the extra bytes at the end of the backward pass for the embedding's new gradient,
+        before it is added to another; 0 if this rank has none to add."""
         if not self.has_first or not self.specs[0].is_trained:
             return 0
         fresh = self.element_bytes * self.whole_elements(self.specs[0])
@@ -303,16 +313,16 @@ class _RankMemory:
         return fresh if self.accumulates else 0
 
     def kept_head_gradient_bytes(self) -> int:
-        """Return the bytes for a tied head's gradient, which waits for the embedding's before both
-        are added to the accumulated gradient."""
+        """Return the bytes for a tied head's gradient, which is kept until the embedding's is
+        computed and both are accumulated; 0 unless both ends are on this rank."""
         both = self.has_tied_head and self.has_first and self.has_last
         return self.head_gradient_bytes() if both else 0
 
     # -- snapshots of a step ----------------------------------------------------------------------
 
     def without_zero(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of a step without ZeRO. If micro-batches accumulate gradients, DDP holds
-        buckets for all gradients from the start."""
+        """Yield snapshots of a step without ZeRO, one per moment that may be the peak. If
+        micro-batches accumulate gradients, DDP holds buckets for all gradients from the start."""
         data_sum, whole = self.step.sharding.data_sum, self.gradients_bytes
         rounded = self.rounded_bytes
         split = self.split_gradient_bytes
@@ -331,19 +341,21 @@ class _RankMemory:
 
     @cached_property
     def rounded_bytes(self) -> int:
-        """Bytes for the weights that stay rounded for all micro-batches, without ZeRO."""
+        """Bytes for weights in the matmul dtype that are kept for all micro-batches, without
+        ZeRO."""
         return sum(map(self.rounded_bytes_of, self.tables))
 
     @cached_property
     def split_gradient_bytes(self) -> int:
-        """Bytes for a stage's rounded gradients: the second half of a split backward pass computes
-        them all before it accumulates them."""
+        """Bytes for the largest stage's gradients in the matmul dtype, which the second half of a
+        split backward pass computes all before it accumulates any; 0 if it is not split."""
         if not self.step.layout.splits_backward:
             return 0
         return max(map(self.rounded_bytes_of, self.tables))
 
     def rounded_bytes_of(self, table: Sequence[ParameterSpec]) -> int:
-        """Return the bytes for one stage's rounded weights."""
+        """Return the bytes for one stage's weights in the matmul dtype; 0 if these copies are not
+        kept over micro-batches."""
         rounds_once = self.step.rules.rounds_once(self.step.n_micro_batches)
         if not rounds_once or self.product_bytes == self.element_bytes:
             return 0
@@ -356,19 +368,21 @@ class _RankMemory:
 
 
 class _FsdpSnapshots:
-    """Snapshots of a rank's step with ZeRO."""
+    """Snapshots of a rank's step with ZeRO, one per moment that may be the peak."""
 
     def __init__(self, rank: _RankMemory) -> None:
         self.rank = rank
 
     @property
     def adds_whole(self) -> bool:
-        """Whether micro-batches accumulate unsharded gradients."""
+        """Whether micro-batches accumulate gradients unsharded, so that they are reduced only once
+        per step."""
         return self.rank.accumulates and not self.rank.step.rules.reduces_each_micro_batch
 
     @cached_property
     def units(self) -> tuple[list[_FsdpUnit], _FsdpUnit]:
-        """FSDP's units in the blocks, in execution order, and the root unit."""
+        """FSDP's units in the blocks, in execution order, and the root unit (embeddings, last norm,
+        head)."""
         blocks: list[_FsdpUnit] = []
         roots: list[_FsdpUnit] = []
         for table in self.rank.tables:
@@ -392,8 +406,8 @@ class _FsdpSnapshots:
         )
 
     def snapshots(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of a step with ZeRO: gathered units, and gradients being reduced to
-        shards, in the step's last micro-batch."""
+        """Yield snapshots of the step's last micro-batch with ZeRO, from gathering the weights to
+        reducing the gradients; in a pipeline, those of the whole step."""
         if self.rank.step.layout.pipeline > 1:
             yield from self.in_pipeline()
             return
@@ -412,8 +426,9 @@ class _FsdpSnapshots:
     def gathering(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int
     ) -> Iterator[_Snapshot]:
-        """Yield snapshots of a forward pass. A unit's gather buffer is kept until the next one is
-        available; with prefetching, the next unit is gathered while this one computes."""
+        """Yield snapshots of a forward pass, with `accumulated` bytes of gradients held throughout.
+        A unit's gather buffer is kept until the next one is available; with prefetching, the next
+        unit is gathered while this one computes."""
         each = self.rank.activations_bytes / len(blocks)
         gathered = root.gathered
         for index, unit in enumerate(blocks):
@@ -428,9 +443,10 @@ class _FsdpSnapshots:
     def reducing(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int, reduced: int
     ) -> Iterator[_Snapshot]:
-        """Yield snapshots of a backward pass. Each unit is freed, and its gradients are copied for
-        reduction, once all are computed. The root, whose first gradients are the head's, follows at
-        the end."""
+        """Yield snapshots of a backward pass. `accumulated`: gradient bytes from earlier
+        micro-batches; `reduced`: the input kept from the previous reduction. Each unit is freed,
+        and its gradients are copied for reduction, once all are computed. The root, whose first
+        gradients are the head's, follows at the end."""
         adds_whole = self.adds_whole
         each = self.rank.activations_bytes / len(blocks)
         head = self.rank.head_gradient_bytes()
@@ -459,14 +475,14 @@ class _FsdpSnapshots:
         yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
 
     def arriving(self, unit: _FsdpUnit) -> int:
-        """Return a unit's gradient bytes at the end of its backward pass, besides the accumulated
-        ones. Gradients with the same dtype are accumulated in place, one parameter after another.
-        """
+        """Return the bytes of a unit's new gradients at the end of its backward pass, besides
+        accumulated ones: only the largest parameter's if they are accumulated in place, in the same
+        dtype."""
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of a pipeline's step: units stay gathered, and gradients unsharded, to
-        its end."""
+        """Yield snapshots of a pipeline's step, in which all units stay gathered, and gradients
+        unsharded, until its end."""
         blocks, root = self.units
         every = [*blocks, root]
         gathered = sum(unit.gathered for unit in every)

@@ -1,7 +1,7 @@
-"""Communication that operations cause in a micro-batch: sums over the collectives that each names.
+"""Communication in a micro-batch, added up over the collectives that each operation lists.
 
-Bytes are counted as in `estimating/communication.py`. The 2-D, 2.5-D and 3-D tensor modes send in
-other ways (`grid_communication.py`).
+Bytes are counted as in `estimating/communication.py`. The 2-D, 2.5-D and 3-D tensor modes use other
+collectives (`grid_communication.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Kind = Literal[
     "receive",
 ]
 When = Literal["forward", "backward", "beside"]
-"""When an operation communicates: in a pass, which waits, or overlapped (`beside`) with matmuls in
-the backward pass."""
+"""When an operation communicates: in its forward or backward pass, which waits for it, or "beside":
+overlapped with matmuls in the backward pass."""
 
 OF_MATRICES: tuple[CollectiveKind, ...] = ("gather", "sum")
 
 
 class Sent(NamedTuple):
-    """Calls along a mesh dimension in one micro-batch."""
+    """Calls of one collective or message along one mesh dimension, by a rank in one micro-batch."""
 
     dimension: str
     kind: Kind
@@ -54,8 +54,8 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationCommunication:
-    """The communication of the rank at mesh `coordinates` in one micro-batch, for the operations in
-    `runs`, one for each of its pipeline stages."""
+    """One micro-batch's communication by the rank at mesh `coordinates`; `runs` holds the
+    operations in each of its pipeline stages."""
 
     step: Step
     coordinates: Mapping[str, int]
@@ -63,15 +63,16 @@ class OperationCommunication:
 
     @cached_property
     def repeated(self) -> set[str]:
-        """Operations whose results the backward pass recomputes."""
+        """Names of the operations whose results activation checkpointing recomputes in the backward
+        pass."""
         if self.step.config.train.activation_checkpoint is None:
             return set()
         groups = (operations for run in self.runs for operations, _ in run.groups)
         return set().union(*map(recomputed_results, groups))
 
     def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
-        """Yield what is sent for collectives of these kinds, or of all kinds. Calls of blocks that
-        are alike are counted together."""
+        """Yield the calls for these kinds of collectives; None means all. For equal blocks one
+        entry is yielded, with its calls multiplied by their number."""
         for run in self.runs:
             for operations, n in run.groups:
                 for each in self._sent_by(operations, kinds):
@@ -80,7 +81,8 @@ class OperationCommunication:
     def _sent_by(
         self, operations: Sequence[Operation], kinds: Collection[CollectiveKind] | None
     ) -> Iterator[Sent]:
-        """Yield what one group of operations sends."""
+        """Yield the calls for one group of operations (a block, or one end of the model), limited
+        to `kinds` unless None."""
         gathered = set()
         for op in operations:
             for each in op.collectives:
@@ -109,8 +111,8 @@ class OperationCommunication:
                 refuse_unknown(unknown, "a collective's kind", "the planner's communication")
 
     def _gather(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield what an input needs that column-parallel matrices read: all-gathers of the
-        sequence's shards, and the sum of its gradient."""
+        """Yield the calls for `x`, an input that column-parallel matrices read: all-gathers of its
+        sequence shards, and the sum of its gradient."""
         at_once = op.kind == "product" and self.step.rules.reads_at_once(self.step.config.lora)
         yield self._gather_of("forward", dimension, x)
         if op.layer is not None and self._gathers_again(at_once):
@@ -121,7 +123,8 @@ class OperationCommunication:
             yield self._sum_of("beside" if at_once else "backward", dimension, x)
 
     def _sum(self, op: Operation, result: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield what a partial sum needs: the sum, and an all-gather of its gradient's shards."""
+        """Yield the calls for a row-parallel matrix's partial results: their sum, and an all-gather
+        of the gradient's sequence shards."""
         yield self._sum_of("forward", dimension, result)
         if op.name in self.repeated:
             yield self._sum_of("backward", dimension, result)
@@ -129,27 +132,30 @@ class OperationCommunication:
             yield self._gather_of("backward", dimension, result)
 
     def _gathers_again(self, at_once: bool) -> bool:
-        """Whether recomputing a block all-gathers its matrices' inputs again: selective
-        checkpointing keeps the result of an operation that communicates."""
+        """Whether recomputing a block all-gathers the inputs of its matrices again. Selective
+        checkpointing keeps the result of an operation that communicates itself (`at_once`), so it
+        does not."""
         how = self.step.config.train.activation_checkpoint
         return how == "full" or (how == "selective" and not at_once)
 
     def _sum_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
-        """Return the sum over an activation's or its gradient's partial results. If the dimension
-        shards the sequence, each rank sums its own shard, which the others send."""
+        """Return the call that sums partial results for an activation or its gradient: an
+        all-reduce or, if the dimension shards the sequence, an all-to-all, after which each rank
+        sums its own shard."""
         shards_sequence = dimension in self.step.sharding.sharded_axes.get("time", ())
         kind: Kind = "all_to_all" if shards_sequence else "all_reduce"
         return Sent(dimension, kind, self._bytes_of_all_tokens(tensor), 1, when)
 
     def _gather_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
-        """Return the all-gather for an activation or its gradient; it has no calls unless the
+        """Return the all-gather for an activation or its gradient; its call count is 0 unless the
         dimension shards the sequence."""
         shards_sequence = dimension in self.step.sharding.sharded_axes.get("time", ())
         n_bytes = self._bytes_of_all_tokens(tensor)
         return Sent(dimension, "all_gather", n_bytes, int(shards_sequence), when)
 
     def _bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
-        """Return an activation's bytes for all tokens in a micro-batch."""
+        """Return an activation's bytes for all tokens in a micro-batch: its sequence is whole, its
+        second axis as sharded."""
         axes: tuple[Axis, ...] = ("context", tensor.axes[1])
         n_elements = math.prod(self.step.sharding.local_shape(tensor.shape, axes, self.coordinates))
         return self.step.micro_batch_size * n_elements * self.step.bytes_of(tensor)
@@ -157,13 +163,14 @@ class OperationCommunication:
     def _mean_squares(
         self, op: Operation, squares: ActivationTensor, dimension: str
     ) -> Iterator[Sent]:
-        """Yield the all-reduce of one number per token in each pass of a norm."""
+        """Yield a norm's all-reduces, one number per token in each pass."""
         n_calls = (2 if op.name in self.repeated else 1) + op.gives_gradient
         yield Sent(dimension, "all_reduce", self._bytes_of_all_tokens(squares), n_calls)
 
     def _softmax(self, logits: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield the loss's all-reduces over the vocabulary's shards: per token its largest logit,
-        then its sum of exponentials together with its target's logit."""
+        """Yield the loss's all-reduces over the vocabulary's shards, per chunk of tokens: first
+        each token's largest logit, then its sum of exponentials together with its target's
+        logit."""
         T, width = self.step.sharding.local_shape(logits.shape, logits.axes)
         for rows in row_chunks(self.step.micro_batch_size * T, width, MAX_LOGITS):
             for n_columns in (1, 2):
@@ -171,10 +178,10 @@ class OperationCommunication:
                 yield Sent(dimension, "all_reduce", n_bytes)
 
     def _attend(self, op: Operation, dimension: str) -> Iterator[Sent]:
-        """Yield what attention needs from other sequence shards. In a ring, keys and values pass
-        all ranks in each pass, and their gradients once, accumulated in at least float32. In
-        all-to-all mode, two exchanges give each rank the whole sequence for some heads, and return
-        the result."""
+        """Yield the calls with which attention reaches other sequence shards. In a ring, keys and
+        values travel past all ranks in each pass, and their gradients once, accumulated in at least
+        float32. In all-to-all mode, two exchanges give each rank the whole sequence for some heads,
+        and return the result."""
         n, p = self.step.layout.sizes[dimension], self.step.product_bytes
         n_q, n_kv = (
             self.step.micro_batch_size * n
@@ -201,9 +208,8 @@ class OperationCommunication:
 
 
 def recomputed_results(run: Sequence[Operation], *, with_last: bool = False) -> set[str]:
-    """Return the operations whose results activation checkpointing recomputes: those before the
-    last one in their block that saves something, and also that one `with_last`. Later operations,
-    which only add to the stream, are not considered."""
+    """Return the names of operations whose results full activation checkpointing recomputes: in
+    each block, those before the last one that saves a tensor, and with `with_last` that one too."""
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
     return {
         op.name

@@ -1,7 +1,8 @@
-"""A Plan's memory, communication and idle time, and the record that `plan.json` holds.
+"""A Plan's memory, communication and idle time without a cluster, and the record in `plan.json`.
 
-Activations, messages and a pipeline's idle time are unknown for a custom model, because its
-operations are not listed; its weights, gradients and optimizer state are known.
+A Plan is a resolved configuration (sharding, batch, steps). Activations, messages and a pipeline's
+idle time are unknown for a custom model, because its operations are not listed; its weights,
+gradients and optimizer state are known.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from pentameter.planning.plan import Plan
 
 
 def step_of(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Step:
-    """Return a Plan's Step. `precision` is the run's, if the configuration leaves it open. With
-    `fused_dropout` a GPU's kernels apply dropout to the attention weights, which are otherwise
-    written out."""
+    """Return the Step (one optimizer step in a layout) that a Plan's estimates are computed from.
+    `precision` is the run's matmul precision, if the configuration leaves it open. With
+    `fused_dropout`, GPU kernels apply dropout to the attention weights, which are otherwise written
+    out."""
     return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout)
 
 
 def plan_state_bytes(plan: Plan) -> StateBytes:
     """Return the fullest rank's bytes for weights, gradients and optimizer state. For the built-in
-    GPT this is a `Memory`, in the configuration's precision, with dropped attention weights written
-    out."""
+    GPT this is a `Memory`, which adds activations, in the configuration's precision; attention
+    dropout writes out its weights."""
     if plan.built_by is None:
         return step_memory(step_of(plan))
     tables = [[spec for spec in plan.table if spec.name in names] for names in plan.stage_names]
@@ -41,8 +43,10 @@ def plan_state_bytes(plan: Plan) -> StateBytes:
 
 
 def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
-    """Return the bytes that the fullest rank holds in a step; the arguments are `step_of`'s. Raises
-    ConfigError for a custom model."""
+    """Return the bytes that the fullest rank holds in a step. `precision` is the run's matmul
+    precision, if the configuration leaves it open; with `fused_dropout`, kernels do not write out
+    dropped attention weights. Raises ConfigError for a custom model, whose activations are not
+    known."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
     return step_memory(step_of(plan, precision, fused_dropout=fused_dropout))
@@ -51,8 +55,9 @@ def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool
 def plan_communication(
     plan: Plan, rank: int = 0, precision: str | None = None
 ) -> StepCommunication:
-    """Return the calls and bytes that a rank sends and receives in a step, by (dimension, kind).
-    Raises ConfigError for a custom model."""
+    """Return the calls and bytes that a rank sends and receives in a step, by (mesh dimension,
+    kind). `precision` is the run's matmul precision, if the configuration leaves it open. Raises
+    ConfigError for a custom model."""
     if plan.built_by is not None:
         raise ConfigError(f"the messages of the module of {plan.built_by} are not known")
     return step_communication(step_of(plan, precision), rank)
@@ -69,7 +74,8 @@ def plan_bubble(plan: Plan) -> float | None:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return the model and its layout, the memory and the run's length, one line each."""
+    """Return lines of text with the model and its layout, the fullest rank's memory (unless the
+    model is custom) and the run's length."""
     steps, memory = plan.steps if plan.has_known_length else None, ""
     if plan.built_by is None:
         memory = f"memory  {size(plan_memory(plan).total_bytes)} in the fullest process\n"
@@ -81,8 +87,8 @@ def describe_plan(plan: Plan) -> str:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the Plan as `train --dry-run` prints it and a run folder's plan.json holds it; null
-    for a custom model's unknown figures."""
+    """Return the Plan as a JSON object, as `train --dry-run` prints it and a run folder's plan.json
+    holds it. Figures unknown for a custom model are None."""
     sent, held = None, plan_state_bytes(plan)
     if plan.built_by is None:
         sent = by_dimension(busiest(step_of(plan)))

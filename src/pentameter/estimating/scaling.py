@@ -1,4 +1,4 @@
-"""Scaling on paper: a configuration's best layout on 1, 2, 4, … devices."""
+"""Estimated scaling: a configuration's best layouts on 1, 2, 4, … devices."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from pentameter.planning.batch_sizes import global_batch_size
 
 MOST_DEVICES = 16_384
 TIMED_OF_EACH = 25
-"""Candidates that are timed per device count and layout kind."""
+"""Candidates that are timed in full per device count and kind of layout (any, without pipeline,
+data alone)."""
 
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The best layouts on a number of devices; None if none fits."""
+    """The fastest layouts on a number of devices, with and without restrictions; None if none
+    fits."""
 
     n_devices: int
     best: Estimate | None
     without_pipeline: Estimate | None
     data_alone: Estimate | None
-    """The best layout that splits only the batch, with or without ZeRO."""
+    """The fastest layout that splits only the batch, with or without ZeRO."""
     efficiency: float
-    """Tokens per second and device ÷ those on the fewest devices that hold the model."""
+    """Tokens per second per device, relative to the smallest device count that holds the model; 0
+    if nothing fits."""
     why: str = ""
-    """Why there is no best layout."""
+    """Why no layout was found; empty if one was."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the point as `plan --scale --json` prints it."""
+        """Return the object that `plan --scale --json` prints for this device count."""
         kinds = {
             "best": self.best,
             "without_pipeline": self.without_pipeline,
@@ -66,7 +69,8 @@ def scale(
     most: int = MOST_DEVICES,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
-    `cluster`. The batch is always the configuration's."""
+    `cluster`. The configuration's batch size is kept; `vocab_size` and `rows_per_epoch` are the
+    data's, if the configuration needs them."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1

@@ -1,4 +1,4 @@
-"""The layout search: all legal layouts on a cluster, best first, by branch and bound.
+"""The layout search: the fastest legal layouts on a cluster, by branch and bound.
 
 Candidates are visited in the order of a lower bound on their time (`candidates.py`). Those that
 exceed the device's memory are skipped, and the others are timed in full, until no bound is below
@@ -24,11 +24,11 @@ from pentameter.estimating.step_time import step_time
 from pentameter.planning.plan import Plan, make_plan
 
 MOST_TIMED = 200
-"""Maximum count of candidates that fit and are timed in full: those with the lowest bounds. A count
-rather than a time limit, so that a busy machine finds the same layouts."""
+"""Maximum number of fitting candidates that are timed in full: those with the lowest bounds. A
+count rather than a time limit, so that a busy machine finds the same layouts."""
 
 Change = tuple[str, object]
-"""A setting's dotted path, and its new value."""
+"""A setting's dotted path ("train.micro_batch_size"), and its new value."""
 
 
 Allowed = Callable[[LayoutCandidate], bool]
@@ -36,15 +36,18 @@ Allowed = Callable[[LayoutCandidate], bool]
 
 @dataclass(frozen=True)
 class Found:
-    """The search result: the best layout for each mesh, best first."""
+    """The search result: `estimates` holds the fastest layout for each mesh, fastest first, at most
+    `n_best`."""
 
     estimates: tuple[Estimate, ...]
     nearest: Estimate | None
-    """If nothing fits, the candidate that lacks the least memory, if there are any."""
+    """If nothing fits, the visited candidate that exceeds the memory least; None if something fits
+    or none was visited."""
     n_legal: int
-    """Layouts that split the model, the batch and the devices evenly."""
+    """Layouts that split the model, the batch and the devices evenly, whether or not they may
+    fit."""
     n_candidates: int
-    """Legal layouts, combined with a micro-batch size and a recomputation mode, that may fit."""
+    """Legal layouts that may fit, combined with each micro-batch size and checkpointing mode."""
     n_timed: int
     n_too_large: int
     """Candidates that were visited before the search ended and do not fit the device."""
@@ -68,9 +71,11 @@ def search(
     """Find the fastest layouts for a configuration that use the whole cluster and fit its devices.
 
     The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
-    batch is kept. `sequence` sets whether tensor-parallel ranks also split the sequence; None tries
-    both. `allowed` decides whether a candidate may be used. `among` reuses the candidates from
-    another search for the same configuration and cluster.
+    batch is kept. `vocab_size` and `rows_per_epoch` are the data's, if the configuration needs
+    them. At most `n_best` layouts are returned, after at most `most_timed` full timings. `sequence`
+    sets whether tensor-parallel ranks also split the sequence; None tries both. Candidates for
+    which `allowed` is false are left out. `among` reuses the candidates from another search for the
+    same configuration and cluster.
     """
     start = time.monotonic()
     every = among or all_candidates(config, cluster, vocab_size, rows_per_epoch, sequence=sequence)
@@ -121,7 +126,7 @@ def search(
 
 
 def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
-    """Explain why a search found nothing, and which change would help."""
+    """Return a sentence that says why a search found nothing and which change would help."""
     nothing = f"no layout of {config.name} fits {cluster}"
     if not found.n_legal:
         return (
@@ -146,8 +151,8 @@ def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
 
 
 def reasons(better: Estimate, worse: Estimate) -> list[str]:
-    """Explain which components make one estimate's step faster than another's, the largest
-    first."""
+    """Return the components that make one estimate's step faster than another's, as "SECONDS s less
+    COMPONENT", the largest gain first; gains below 0.2 % are left out."""
     parts: list[tuple[str, float, float]] = []
     for name, key in (("compute", "compute"), ("bubble", "bubble"), ("optimizer", "optimizer")):
         parts.append((name, getattr(better.time, key), getattr(worse.time, key)))
@@ -162,9 +167,9 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
 def settings_that_fit(
     plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
 ) -> list[str]:
-    """Return changes to a Plan, as command-line options, with which a rank needs at most
-    `usable_bytes`: single changes first, then recomputation with the smallest micro-batch. With
-    `fused_dropout`, GPU kernels apply dropout to the attention weights."""
+    """Return changes to a Plan with which a rank needs at most `usable_bytes`, as command-line
+    options ("--train.micro-batch-size 1"): single changes first, then recomputation with the
+    smallest micro-batch. `precision` and `fused_dropout` as in `step_of`."""
     ways = [[change] for change in _single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -183,7 +188,8 @@ def settings_that_fit(
 
 
 def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
-    """Return the fitting single change that makes a step fastest; None if no change gains 1 %."""
+    """Return the single change that makes a step fastest and fits, as command-line options, with
+    its Estimate; None if no fitting change gains 1 %."""
     for words, changed in _changes(estimate):
         if changed.time.seconds > 0.99 * estimate.time.seconds:
             return None
@@ -193,7 +199,8 @@ def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
 
 
 def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """Return estimates with one setting changed, the fastest first."""
+    """Return, for each possible change of one setting, its command-line options and the changed
+    Estimate, the fastest first."""
     found = []
     for change in _single_changes(estimate.plan):
         other = _changed(estimate.plan, [change])
@@ -204,8 +211,8 @@ def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
 
 
 def _single_changes(plan: Plan) -> list[Change]:
-    """Return settings that may be changed individually: micro-batch size, recomputation, ZeRO
-    stage, sequence parallelism, schedule."""
+    """Return changes of one setting to another value: micro-batch size, activation checkpointing,
+    ZeRO stage, sequence parallelism, schedule."""
     rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
     sizes = [size for size in (micro * 2, *range(micro - 1, 0, -1)) if rows % size == 0]
     ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
@@ -218,7 +225,7 @@ def _single_changes(plan: Plan) -> list[Change]:
 
 
 def _changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
-    """Return the Plan with some settings changed; None if it is impossible."""
+    """Return the Plan with these settings changed; None if that configuration is invalid."""
     tree = plan.portable_config.model_dump()
     for key, value in changes:
         section, _, name = key.partition(".")
@@ -247,14 +254,16 @@ def all_candidates(
     *,
     sequence: bool | None = None,
 ) -> Candidates:
-    """Return a search's candidates, for use by several searches; the arguments are `search`'s."""
+    """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
+    as `among`. `sequence` sets whether tensor-parallel ranks also split the sequence; None tries
+    both."""
     plan = _base(config, vocab_size, rows_per_epoch)
     return Candidates(plan, cluster, best_precision(config, cluster), sequence=sequence)
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
-    """Return the Plan for a single rank, whose resolved configuration every candidate starts
-    from."""
+    """Return the Plan on a single rank, with default `[parallel]` and micro-batch size, that every
+    candidate is made from."""
     alone = config.model_copy(
         update={
             "parallel": ParallelConfig(

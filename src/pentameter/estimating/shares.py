@@ -1,4 +1,4 @@
-"""ZeRO's parameter shards, the units that FSDP gathers together, and parameter tables per stage."""
+"""ZeRO's parameter shards, FSDP's units, and parameter tables per pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from pentameter.planning.layout import Layout, shard_size
 from pentameter.planning.sharding import Shape
 
 ROOT = ""
-"""The unit for parameters outside any sub-layer: embeddings, norms, head."""
+"""Name of the FSDP unit for parameters outside any sub-layer: embeddings, last norm, head."""
 
 
 def shard_elements(shape: Shape, n_shards: int, coordinate: int) -> int:
-    """Return the element count in the shard at `coordinate`, for a tensor sharded by its first
-    dimension."""
+    """Return the element count in shard number `coordinate`, if a tensor is split by its first
+    dimension into `n_shards`."""
     return shard_size(shape[0], n_shards, coordinate) * math.prod(shape[1:])
 
 
 def gathered_elements(shape: Shape, n_shards: int) -> int:
-    """Return how many elements a rank receives when it all-gathers such a tensor. Shards are padded
-    to the largest, so that all ranks send equally much."""
+    """Return how many elements a rank receives when it all-gathers a tensor that is split by its
+    first dimension. Shards are padded to the largest, so that all ranks send equally much."""
     return n_shards * shard_elements(shape, n_shards, 0)
 
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Return a stage's FSDP units, whose parameters are gathered and reduced together: each
-    sub-layer in execution order, norms and routers within them as separate units, and finally the
-    rest, ROOT.
-    """
+    """Return a stage's FSDP units by name; a unit's parameters are gathered and reduced together.
+    Each sub-layer in execution order is one, with norms and routers inside it as separate units;
+    the rest is ROOT, which comes last."""
     found: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
         names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
@@ -44,16 +43,17 @@ def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
 
 
 def is_rounded(unit: str) -> bool:
-    """Whether a unit's parameters are rounded before they are gathered, because only matmuls read
-    them."""
+    """Whether the FSDP unit with this name is rounded to the matmul dtype before it is gathered,
+    because only matmuls read its parameters."""
     return unit != ROOT and not unit.endswith(("_norm", ".router"))
 
 
 def stage_tables(
     config: Config, layout: Layout, stages: Sequence[range], pipeline_index: int
 ) -> Iterator[tuple[int, tuple[ParameterSpec, ...]]]:
-    """Yield the index and the parameters of each stage on a pipeline rank. A parameter in several
-    stages is listed with the first only."""
+    """Yield (stage number, parameters) for each stage on the pipeline rank `pipeline_index`;
+    `stages` lists each stage's layers. A parameter in several stages is listed with the first
+    only."""
     held: set[str] = set()
     for number in layout.stages_of(pipeline_index):
         layers = stages[number]
@@ -63,8 +63,8 @@ def stage_tables(
 
 
 def alike_stages(layout: Layout, stages: Sequence[range]) -> list[list[int]]:
-    """Group the `pipeline` coordinates whose ranks hold equally many layers and the same ends of
-    the model in each stage."""
+    """Return the `pipeline` coordinates in groups whose ranks have, in each stage, equally many
+    layers and the same ends of the model."""
     last = layout.n_stages - 1
     found: dict[object, list[int]] = {}
     for coordinate in range(layout.pipeline):

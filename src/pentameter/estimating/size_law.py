@@ -1,14 +1,14 @@
-"""The law by which `train --time` chooses a model: which size, after how many tokens, is best?
+"""The scaling law by which `train --time` chooses a model size for a time budget.
 
-The loss of a text falls with the model's size and with the tokens that it is trained on, and a
+The loss on a text falls with the model's size and with the tokens that it is trained on, and a
 token seen again teaches less than a new one:
 
     bits per byte = E + A / N^α + B / D^β,    D = U + U · R* · (1 - exp(-(passes - 1) / R*))
 
-N are the parameters of the blocks' matrices, U the tokens of the training split (Hoffmann et al.
-2022, "Training compute-optimal large language models"; Muennighoff et al. 2023, "Scaling
-data-constrained language models", where R* is 15). E says nothing about which size is best, and is
-left out. A and B were fitted on short runs of ours: docs/results.md has them, and
+N counts the parameters in the blocks' matrices, U the tokens in the training split, D the effective
+tokens (Hoffmann et al. 2022, "Training compute-optimal large language models"; Muennighoff et al.
+2023, "Scaling data-constrained language models", where R* is 15). E is the same for all sizes, and
+is left out. A and B were fitted on short runs of ours: docs/results.md has them, and
 `benchmarks/loss_law.py` makes them again.
 """
 
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 SIZE_FACTOR, SIZE_POWER = 20.0, 0.35
 TOKENS_FACTOR, TOKENS_POWER = 103.0, 0.37
-"""A, α, B and β. The powers are those of Besiroglu et al. 2024, "Chinchilla scaling: a replication
-attempt"; A and B are ours."""
+"""A and α, B and β in the law above. The powers are those in Besiroglu et al. 2024, "Chinchilla
+scaling: a replication attempt"; A and B are ours."""
 LASTING_PASSES = 15.0
-"""R*: passes after which a text has nothing more to teach."""
+"""R* in the law above: the scale, in passes over the text, on which repetition stops teaching."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Width and depth of a model, and the tokens of its context."""
+    """A model's width and depth, and its context length in tokens."""
 
     d_model: int
     n_layers: int
@@ -36,7 +36,8 @@ class Size:
 
     @property
     def n_matrix_parameters(self) -> int:
-        """Parameters of the blocks' matrices, with a feed-forward layer four times as wide."""
+        """Parameters in the blocks' matrices, if the feed-forward layer is four times as wide as
+        the model."""
         return 12 * self.n_layers * self.d_model**2
 
 
@@ -48,13 +49,14 @@ SIZES = tuple(
         (1280, 20, 1024), (1600, 24, 1024), (2048, 24, 2048),
     )
 )  # fmt: skip
-"""Sizes to choose from, smallest first. Those beyond 192 channels are larger than any in the runs
-that the law was fitted on."""
+"""Sizes to choose from, smallest first. Those wider than 192 channels exceed any in the runs that
+the law was fitted on."""
 
 
 def loss_above_floor(n_parameters: float, n_tokens: float, n_unique_tokens: float) -> float:
-    """Return what a model's loss is above the text's E, in bits per byte, after `n_tokens` of a
-    training split that has `n_unique_tokens`."""
+    """Return the expected loss in bits per byte, less the text's own constant E, for a model with
+    `n_parameters` in its blocks' matrices after `n_tokens` from a training split with
+    `n_unique_tokens`."""
     fresh = n_tokens
     if n_tokens > n_unique_tokens:
         more = n_tokens / n_unique_tokens - 1
@@ -68,7 +70,8 @@ def best_size(
     flops: float,
     n_unique_tokens: int,
 ) -> Size:
-    """Return the size that the law expects to be best after `flops` FLOPs of training."""
+    """Return the size with the lowest expected loss after `flops` FLOPs of training on a split with
+    `n_unique_tokens`; `flops_per_token` gives a size's FLOPs per training token."""
     return min(
         sizes,
         key=lambda size: loss_above_floor(
@@ -78,8 +81,8 @@ def best_size(
 
 
 def sizes_within(sizes: Sequence[Size], d_model: int | None, n_layers: int | None) -> list[Size]:
-    """Return the sizes with a width and a depth that the user chose: of a width that is none of
-    `sizes`, the depth and the context of the nearest one."""
+    """Return the sizes that have the width and depth that the user chose (None: any). For a chosen
+    width, depth and context length are those of the size nearest in width."""
     found = list(sizes)
     if d_model is not None:
         near = min(found, key=lambda size: abs(size.d_model - d_model))
@@ -90,15 +93,16 @@ def sizes_within(sizes: Sequence[Size], d_model: int | None, n_layers: int | Non
 
 
 BYTES_PER_ENTRY, TOKENS_PER_ENTRY = 450, 64
-"""Bytes of text, and tokens of a run, for each entry of a vocabulary, so that most are learned."""
+"""Minimum bytes of text, and minimum tokens in a run, for each vocabulary entry, so that most are
+learned."""
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 CHARACTERS = "char"
 
 
 def best_vocabulary(n_bytes: int, tokens_of_run: Callable[[int], float]) -> str:
-    """Return the tokenizer for a text with `n_bytes` of UTF-8: BPE with the largest vocabulary
-    whose entries are seen often enough in the text, and in the tokens that a run has time for with
-    that vocabulary; characters if there is none."""
+    """Return the `data.tokenizer` for a text with `n_bytes` of UTF-8: "bpe:N" with the largest
+    vocabulary whose entries occur often enough in the text and in the run, else "char".
+    `tokens_of_run` gives the tokens that a run has time for with a vocabulary size."""
     found = CHARACTERS
     for size in VOCABULARIES:
         if size * BYTES_PER_ENTRY <= n_bytes and size * TOKENS_PER_ENTRY <= tokens_of_run(size):
@@ -111,17 +115,18 @@ SMALLEST_STEP_TOKENS, LARGEST_STEP_TOKENS = 2048, 1 << 19
 
 
 def step_tokens(n_tokens: float) -> int:
-    """Return the tokens of a step for a run that reads `n_tokens`: a power of two that leaves
-    STEPS_OF_A_RUN steps or more, unless it is the smallest."""
+    """Return the tokens per step for a run that reads `n_tokens`: the largest power of two that
+    leaves at least STEPS_OF_A_RUN steps, within the allowed range."""
     wanted = max(1, math.floor(n_tokens / STEPS_OF_A_RUN))
     fitting = 1 << (wanted.bit_length() - 1)
     return min(LARGEST_STEP_TOKENS, max(SMALLEST_STEP_TOKENS, fitting))
 
 
 WIDTH_OF_RATE, RATE = 128, 6e-3
-"""A width and its best learning rate under Muon, whose updates are as large as AdamW's."""
+"""A model width and its best peak learning rate under Muon, whose updates are as large as
+AdamW's."""
 
 
 def best_rate(d_model: int) -> float:
-    """Return the peak learning rate of a width: in inverse proportion to its root."""
+    """Return the peak learning rate for a model width, in inverse proportion to its square root."""
     return round(RATE * math.sqrt(WIDTH_OF_RATE / d_model), 5)

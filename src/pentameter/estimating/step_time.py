@@ -1,8 +1,8 @@
-"""The time for a step on a cluster: compute, bubble, exposed communication, optimizer.
+"""The seconds for a step on a cluster: compute, bubble, exposed communication, optimizer.
 
-A stage's passes take the time of their operations (`compute_time.py`) and of the collectives that
-they wait for (`links.py`); a pipeline is simulated pass by pass from the lists that the run
-executes (`timeline.py`). ZeRO's gathers and reductions, DDP's buckets, a ring's messages and some
+A stage's passes take the time for their operations (`compute_time.py`) and for the collectives that
+they wait for (`links.py`); a pipeline is simulated pass by pass, in the order that the run executes
+(`timeline.py`). ZeRO's gathers and reductions, DDP's buckets, a ring's messages and some
 tensor-parallel communication overlap with compute; they are exposed as far as they take longer.
 """
 
@@ -32,63 +32,66 @@ FORWARD_SHARE = 1 / 3
 each matmul occurs once in the forward and twice in the backward pass, and gradients are summed in
 float32."""
 MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
-"""The times a tensor-parallel message's bytes are read or written besides being sent."""
+"""Maps a collective's kind to how often a tensor-parallel message's bytes are read or written in
+memory besides being sent."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Mesh dimensions whose collectives every layer waits for."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time by component, in seconds; the components add up to the whole."""
+    """One step's time in seconds and its components, which add up to it (except `hidden`)."""
 
     seconds: float
     compute: float
-    """A pipeline's mean over its ranks, including recomputation for activation checkpointing."""
+    """Forward, backward and recomputation; in a pipeline, the mean over its ranks."""
     bubble: float
-    """Idle time, a pipeline's mean over its ranks."""
+    """Idle time in a pipeline, the mean over its ranks; 0 without one."""
     exposed: dict[str, float]
-    """Communication that compute waits for, by mesh dimension."""
+    """Communication that compute waits for, by mesh dimension or WORLD."""
     optimizer: float
-    """The update, and the gradient norm."""
+    """The parameter update, and computing the gradient norm."""
     hidden: dict[str, float]
-    """Communication overlapped with compute, by dimension."""
+    """Communication overlapped with compute, by mesh dimension; not part of the step's seconds."""
     pipeline: PipelineTime | None = field(default=None, repr=False)
-    """The pipeline ranks' passes; None without a pipeline."""
+    """The pipeline ranks' simulated passes; None without a pipeline."""
 
     @property
     def bubble_fraction(self) -> float:
-        """The pipeline ranks' idle time ÷ busy time; 0 without a pipeline."""
+        """The pipeline ranks' idle time ÷ their busy time; 0 without a pipeline."""
         if self.pipeline is None:
             return 0.0
         return idle_fraction(self.pipeline.length, self.pipeline.length - self.bubble)
 
     @property
     def spans(self) -> Sequence[Sequence[Span]]:
-        """The pipeline ranks' passes; only the first rounds if there are many."""
+        """Each pipeline rank's passes with start and end in seconds; only the first rounds if there
+        are many."""
         return [] if self.pipeline is None else self.pipeline.spans
 
 
 def step_time(
     step: Step, cluster: Cluster, traffic: Sequence[StepCommunication] | None = None
 ) -> StepTime:
-    """Return a step's StepTime, in a matmul precision that the cluster's devices support; `traffic`
-    is the result from `communication_of_stages`, if already known."""
+    """Return the StepTime for a step on a cluster. `traffic` is the result from
+    `communication_of_stages`, if already known. Raises ConfigError if the device's peak in the
+    step's matmul precision is unknown."""
     return _StepOnCluster(step, cluster, traffic or communication_of_stages(step)).time()
 
 
 class _Waiting(NamedTuple):
-    """Communication seconds in a stage's passes for one micro-batch."""
+    """Communication seconds in one stage's passes for one micro-batch."""
 
     hidden: dict[str, float]
-    """Overlapped with compute, by dimension."""
+    """Seconds overlapped with compute, by mesh dimension."""
     exposed: dict[str, float]
-    """Waited for by compute, by dimension."""
+    """Seconds that compute waits, by mesh dimension."""
     passes: PassSeconds = PassSeconds(0.0, 0.0, 0.0)
     """The exposed seconds, by pass."""
 
 
 class _Waits:
-    """How long the passes of stages wait for other ranks."""
+    """Seconds that each stage's passes wait for tensor- and context-parallel communication."""
 
     def __init__(
         self, compute: ComputeTime, links: Links, communication: Sequence[StepCommunication]
@@ -101,7 +104,8 @@ class _Waits:
         self._waits: dict[object, _Waiting] = {}
 
     def of_stage(self, number: int) -> _Waiting:
-        """Return how long a stage's passes wait; equal stages wait equally."""
+        """Return the communication seconds in the passes of stage `number` for one micro-batch;
+        equal stages share a cached result."""
         coordinate = self.step.layout.pipeline_rank_of_stage[number]
         layers = self.step.stages[number]
         key = id(self.communication[coordinate]), len(layers), self.compute.stage(layers)
@@ -114,8 +118,8 @@ class _Waits:
         return self._waits[key]
 
     def _waiting_of(self, layers: range, coordinate: int, fraction: float) -> _Waiting:
-        """Return how long these layers' passes wait. They account for `fraction` of a rank's
-        communication in a step."""
+        """Return the communication seconds in these layers' passes for one micro-batch: `fraction`
+        of the rank's in a step."""
         forward, backward, hidden = self._tensor(layers, coordinate, fraction)
         waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
         if self.step.layout.context > 1:
@@ -133,8 +137,7 @@ class _Waits:
         self, layers: range, coordinate: int, fraction: float
     ) -> tuple[float, float, float]:
         """Return the seconds that these layers' passes wait for sharded matrices, forward and
-        backward, and the overlapped seconds. The layers account for `fraction` of a rank's
-        communication."""
+        backward, and the overlapped seconds: `fraction` of the rank's in a step."""
         in_layers = fraction * self.links.total(self.communication[coordinate], *IN_LAYERS)
         if self.step.layout.is_grid or not in_layers:
             return FORWARD_SHARE * in_layers, (1 - FORWARD_SHARE) * in_layers, 0.0
@@ -160,15 +163,14 @@ class _Waits:
         return forward, total - hidden - forward, hidden
 
     def _reordering(self, traffic: StepCommunication) -> float:
-        """Return the time in which a rank reorders messages for sequence shards, half of which
-        arrive by rank but are needed by sequence position, and sums the shards that the others
-        sent."""
+        """Return the seconds in which a rank reorders sequence shards, half of which arrive by rank
+        but are needed by sequence position, and sums the shards that other ranks sent."""
         moved = sum(MOVES.get(kind, 0) * each.n_bytes for (_, kind), each in traffic.items())
         return moved / self.links.cluster.memory_bandwidth
 
     def _matrix_communication(self, coordinate: int) -> Mapping[When, StepCommunication]:
-        """Return the communication for sharded matrices in a step, by when it is sent; equal
-        coordinates share one result."""
+        """Return a rank's communication in a step for tensor-parallel matrices, by when it is sent
+        ("forward", "backward", "beside"); coordinates with equal stages share one result."""
         traffic = id(self.communication[coordinate])
         if traffic not in self._known:
             rank = self.step.layout.rank_of(pipeline=coordinate)
@@ -177,7 +179,8 @@ class _Waits:
 
 
 class _StepOnCluster:
-    """One step's times, on the ranks with coordinate 0 along every dimension except pipeline."""
+    """Computes one step's StepTime, on the ranks with coordinate 0 along every mesh dimension
+    except pipeline."""
 
     def __init__(
         self, step: Step, cluster: Cluster, communication: Sequence[StepCommunication]
@@ -194,7 +197,7 @@ class _StepOnCluster:
         self.waits = _Waits(self.compute, self.links, communication)
 
     def time(self) -> StepTime:
-        """Return the whole step's time."""
+        """Return the step's StepTime. Call once: it adds to `hidden` and `exposed`."""
         computed, waiting = self._passes()
         pipeline, bubble = None, 0.0
         if self.layout.pipeline == 1:
@@ -219,7 +222,8 @@ class _StepOnCluster:
     # -- passes ---------------------------------------------------------------------------------
 
     def _passes(self) -> tuple[list[PassSeconds], list[PassSeconds]]:
-        """Return each stage's pass times, and how long they wait for other ranks."""
+        """Return, for each stage, its pass times and the seconds that its passes wait for other
+        ranks; add the latter to `hidden` and `exposed`."""
         computed = [self.compute.stage(layers) for layers in self.stages]
         waiting = [self.waits.of_stage(number) for number in range(len(self.stages))]
         for each in waiting:
@@ -230,7 +234,7 @@ class _StepOnCluster:
 
     @property
     def _passes_per_rank(self) -> float:
-        """Passes per stage in a step ÷ pipeline ranks. Seconds for a stage's pass times this, added
+        """Passes per stage in a step ÷ pipeline ranks. Seconds in a stage's pass times this, added
         up over the stages, are the mean over the ranks."""
         return self.n_micro_batches / self.layout.pipeline
 
@@ -240,8 +244,8 @@ class _StepOnCluster:
     # -- without a pipeline -----------------------------------------------------------------------
 
     def _without_pipeline(self, computed: PassSeconds, waiting: PassSeconds) -> float:
-        """Return the seconds for all micro-batches' passes without a pipeline, with the overlapped
-        work for ZeRO and DDP."""
+        """Return the seconds for all micro-batches' passes without a pipeline, including gradient
+        sums and ZeRO's gathers, partly overlapped."""
         traffic, M = self.communication[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])
@@ -261,7 +265,8 @@ class _StepOnCluster:
                 return self._sharded(forward, backward)
 
     def _overlapped(self, compute: float, sent: float, calls: int, name: str) -> float:
-        """Return the time for compute with overlapped communication, whose last call is exposed."""
+        """Return the seconds for `compute` with overlapped communication: `sent` seconds in `calls`
+        equal calls, the last one exposed. Notes both under `name`, a mesh dimension."""
         last = sent / max(1, calls)
         time = compute + self.links.exposed_seconds(compute, sent - last) + last
         self._note(self.exposed, name, time - compute)
@@ -269,8 +274,9 @@ class _StepOnCluster:
         return time
 
     def _sharded(self, forward: float, backward: float) -> float:
-        """Return the time for a step with ZeRO. Weights are gathered once, or before each pass;
-        gradients are reduced in the last micro-batch, or in each."""
+        """Return the seconds for a step with ZeRO, given the seconds for one micro-batch's passes.
+        Weights are gathered once, or before each pass; gradients are reduced in the last
+        micro-batch, or in each."""
         traffic, M = self.communication[0], self.n_micro_batches
         gathers, n_gathers = self.links.seconds_and_calls(traffic, "shard", "all_gather")
         sums, n_sums = self.links.seconds_and_calls(traffic, "shard", "reduce_scatter")
@@ -309,8 +315,8 @@ class _StepOnCluster:
         return {"hidden": self.hidden, "exposed": self.exposed}
 
     def _copying(self, traffic: StepCommunication, kind: Kind) -> float:
-        """Return the time in which a CPU copies gathered weights out of their message, or gradients
-        into theirs: both use memory that the system allocates anew."""
+        """Return the seconds in which a CPU copies gathered weights out of their buffer, or
+        gradients into one, in memory that the system allocates anew; 0 on a GPU."""
         fresh = self.cluster.device.calibration.fresh_bytes_per_second
         counted = traffic.get(("shard", kind))
         if fresh is None or counted is None:
@@ -323,8 +329,8 @@ class _StepOnCluster:
     def _pipeline(
         self, computed: list[PassSeconds], waiting: list[PassSeconds]
     ) -> tuple[PipelineTime, float, float, float]:
-        """Return the passes, the seconds including those after the last pass, and the mean compute
-        and idle time over the ranks."""
+        """Return the simulated passes, the seconds including those after the last pass, and the
+        ranks' mean compute and idle seconds, from each stage's pass and waiting times."""
         both = [
             PassSeconds(*(a + b for a, b in zip(*pair, strict=True)))
             for pair in zip(computed, waiting, strict=True)
@@ -343,7 +349,8 @@ class _StepOnCluster:
 
 
 def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
-    """Return the communication on a pipeline rank before its first pass and after its last one."""
+    """Return the seconds that a pipeline rank communicates outside its passes, by mesh dimension:
+    weight gathers before the first pass, gradient sums after the last."""
     return {
         "data": links.total(traffic, "data"),
         "shard": links.total(traffic, "shard"),
@@ -352,8 +359,8 @@ def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
 
 
 def _update_seconds(step: Step, cluster: Cluster) -> float:
-    """Return the update time on the fullest rank: weight and state are read and written; gradients
-    are read for the update, for their norm and to be scaled and zeroed."""
+    """Return the seconds for the optimizer's update on the fullest rank: weights and state are read
+    and written; gradients are read for the update and for their norm, scaled and zeroed."""
     most, config, layout = 0.0, step.config, step.layout
     for coordinate in {0, layout.pipeline - 1}:
         tables = stage_tables(config, layout, step.stages, coordinate)

@@ -26,11 +26,12 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 KINDS: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight")
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
-"""The kinds as numbers."""
+"""The indices in KINDS."""
 
 SIMULATED_ROUNDS = 4
-"""Rounds in which a simulation fills the pipeline. Each further round takes as long as the last
-simulated one, which neither fills nor drains the pipeline, and adds no passes in flight."""
+"""Rounds (each as many micro-batches as pipeline ranks) in which a simulation fills the pipeline.
+Each further round takes as long as the last simulated one, which neither fills nor drains the
+pipeline, and adds no passes in flight."""
 
 
 class Pass(NamedTuple):
@@ -54,19 +55,20 @@ class Span(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """Counts of the passes in flight on a rank, at the moments when many are.
+    """Counts of passes in flight on one pipeline rank, at the moments when many are.
 
-    A row holds, for each stage on the rank, the micro-batches between forward and backward pass,
-    followed by those between the two halves of a backward pass.
+    Each row is one moment. Its columns are, for each stage on the rank, the micro-batches between
+    forward and backward pass, then, for each stage, those between the two halves of a split
+    backward pass.
     """
 
     ever: np.ndarray
     later: np.ndarray
-    """Counts after the first backward pass."""
+    """The rows after the first backward pass; `ever` holds those of the whole step."""
 
     def peaks(self, per_pass: Sequence[int]) -> tuple[int, int]:
-        """Return the maximum that passes in flight hold, over the step and after the first backward
-        pass. `per_pass` says how much each pass holds."""
+        """Return the largest total held by passes in flight, over the step and after the first
+        backward pass (0 if none is). `per_pass` is how much one pass holds, per column."""
         ever, later = (
             max((counts @ np.array(per_pass, dtype=counts.dtype)).tolist(), default=0)
             for counts in self
@@ -75,9 +77,9 @@ class UnderWay(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """All ranks' passes, each after the one whose result it reads. For each pass: its rank, its
-    kind and stage as a number, the index of the pass that it reads from (-1: none), and whether
-    another rank reads its result."""
+    """All ranks' passes in an order in which they can run, as parallel arrays: pass number,
+    `pipeline` coordinate, kind · stages + stage, index of the pass whose result it reads (-1:
+    none), and whether another rank reads its result."""
 
     numbers: array[int]
     coordinates: array[int]
@@ -87,7 +89,7 @@ class _Passes(NamedTuple):
 
 
 def pass_order(layout: Layout, n_micro_batches: int) -> list[list[Pass]]:
-    """Return the passes on each pipeline rank, in order."""
+    """Return, for each pipeline rank, its passes in the order in which the schedule runs them."""
     as_pass = _pass_decoder(layout, n_micro_batches)
     return [
         list(map(as_pass, numbers)) for numbers in _orders(_order_settings(layout), n_micro_batches)
@@ -96,7 +98,7 @@ def pass_order(layout: Layout, n_micro_batches: int) -> list[list[Pass]]:
 
 def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
     """Return how many micro-batches to simulate for a step with `n_micro_batches`: some full rounds
-    plus the remainder. All are simulated if they are few, or if stages alternate in rounds with
+    plus the remainder. All are simulated if they are few, or if stages alternate in rounds of
     another length."""
     p, M = layout.pipeline, n_micro_batches
     turns = layout.virtual_stages > 1 and not layout.turns_back
@@ -106,7 +108,7 @@ def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
 
 
 def _order_settings(layout: Layout) -> Layout:
-    """Return the layout reduced to the settings that determine the pass order."""
+    """Return a Layout with only the settings that determine the pass order, as a cache key."""
     return Layout(
         pipeline=layout.pipeline,
         schedule=layout.schedule,
@@ -124,7 +126,7 @@ def _pass_decoder(layout: Layout, n_micro_batches: int) -> Callable[[int], Pass]
 
 
 class _Order:
-    """One rank's passes as they are added, counted by kind and stage."""
+    """Builds one rank's order of passes; `seen` counts those added, by kind and stage."""
 
     def __init__(self, layout: Layout, n_micro_batches: int) -> None:
         self.numbers = array("l")
@@ -132,7 +134,8 @@ class _Order:
         self._n_stages, self._n_micro_batches = layout.n_stages, n_micro_batches
 
     def add(self, stage: int, *kinds: int) -> None:
-        """Append a stage's next micro-batch for each kind, if one is left."""
+        """Append, for each kind in turn, the stage's pass for its next micro-batch; passes beyond
+        the last micro-batch are counted in `seen` but not appended."""
         for kind in kinds:
             row = kind * self._n_stages + stage
             if self.seen[row] < self._n_micro_batches:
@@ -142,14 +145,15 @@ class _Order:
 
 @lru_cache(maxsize=64)
 def _orders(pipeline: Layout, n_micro_batches: int) -> tuple[array[int], ...]:
-    """Return each rank's passes in order, as numbers."""
+    """Return each pipeline rank's passes in order, as pass numbers: (kind · stages + stage) ·
+    micro-batches + micro-batch."""
     return tuple(
         _order(pipeline, n_micro_batches, coordinate) for coordinate in range(pipeline.pipeline)
     )
 
 
 def _order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int]:
-    """Return the passes for the rank at this `pipeline` coordinate.
+    """Return the pass numbers, in order, for the rank at this `pipeline` coordinate.
 
     First come only forward passes, to fill the pipeline; then forward and backward passes in
     alternation; then the remaining backward passes. A rank with several stages runs a round of
@@ -191,10 +195,11 @@ def _order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int]:
 
 
 def _v_order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int]:
-    """Return the passes for one rank in a V schedule (ZB-V, Qi et al. 2023, section 6).
+    """Return the pass numbers, in order, for one rank in a V schedule (ZB-V, Qi et al. 2023,
+    section 6).
 
-    The order is that for 2p - 1 micro-batches or more; with fewer, the passes for missing ones are
-    dropped.
+    The order is that for 2p - 1 micro-batches or more on p ranks; with fewer, the passes for
+    missing ones are dropped.
     """
     p, n_stages = layout.pipeline, layout.n_stages
     down, up = layout.stages_of(coordinate)
@@ -229,16 +234,16 @@ def _v_order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int
 
 
 def _needs_by_row(layout: Layout) -> list[int]:
-    """Return, for each kind and stage, the offset to the stage whose result it reads; 0 for
-    none."""
+    """Return, at index kind · stages + stage, the offset from a pass's stage to the one whose
+    result it reads; 0 for none."""
     n = layout.n_stages
     steps = {FORWARD: -1, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 0}
     return [step if 0 <= stage + step < n else 0 for step in steps.values() for stage in range(n)]
 
 
 def _readers_by_row(layout: Layout) -> list[int]:
-    """Return, for each kind and stage, the rank that reads a pass's result; its own rank for
-    none."""
+    """Return, at index kind · stages + stage, the `pipeline` coordinate of the rank that reads a
+    pass's result; its own for none."""
     place_of, n = layout.pipeline_rank_of_stage, layout.n_stages
     steps = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: -1, BACKWARD_WEIGHT: 0}
     return [
@@ -308,8 +313,9 @@ def _under_way(pipeline: Layout, n_micro_batches: int) -> tuple[UnderWay, ...]:
 
 
 def passes_under_way(layout: Layout, n_micro_batches: int) -> tuple[UnderWay, ...]:
-    """Return each pipeline rank's UnderWay. GPipe keeps all micro-batches; in the other schedules
-    many rounds have no more in flight than a few."""
+    """Return the counts of passes in flight, for each pipeline rank. GPipe keeps all micro-batches
+    in flight; in the other schedules many rounds have no more in flight than a few, so only a few
+    are counted."""
     if layout.schedule == "gpipe":
         ever, later = (
             np.array([[n, 0]], dtype=object) for n in (n_micro_batches, n_micro_batches - 1)
@@ -320,8 +326,8 @@ def passes_under_way(layout: Layout, n_micro_batches: int) -> tuple[UnderWay, ..
 
 
 def waiting_messages(layout: Layout, n_micro_batches: int) -> tuple[int, ...]:
-    """Return, per rank, the maximum number of activations and gradients that have arrived, or may
-    have, and that no pass has read yet.
+    """Return, for each pipeline rank, the largest number of activations and gradients that have
+    arrived, or may have, and that no pass has read yet.
 
     A receive is posted as soon as the sending pass has run, with one pass per rank in turn: the
     order in PyTorch's schedules.
@@ -364,20 +370,20 @@ def _waiting_messages(pipeline: Layout, n_micro_batches: int) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Durations of the passes in a pipeline's step."""
+    """The duration of a pipeline's step, simulated from pass times and message times in seconds."""
 
     layout: Layout
     seconds: tuple[PassSeconds, ...]
     """Pass times for each stage."""
     message_seconds: float
     n_simulated: int
-    """Simulated micro-batches; the step may have more."""
+    """Micro-batches that were simulated; the step may have more."""
     length: float
-    """Seconds from the first pass to the last one."""
+    """Seconds from the first pass's start to the last one's end, for all micro-batches."""
 
     @cached_property
     def spans(self) -> list[list[Span]]:
-        """Each rank's passes, for the simulated micro-batches."""
+        """Each rank's passes with start and end, for the simulated micro-batches."""
         return timeline(self.layout, self.n_simulated, self.seconds, self.message_seconds)
 
 
@@ -387,8 +393,9 @@ def pipeline_time(
     seconds: Sequence[PassSeconds],
     message_seconds: float = 0.0,
 ) -> PipelineTime:
-    """Return a step's PipelineTime; the arguments are `timeline`'s. If there are many rounds, only
-    some are simulated, and each omitted one adds as much as the last simulated one."""
+    """Return a step's PipelineTime. `seconds` holds each stage's pass times, `message_seconds` the
+    time for a message between ranks. If there are many rounds, only some are simulated, and each
+    omitted one adds as much as the last simulated one."""
     n = simulated_micro_batches(layout, n_micro_batches)
     _, ends = _simulated(layout, n, seconds, message_seconds)
     length = max(ends)
@@ -405,11 +412,11 @@ def timeline(
     seconds: Sequence[PassSeconds],
     message_seconds: float = 0.0,
 ) -> list[list[Span]]:
-    """Return each rank's passes with their starts and ends.
+    """Simulate a pipeline's step; return each rank's passes with start and end in seconds.
 
     `seconds` holds the pass times for each stage. A pass starts once its rank is free and its input
-    has been computed and has arrived from another rank. A message takes `message_seconds`, after
-    those that its rank sent before.
+    has been computed and has arrived from another rank. A message takes `message_seconds`, and
+    starts after those that its rank sent before.
     """
     passes = _passes(_order_settings(layout), n_micro_batches)
     starts, ends = _simulated(layout, n_micro_batches, seconds, message_seconds)
@@ -425,7 +432,8 @@ def timeline(
 def _simulated(
     layout: Layout, n_micro_batches: int, seconds: Sequence[PassSeconds], message_seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Return the start and end for each pass in `_passes`."""
+    """Return two lists, the start and the end in seconds for each pass, in the order of
+    `_passes`."""
     passes = _passes(_order_settings(layout), n_micro_batches)
     takes = _seconds_by_row(seconds)
     free, sent = [0.0] * layout.pipeline, [0.0] * layout.pipeline
@@ -447,8 +455,8 @@ def _simulated(
 
 
 def _seconds_by_row(seconds: Sequence[PassSeconds]) -> list[float]:
-    """Return the time for each kind of pass in each stage. No rank waits for the gradient of the
-    first stage's input, and PyTorch computes it together with those for the weights."""
+    """Return each pass's seconds at index kind · stages + stage. No rank waits for the gradient of
+    the first stage's input, and PyTorch computes it together with those for the weights."""
     both = [each.backward_input + each.backward_weight for each in seconds]
     return [
         *(each.forward for each in seconds),
@@ -461,13 +469,14 @@ def _seconds_by_row(seconds: Sequence[PassSeconds]) -> list[float]:
 
 
 def idle_fraction(length: float, busy: float) -> float:
-    """Idle time ÷ busy time of the mean process of a pipeline, which computes `busy` seconds of a
-    step's `length`."""
+    """Return idle time ÷ busy time for a pipeline's mean rank, which computes for `busy` seconds in
+    a step that takes `length` seconds."""
     return length / busy - 1
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the ranks' idle time ÷ their compute time, over a whole step.
+    """Return the ranks' idle time ÷ their compute time over a whole step, whose passes `spans`
+    lists for each rank.
 
     With stages that take equal times this is (p-1)/m for GPipe and 1F1B and (p-1)/(v·m) for the
     interleaved schedule, with p ranks, v stages each and m micro-batches; with unequal stages it
@@ -479,8 +488,8 @@ def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def planned_bubble(step: Step) -> float:
-    """Return the bubble fraction for a step whose passes take as long as their matmuls count; 0
-    without a pipeline."""
+    """Return idle time ÷ busy time for a step on any device: a pass takes as long as it has
+    multiplications, a message no time. 0 without a pipeline."""
     layout, n_micro_batches = step.layout, step.n_micro_batches
     if layout.pipeline == 1:
         return 0.0

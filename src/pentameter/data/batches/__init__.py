@@ -1,1 +1,1 @@
-"""Batches for each step, orders of reading, mixtures."""
+"""Batches for training steps: rows from one data set or a mixture, in a chosen reading order."""

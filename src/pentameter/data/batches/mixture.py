@@ -1,6 +1,6 @@
-"""A mixture: the data set that each batch row comes from, and the row's index in it.
+"""A mixture of data sets: which one each batch row comes from, and the row's index in it.
 
-Rows are numbered through all steps. In each block, `BLOCK_ROWS` long, every data set has a fixed
+Rows are numbered through all steps. In each block of `BLOCK_ROWS` rows, every data set has a fixed
 number of rows, by its weight, in an order that is drawn anew for each block. So a row's data set is
 a pure function of (seed, step, row); so is the count of that set's earlier rows, and each data set
 is read in its own order, row after row, epoch after epoch.
@@ -23,26 +23,28 @@ from pentameter.errors import ConfigError
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 4096
-"""Rows within which proportions are exact; also the resolution of weights."""
+"""Rows per block, within which each data set's number of rows is exact; also the resolution of
+weights."""
 
 ROWS_AT_ONCE = 1 << 20
-"""Batch size given to the mixed orders, whose steps mean nothing by themselves."""
+"""Batch size given to each data set's order; the steps of these orders are not the run's."""
 
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A batch row's data set and tokens."""
+    """A batch row's data set, and its token spans (start, stop) in that set's split."""
 
     source: int
-    """Number of the data set, as `data.sources` counts them; 0 where there is one."""
+    """Index of the data set in `data.sources`; 0 for a single one."""
     split: TokenSplit
     row: Row
 
 
 class Mixture:
-    """Rows from several orders, each with `ROWS_AT_ONCE` rows a step, mixed by weights.
+    """Rows from several orders, one per data set, mixed by weights.
 
-    Raises ConfigError for a weight too small for one row in a block.
+    The orders must have `ROWS_AT_ONCE` as batch size. Raises ConfigError for a weight too small for
+    one row in a block.
     """
 
     def __init__(self, orders: Sequence[Order], weights: Sequence[float], seed: int) -> None:
@@ -58,7 +60,7 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows after which every data set has been read whole, the others repeated."""
+        """Rows after which every data set has been read whole, the others repeatedly."""
         return max(
             -(-order.rows_per_epoch * BLOCK_ROWS // count)
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
@@ -66,7 +68,7 @@ class Mixture:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Distinct tokens in an epoch."""
+        """Distinct tokens in an epoch, over all data sets."""
         return sum(order.tokens_per_epoch for order in self.orders)
 
     @property
@@ -76,19 +78,20 @@ class Mixture:
         return float(np.dot(fractions, self._counts)) / BLOCK_ROWS
 
     def counts(self, n_rows: int) -> list[int]:
-        """Return how many of the first `n_rows` rows come from each data set, at most."""
+        """Return, for each data set, an upper bound on its rows among the first `n_rows` of the run
+        (counted in whole blocks)."""
         n_blocks = -(-n_rows // BLOCK_ROWS)
         return (n_blocks * self._counts).tolist()
 
     def passes(self, n_rows: int) -> list[float]:
-        """Return the passes over each data set that `n_rows` rows make."""
+        """Return, for each data set, how many passes over it `n_rows` rows of the mixture make."""
         return [
             n_rows * count / BLOCK_ROWS / order.rows_per_epoch
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
         ]
 
     def rows(self, numbers: Int64) -> list[SourceRow]:
-        """Return the rows with these numbers (B,), counted through all steps."""
+        """Return the rows with indices `numbers` (B,), counted through all steps of the run."""
         sources, indices = self.assign(numbers)
         found: dict[int, SourceRow] = {}
         for source, order in enumerate(self.orders):
@@ -102,7 +105,8 @@ class Mixture:
         return [found[index] for index in range(len(numbers))]
 
     def assign(self, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return each row's data set, and the row's index in it, both (B,)."""
+        """Return, for rows with indices `numbers` (B,) counted through all steps, the data set's
+        index and the row's index in it, both (B,)."""
         sources, indices = np.empty_like(numbers), np.empty_like(numbers)
         blocks, offsets = np.divmod(numbers, BLOCK_ROWS)
         for block in np.unique(blocks).tolist():
@@ -114,8 +118,8 @@ class Mixture:
         return sources, indices
 
     def _drawn(self, block: int) -> tuple[Int64, Int64]:
-        """Return each row's data set in a block, and that set's earlier rows in the block,
-        counted."""
+        """Return, for each row in a block, its data set's index and how many earlier rows in the
+        block have the same data set; (BLOCK_ROWS,) each."""
         if self._block is None or self._block[0] != block:
             key = keyed.make_key("blend", self._seed, block)
             slots = keyed.permute(key, BLOCK_ROWS, np.arange(BLOCK_ROWS, dtype=np.int64))
@@ -129,7 +133,8 @@ class Mixture:
 
 
 def apportion(weights: Sequence[float], n_rows: int) -> list[int]:
-    """Distribute `n_rows` in proportion to weights, in whole numbers: by the largest remainders."""
+    """Return whole numbers in proportion to `weights` that sum to `n_rows`, rounded by the largest
+    remainders."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [weight * n_rows / sum(exact) for weight in exact]
     counts = [int(quota) for quota in quotas]

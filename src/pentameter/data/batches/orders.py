@@ -1,4 +1,4 @@
-"""Orders for reading a training split: the tokens in each row of the global batch.
+"""Orders of reading a training split: which tokens are in each row of the global batch.
 
 An order is a pure function of (seed, step, row). A row is a list of spans (start, stop) in the
 split, together at most context_length + 1 tokens; nearly always it is one span.
@@ -25,7 +25,8 @@ Row = list[tuple[int, int]]
 
 @dataclass(eq=False)
 class Order(ABC):
-    """A reading order: splits `split` into rows for each step's batch of `batch_size`."""
+    """A reading order: chooses the tokens from `split` for each row in a step's global batch of
+    `batch_size` rows."""
 
     split: TokenSplit
     _: KW_ONLY
@@ -43,12 +44,12 @@ class Order(ABC):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """The split's tokens in a pass, including those at its end that fill no row."""
+        """Tokens in one pass over the split, including those at its end that fill no row."""
         return self.split.n_tokens
 
     @property
     def targets_per_epoch(self) -> int:
-        """Targets in a pass that count in the loss."""
+        """Targets that count in the loss in one pass over the split."""
         if self.split.assistant is not None:
             return self.split.assistant.n_tokens
         return min(self.split.n_tokens, self.rows_per_epoch * self.context_length)
@@ -60,16 +61,17 @@ class Order(ABC):
 
     @abstractmethod
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return the rows with these numbers (B,) in a step's global batch."""
+        """Return the token spans of the rows with indices `numbers` (B,) in a step's global
+        batch."""
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return each row's epoch and index in it, (B,) each; steps run on across an epoch's
+        """Return each row's epoch and index within it, (B,) each; steps continue across an epoch's
         end."""
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
-        """Map rows to 0 … rows_per_epoch - 1 (B,), each once an epoch, permuted anew for each
-        epoch."""
+        """Map rows to indices in 0 … rows_per_epoch - 1 (B,); each index occurs once per epoch, in
+        a new permutation for each epoch."""
         epochs, indices = self._epochs(step, numbers)
         chosen = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
@@ -80,7 +82,8 @@ class Order(ABC):
 
 
 class Windows(Order):
-    """An order with full windows: the split must be long enough for one."""
+    """An order whose rows are full windows with context_length + 1 tokens; ConfigError if the split
+    is too short for one."""
 
     def __post_init__(self) -> None:
         split, context_length = self.split, self.context_length
@@ -95,28 +98,29 @@ class Windows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows side by side.
+        """Number of adjacent windows in the split.
 
-        Neighbours share one token: a window's last target is the next one's first input. Up to
+        Neighbors share one token: a window's last target is the next one's first input. Up to
         context_length - 1 tokens at the end, too few for a window, are left over.
         """
         return (self.split.n_tokens - 1) // self.context_length
 
     @abstractmethod
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return the first token in each row's window (B,)."""
+        """Return the index of each row's first token (B,)."""
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return one full window a row."""
+        """Return one full window per row."""
         width = self.context_length + 1
         return [[(start, start + width)] for start in self.starts(step, numbers).tolist()]
 
 
 class Random(Windows):
-    """Every row's window starts at its own uniformly random token."""
+    """Each row's window starts at a uniformly random token, drawn independently."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Draw starts (B,) uniformly among all possible ones: 64 bits scaled to their number.
+        """Return starts (B,) drawn uniformly among all possible ones: 64 random bits scaled to
+        their number.
 
         The bias from scaling is below n_tokens / 2^64.
         """
@@ -137,30 +141,31 @@ class Random(Windows):
 
 
 class Shuffled(Windows):
-    """Windows side by side, each once an epoch, in an order drawn anew for each epoch."""
+    """Adjacent windows, each once per epoch, permuted anew for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return permuted windows' first tokens (B,)."""
+        """Return the first tokens (B,) of the permuted windows."""
         return self._permuted(step, numbers) * self.context_length
 
 
 class Sequential(Windows):
-    """The same windows in the text's order, from the start again after the last."""
+    """Adjacent windows in the text's order, from the start again after the last."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return consecutive windows' first tokens (B,)."""
+        """Return the first tokens (B,) of consecutive windows."""
         return self._epochs(step, numbers)[1] * self.context_length
 
 
 class Streamed(Windows):
-    """The same windows in blocks of `BLOCK_TOKENS` tokens, permuted within each block.
+    """Adjacent windows in blocks of `BLOCK_TOKENS` tokens, permuted within each block.
 
-    A row needs no token behind its block, so a text may still be tokenized. How many rows an epoch
-    has is known once its text has ended.
+    A row needs no token behind its block, so the text may still be tokenized meanwhile. The rows
+    per epoch are known once the text has ended.
     """
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return permuted windows' first tokens (B,), once their blocks are there."""
+        """Return the first tokens (B,) of the permuted windows; waits until their blocks are
+        tokenized."""
         indices = step * self.batch_size + numbers
         n_rows = self._rows_up_to(int(indices.max()) + 1)
         epochs, indices = np.divmod(indices, n_rows)
@@ -176,14 +181,15 @@ class Streamed(Windows):
         return chosen * self.context_length
 
     def _rows_up_to(self, n_rows: int) -> int:
-        """Return how many rows the first blocks have that hold `n_rows`, or an epoch if it has
-        fewer, once their tokens are there."""
+        """Wait until the blocks with the first `n_rows` rows are tokenized; return how many rows
+        they have, or an epoch if the text has ended before."""
         n_tokens = self.split.tokens.up_to(tokens_for(n_rows, self.context_length))
         return (n_tokens - 1) // self.context_length
 
 
 class Columns(Order):
-    """The text split into batch_size equally long columns, one a row, read from top to bottom.
+    """The text split into batch_size equally long columns, one per batch row, read from top to
+    bottom.
 
     Row r in step s is the s-th window in column r, so that a row continues its text from the step
     before ("bptt"). The last window in an epoch is shorter; up to batch_size - 1 tokens at the
@@ -202,11 +208,11 @@ class Columns(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows in all columns."""
+        """Number of windows in all columns together."""
         return self.batch_size * -(-(self._height - 1) // self.context_length)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return a window from each column; neighbours share one token."""
+        """Return each row's window in its column; successive windows share one token."""
         top = step % (self.rows_per_epoch // self.batch_size) * self.context_length
         bottom = min(top + self.context_length + 1, self._height)
         firsts = (numbers * self._height).tolist()
@@ -214,9 +220,9 @@ class Columns(Order):
 
 
 class DocumentRows(Order):
-    """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
+    """One document per row, permuted anew each epoch: its first context_length + 1 tokens.
 
-    A document with a single token predicts nothing, and is no row; nor is a conversation whose
+    A document with a single token predicts nothing, and is left out; so is a conversation whose
     first answer begins after these tokens.
     """
 
@@ -242,26 +248,25 @@ class DocumentRows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Documents that are rows."""
+        """Number of documents that are not left out."""
         return len(self._starts)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens in a pass: documents are truncated to context_length + 1 tokens.
-
-        Documents that are no rows are skipped.
-        """
+        """Tokens in one pass: documents are truncated to context_length + 1 tokens; those left out
+        do not count."""
         return int((self._stops - self._starts).sum())
 
     @property
     def targets_per_epoch(self) -> int:
-        """Targets in a pass: all tokens but each row's first, or the assistant tokens."""
+        """Targets in one pass that count in the loss: all tokens but each row's first, or of these
+        only the assistant tokens."""
         if self.split.assistant is None:
             return self.tokens_per_epoch - self.rows_per_epoch
         return int(self.split.assistant.count(self._starts + 1, self._stops).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return one document's first tokens a row."""
+        """Return one span per row: a document's first tokens."""
         chosen = self._permuted(step, numbers)
         starts, stops = self._starts[chosen].tolist(), self._stops[chosen].tolist()
         return [[span] for span in zip(starts, stops, strict=True)]
@@ -270,7 +275,7 @@ class DocumentRows(Order):
 class PackedDocuments(Sequential):
     """Rows filled with whole documents, one after another, permuted anew each epoch.
 
-    An epoch is one long text with all documents, read in windows side by side.
+    All documents in an epoch's order form one long text, which is read in adjacent windows.
     """
 
     def __post_init__(self) -> None:
@@ -279,7 +284,7 @@ class PackedDocuments(Sequential):
         self._laid_out: tuple[int, Int64, Int64] | None = None  # of the epoch asked for last
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return the documents' spans within each row's window in the epoch's text."""
+        """Return, for each row, the documents' spans within its window in the epoch's text."""
         epochs, _ = self._epochs(step, numbers)
         return [
             self._spans(epoch, start)
@@ -302,7 +307,8 @@ class PackedDocuments(Sequential):
         return [span for span in row if span[0] < span[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """Return the documents in the epoch's order, and each one's end in the epoch's text."""
+        """Return the documents' indices in the epoch's order, and each one's end in the epoch's
+        text (n_documents,)."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             key = keyed.make_key("epoch", self.seed, epoch)

@@ -1,6 +1,7 @@
-"""Batch rows as training reads them, for people: sources, documents, tokens, text and loss mask.
+"""Batch rows as training reads them, shown to people: sources, documents, tokens, text and loss
+mask.
 
-Computed by the function that feeds the training, `TrainingBatches`, so that nothing can differ.
+Computed by `TrainingBatches`, which also feeds the training, so that nothing can differ.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from pentameter.planning.architecture import IGNORED_TARGET
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens [start, stop) of a split, and the documents in which they lie."""
+    """Consecutive tokens [start, stop) of a split, with the documents in which they lie."""
 
     start: int
     stop: int
     first_document: int
-    """Number of the document of the first token, in the split."""
+    """Index, in the split, of the document that holds the first token."""
     last_document: int
     offset: int
-    """Tokens of the first document before the span."""
+    """Tokens in the first document before the span."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of a row that are alike: ordinary ones or one special token, and all or
-    none of them targets that count."""
+    """Consecutive tokens of a row, decoded: either ordinary ones or a single special one, and
+    either all or none of them targets that count in the loss."""
 
     text: str
     is_special: bool
@@ -44,12 +45,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RowRead:
-    """A batch row as a step reads it."""
+    """A batch row as a training step reads it."""
 
     row: int
-    """Its number in the global batch."""
+    """Its index in the global batch."""
     source: int
-    """Number of its data set, as `data.sources` counts them; 0 where there is one."""
+    """Index of its data set in `data.sources`; 0 for a single one."""
     spans: tuple[Span, ...]
     tokens: list[int]
     """Token ids (n,), at most context_length + 1: the inputs are all but the last, the targets all
@@ -57,12 +58,12 @@ class RowRead:
     counts: list[bool]
     """Whether each token (n,) is a target that counts in the loss; the first never is one."""
     n_padded: int
-    """Positions of the row without a token."""
+    """Positions in the row without a token."""
     stretches: tuple[Stretch, ...]
 
     @property
     def n_targets(self) -> int:
-        """Targets that count."""
+        """Number of targets that count in the loss."""
         return sum(self.counts)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +74,8 @@ class RowRead:
 def rows_read(
     batches: TrainingBatches, tokenizer: Tokenizer, batch_index: int, rows: Int64
 ) -> list[RowRead]:
-    """Return the rows (B,) of the batch with this index, counted from 0."""
+    """Return the rows with numbers `rows` (B,) in the global batch for step `batch_index`, counted
+    from 0; `tokenizer` decodes their text."""
     batch = batches.batch(batch_index, rows)
     found = []
     for index, each in enumerate(batches.source_rows(batch_index, rows)):
@@ -104,7 +106,8 @@ def _spans(row: SourceRow) -> Iterator[Span]:
 def _stretches(
     ids: npt.NDArray[Any], counts: npt.NDArray[np.bool_], tokenizer: Tokenizer
 ) -> Iterator[Stretch]:
-    """Yield the row's text in stretches of tokens that are alike; a special token is one alone."""
+    """Yield a row's text in stretches of like tokens; `counts` (n,) tells which tokens count as
+    targets. Each special token is a stretch by itself."""
     special = {number: text for text, number in tokenizer.special_tokens.items()}
     if (end := tokenizer.end_of_text) is not None:
         special.setdefault(end, tokenizer.decode([end]))

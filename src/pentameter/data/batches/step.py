@@ -41,25 +41,25 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets: tokens and each one's successor, or a user's data for a custom model, in
-    any structure of arrays (B, …)."""
+    """Inputs and targets with B rows: token ids and their successors, or for a custom model a
+    user's data, as any structure of arrays (B, …)."""
 
     inputs: Tree
     """(B, T) token ids."""
     targets: Tree
-    """(B, T): the token after each input; -1 if nothing is to be predicted."""
+    """(B, T): the token after each input; -1 if it is not to be predicted."""
     rows: Int64
-    """(B,) each row's number in the global batch (or evaluation pass)."""
+    """(B,) each row's index in the global batch (or evaluation pass)."""
     count: int | None = None
-    """Number of targets that count, if -1 does not mark the others."""
+    """Number of targets that count in the loss, if -1 does not mark the others; None if it does."""
 
     @property
     def n_targets(self) -> int:
-        """Targets that count in the loss."""
+        """Number of targets that count in the loss."""
         return int((self.targets != IGNORED_TARGET).sum()) if self.count is None else self.count
 
     def hash(self) -> str:
-        """Return the sha256, in hex, over all arrays."""
+        """Return the sha256, in hex, over shapes and values of all arrays."""
         digest = hashlib.sha256()
         for array in (*leaves(self.inputs), *leaves(self.targets), self.rows):
             digest.update(repr(array.shape).encode())
@@ -69,12 +69,12 @@ class Batch:
 
 
 def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """Return the rows of an evaluation batch that a rank computes: as many as every other's, and a
-    multiple of the pipeline's micro-batches, padded with copies of the first row whose targets are
-    masked.
+    """Return the rows of an evaluation batch that `rank` computes: equally many on every rank, and
+    a multiple of the pipeline's micro-batches; padded with copies of the first row, whose targets
+    are masked.
 
-    Raises ConfigError if the rows do not split evenly and the targets are not integers: the missing
-    rows cannot be masked then.
+    Raises ConfigError if the rows do not split evenly and the targets are not integers, which
+    cannot be masked.
     """
     n_parts = layout.n_batch_shards * layout.pipeline
     n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline
@@ -106,8 +106,8 @@ MaskedTokens = tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]
 
 
 def padded_batch(tokens: Iterable[MaskedTokens], rows: Int64, context_length: int) -> Batch:
-    """Build a batch from rows, each up to context_length + 1 token ids long; `rows` (B,) has their
-    numbers.
+    """Build a Batch from (token ids, loss mask) rows, each up to context_length + 1 long; `rows`
+    (B,) has their indices in the global batch.
 
     A short row is padded: inputs 0, targets -1. Targets outside the loss mask are -1, too.
     """
@@ -123,7 +123,8 @@ def padded_batch(tokens: Iterable[MaskedTokens], rows: Int64, context_length: in
 
 
 def masked_tokens(split: TokenSplit, spans: Row) -> MaskedTokens:
-    """Concatenate the token ids and loss masks in a row's spans."""
+    """Return the token ids and loss mask (None if all are learned) for a row, concatenated from its
+    spans (start, stop) in the split."""
     ids = [split.tokens[start:stop] for start, stop in spans]
     joined = ids[0] if len(ids) == 1 else np.concatenate(ids)
     if split.assistant is None:
@@ -134,10 +135,10 @@ def masked_tokens(split: TokenSplit, spans: Row) -> MaskedTokens:
 class TrainingBatches:
     """Batches from a training split, by step.
 
-    `order` is one of `orders.ORDERS`; with `packing`, `documents` fills rows with one document
-    after another. `batch_size` counts the sequences in the whole step, over all devices. A split
-    with several parts is read as a mixture by `weights`, one for each. Raises ConfigError for a
-    split that is too short, or an unknown order.
+    `order` is a `data.order`, a key in `orders.ORDERS`; with `packing`, `documents` fills rows with
+    one document after another. `batch_size` counts the rows in the whole step, over all devices. A
+    split with several parts is read as a mixture by `weights`, one per part. Raises ConfigError for
+    a split that is too short, an unknown order, or one that does not suit the data.
     """
 
     are_tokens = True
@@ -164,7 +165,7 @@ class TrainingBatches:
                 "rows with several)"
             )
         self.is_growing = any(part.beginning is not None for part in split.parts or (split,))
-        """True if the text is still being tokenized, and nobody knows how long it is."""
+        """Whether the text is still being tokenized, so that its length is unknown."""
         if self.is_growing and kind is not Streamed:
             raise ConfigError(
                 f"data.order={order!r} needs the whole text, and one was opened that is tokenized "
@@ -173,7 +174,7 @@ class TrainingBatches:
             )
         self._batch_size, self._context_length = batch_size, context_length
         self.mixture: Mixture | None = None
-        """The rule that picks each row's part of a split of several; None where it is one."""
+        """Chooses the data set for each row, if the split has several parts; else None."""
         if split.parts:
             orders = [
                 kind(part, seed=seed, batch_size=ROWS_AT_ONCE, context_length=context_length)
@@ -190,30 +191,31 @@ class TrainingBatches:
 
     @property
     def rows_per_epoch(self) -> int | None:
-        """Rows in one pass over the split; steps run on across its end. None if the text is still
-        being tokenized."""
+        """Rows in one pass over the split; batches continue across its end. None while the text is
+        still being tokenized."""
         return None if self.is_growing else self._source.rows_per_epoch
 
     @property
     def tokens_per_epoch(self) -> int:
-        """The split's tokens in a pass: all, unless documents are truncated."""
+        """Tokens in one pass over the split: all, unless documents are truncated."""
         return self._source.tokens_per_epoch
 
     @property
     def target_fraction(self) -> float:
         """Positions in an epoch's rows whose target counts in the loss ÷ all positions; the others
-        are padding, or tokens that are read and not learned."""
+        are padding, or tokens that are read but not learned."""
         return self._source.target_fraction
 
     @property
     def filled_fraction(self) -> float:
-        """Tokens in an epoch's rows ÷ the rows' length; the others are padding."""
+        """Tokens in an epoch's rows ÷ the rows' total length; the rest is padding."""
         n_rows = sum(order.rows_per_epoch for order in self._orders)
         n_tokens = sum(order.tokens_per_epoch for order in self._orders)
         return n_tokens / (n_rows * (self._context_length + 1))
 
     def prepare(self, n_steps: int) -> None:
-        """Have the text of the first steps tokenized, if it still is."""
+        """Start tokenizing the text for the first `n_steps` steps in the background; does nothing
+        for complete text."""
         n_rows = n_steps * self._batch_size
         counts = self.mixture.counts(n_rows) if self.mixture is not None else [n_rows]
         for order, count in zip(self._orders, counts, strict=True):
@@ -221,7 +223,8 @@ class TrainingBatches:
                 order.split.tokens.prepare(tokens_for(count, self._context_length))
 
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
-        """Return a step's global batch, or its rows (B,), numbers in 0 … batch_size - 1.
+        """Return the global batch for a step, or only its rows with indices `rows` (B,) in 0 …
+        batch_size - 1.
 
         Raises ValueError for rows outside the batch.
         """
@@ -233,7 +236,8 @@ class TrainingBatches:
         return padded_batch(tokens, rows, self._context_length)
 
     def source_rows(self, step: int, rows: Int64) -> list[SourceRow]:
-        """Return the data set and the spans of tokens of a step's rows (B,)."""
+        """Return the data set and the token spans for the rows with indices `rows` (B,) in a step's
+        global batch."""
         if self.mixture is not None:
             return self.mixture.rows(step * self._batch_size + rows)
         (order,) = self._orders
@@ -241,7 +245,8 @@ class TrainingBatches:
 
 
 def suited_to(split: TokenSplit, config: Config) -> Config:
-    """Copy `config` with an order in which the split can be read.
+    """Return `config` with a `data.order` in which the split can be read; unchanged unless the
+    split has conversations.
 
     Conversations are read whole: an order of windows becomes `documents`. They are packed, as rows
     with one short conversation each are mostly padding, unless they are too few to fill a row, or
@@ -262,7 +267,8 @@ def suited_to(split: TokenSplit, config: Config) -> Config:
 
 
 def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
-    """Build the batches that a run trains on; errors as `TrainingBatches`."""
+    """Return the batches that a run with this configuration trains on. Raises ConfigError if the
+    split is too short or does not suit `data.order`."""
     data = suited_to(split, config).data
     return TrainingBatches(
         split,

@@ -10,7 +10,7 @@ Tree = Any
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
-    """Copy a tree with `function(leaf)` for each leaf."""
+    """Return a tree with the same structure and `function(leaf)` in place of each leaf."""
     if isinstance(tree, dict):
         return {key: map_leaves(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -21,7 +21,7 @@ def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) for each leaf in order, below the tree's `name`: `inputs`,
+    """Yield (name, leaf) for each leaf in order; `name` is the whole tree's: `inputs`, then
     `inputs['mask']`."""
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -34,5 +34,5 @@ def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """List the leaves in order."""
+    """Return a tree's leaves in order."""
     return [leaf for _, leaf in named_leaves(tree, "")]

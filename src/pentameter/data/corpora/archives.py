@@ -1,4 +1,4 @@
-"""Files in a tar archive, one after another, as streams: nothing is unpacked to a disk."""
+"""Files in a tar archive, read one after another as streams: nothing is unpacked to a disk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _READ_BYTES = 1 << 16
 
 
 def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield the name and content of each regular file in a tar archive, in its order; each is to be
-    read before the next is asked for. Hidden files, links and devices are left out.
+    """Yield the name and content stream of each regular file in a tar archive, in order; each must
+    be read before the next is asked for. Hidden files, links and devices are left out.
 
-    Raises CorruptError, which names the archive as `where`, if it is damaged or truncated.
+    Raises CorruptError if the archive is damaged or truncated; `where` names it in the message.
     """
     noted = _LastBlock(stream)
     try:
@@ -45,14 +45,14 @@ def _damage(where: str, reason: str) -> CorruptError:
 
 
 class _LastBlock:
-    """A stream that notes the last block read from it."""
+    """A wrapper that remembers in `last` the last 512 bytes read from a stream."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.last = b""
 
     def read(self, n_bytes: int = -1) -> bytes:
-        """Return up to `n_bytes`."""
+        """Return up to `n_bytes` from the stream; all for -1."""
         data = self._stream.read(n_bytes)
         self.last = (self.last + data)[-_BLOCK_BYTES:] if data else self.last
         return data

@@ -23,12 +23,12 @@ ASSISTANT = "assistant"
 """Role of the messages that a model learns to write."""
 
 FIELDS = ("messages", "prompt", "completion", "tools")
-"""Fields of a record that make it a conversation."""
+"""Fields of a record that are read from tables for conversations."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A prompt and its completion, both plain text."""
+    """A prompt and its completion, both plain text, without a chat template."""
 
     prompt: str
     completion: str
@@ -36,13 +36,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages by role, for a chat template."""
+    """A list of messages with roles, to be rendered by a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
     targets: Sequence[int]
-    """Indices of the assistant messages that a model learns."""
+    """Indices of the assistant messages that a model learns to write."""
     tools: Sequence[Any] | None
-    """Functions that the model may call, as templates take them."""
+    """Functions that the model may call, as chat templates take them; None if the record has
+    none."""
 
 
 Conversation = Exchange | Chat
@@ -50,12 +51,13 @@ Conversation = Exchange | Chat
 
 @dataclass(frozen=True)
 class Conversations(Corpus):
-    """JSONL files or tables with conversations."""
+    """A corpus of conversations in JSONL files or tables."""
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
-        """Yield each conversation with its file and line.
+        """Yield each conversation with its file and line for messages.
 
-        Raises CorruptError for a record that is no conversation, and as `read_records` does.
+        Raises CorruptError for a record that is no conversation or not JSON, StorageError for a
+        file that cannot be read.
         """
         for file in self.files:
             for record, where in file.records(self.contents, FIELDS):
@@ -63,9 +65,9 @@ class Conversations(Corpus):
 
 
 def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
-    """True if all files have records, and the first record is a conversation without the field
-    `contents.text_field`. Raises StorageError for unreadable files, CorruptError for damaged
-    ones."""
+    """Return True if all files are JSONL or tables, and the first record is a conversation without
+    the field `contents.text_field`. Raises StorageError for unreadable files, CorruptError for
+    damaged ones."""
     if not hold_records(files):
         return False
     for file in files:
@@ -76,7 +78,7 @@ def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bo
 
 
 def hold_records(files: Sequence[InputFile]) -> bool:
-    """True if all files are JSONL or tables."""
+    """Return True if all files are JSONL or tables, by their names."""
     return all(is_jsonl(file.name) or is_table(file.name) for file in files)
 
 
@@ -99,7 +101,8 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
-    """Check messages and build a chat whose `given` messages come first and are not learned."""
+    """Check messages and return a Chat in which `given` messages come first and are not learned.
+    Raises CorruptError, at `where`, for invalid messages or none by the assistant."""
     if not isinstance(messages, list):
         raise CorruptError(f"{where}: 'messages' is {type(messages).__name__}, not a list")
     if tools is not None and not isinstance(tools, list):

@@ -1,6 +1,7 @@
-"""Kinds of files that hold no plain text, recognised by their first bytes, with a way to get text.
+"""File kinds that hold no plain text, recognized by their first bytes, each with a way to get text.
 
-Naming an encoding would make text from any bytes, so such a file is refused in every encoding.
+Such a file is refused whatever the encoding setting, because some encodings turn any bytes into
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 START_BYTES = 512
-"""Bytes at the start of a file that suffice to recognise it; a tar's magic ends at 262."""
+"""Number of bytes from a file's start that suffice to recognize it; a tar's magic ends at 262."""
 
 _PANDAS = "python -c \"import pandas; pandas.read_{}('{}')[['text']].to_json('text.jsonl', {})\""
 _AS_RECORDS = "orient='records', lines=True"
@@ -25,7 +26,7 @@ _TENSORS = r"[\x00-\xff]{3}[\x00-\xff]\0{4}\{\s*\"[^\"]{1,300}\":\s*\{"
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file, and the remedy for one that was given as text."""
+    """A kind of file without plain text, and the remedy told to a user who named one as text."""
 
     name: str
     remedy: str
@@ -85,21 +86,21 @@ _TABLES = {
 
 
 def detect_kind(start: bytes) -> FileKind | None:
-    """Recognise a file by its start (at least START_BYTES, if it is as long); None for text and
-    unknown kinds."""
+    """Return the kind of a file from its first bytes (START_BYTES, or all of a shorter file); None
+    for text and unknown kinds."""
     start = start[:START_BYTES]
     return next((kind for pattern, kind in _KINDS if pattern.match(start)), None)
 
 
 def is_binary(start: bytes) -> bool:
-    """True if more than one byte in a hundred is a control character, which only UTF-16 and UTF-32
-    text has."""
+    """Return True if more than one byte in a hundred is a control character, which among texts only
+    UTF-16 and UTF-32 have."""
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
 
 
 def table_warning(files: Sequence[object]) -> str | None:
-    """Return a warning if tables or JSON documents, which can be read as plain text, are among
-    `files`, known by their names."""
+    """Return a warning if some `files` are tables or JSON documents (`.csv`, `.tsv`, `.json`),
+    which are read as plain text; else None."""
     tables = [file for file in map(str, files) if file.lower().endswith(tuple(_TABLES))]
     if not tables:
         return None

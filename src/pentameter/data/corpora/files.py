@@ -1,10 +1,11 @@
-"""Documents inside a file: text or JSONL records, plain, gzipped or as Zstandard; tables; tar.
+"""Documents inside a file: text, JSONL records, tables or tar archives, plain or compressed (gzip,
+Zstandard).
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
-the start is an encoding mark, not text, and is dropped. Other encodings become UTF-8 on the way in,
+the start is an encoding mark, not text, and is dropped. Other encodings become UTF-8 while reading,
 so that counts of bytes (bits per byte, `max_bytes`) do not depend on a file's encoding. A text file
-is one document; a `.jsonl` or `.ndjson` file has one in each record, a table in each row, and a tar
-archive has those of the files in it.
+is one document; a `.jsonl` or `.ndjson` file has one per record, a table one per row, and a tar
+archive those of the files in it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """Settings for reading text from files."""
+    """How text is read from files: encoding and text field."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
-    """An encoding that `encoding_problem` accepts."""
+    """The encoding of text and JSONL files, by its Python name."""
     text_field: str = FILE_DEFAULTS["text_field"]
-    """The JSONL field, or the table's column, with a record's text."""
+    """The JSONL field, or the table's column, that holds a document's text."""
 
     @property
     def is_utf8(self) -> bool:
-        """True if bytes are taken as they are; a byte order mark is dropped anyway."""
+        """Whether bytes are decoded as UTF-8."""
         return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
 
 
@@ -59,37 +60,38 @@ UTF8 = FileContents()
 
 
 Records = Iterator[tuple[dict[str, Any], str]]
-"""Records, each with its file and its line or row."""
+"""Records as dicts, each with its place for messages ("FILE, line 3" or "FILE, row 2")."""
 
 
 class InputFile(Protocol):
-    """A file of text or records, wherever it lies; as a string it is named as in messages."""
+    """A file with text or records, local, remote or generated; `str()` names it in messages."""
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of its path, whose suffixes tell its format."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of text in it, about. Raises StorageError if it cannot be read."""
+        """Approximate bytes of text in it. Raises StorageError if it cannot be read."""
 
     @property
     def key(self) -> list[str | int | None] | str | None:
-        """JSON values by which its content is known without reading; None if nothing tells."""
+        """JSON values that identify its content without reading it; None if only reading tells."""
 
     def sha256(self) -> str:
-        """Read it for its sha256, in hex."""
+        """Return its sha256, in hex, reading all of it."""
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield its documents; see `read_documents`."""
+        """Yield its documents, each an iterator of text chunks, as `read_documents` does."""
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records; see `read_records`."""
+        """Yield its records with their places, including `fields` of a table, as `read_records`
+        does."""
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file on this machine: an `InputFile`."""
+    """An `InputFile` on this machine; only reading tells its content."""
 
     path: Path
     key: None = None
@@ -101,7 +103,8 @@ class LocalFile:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of text in it, about. Raises StorageError if it cannot be read."""
+        """Approximate bytes of text in it; compressed files count three times their size. Raises
+        StorageError if it cannot be read."""
         try:
             size = self.path.stat().st_size
         except OSError as error:
@@ -110,15 +113,16 @@ class LocalFile:
         return size * USUAL_COMPRESSION if is_small else size
 
     def sha256(self) -> str:
-        """Read it for its sha256, in hex."""
+        """Return its sha256, in hex, reading all of it."""
         return sha256_of(self.path)
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield its documents; see `read_documents`."""
+        """Yield its documents, each an iterator of text chunks, as `read_documents` does."""
         return read_documents(self.path, contents)
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records; see `read_records`."""
+        """Yield its records with their places, including `fields` of a table, as `read_records`
+        does."""
         return read_records(self.path, contents, fields)
 
     def __str__(self) -> str:
@@ -126,7 +130,7 @@ class LocalFile:
 
 
 def sha256_of(file: Path) -> str:
-    """Read a file for its sha256, in hex; StorageError if it cannot be read."""
+    """Return a file's sha256, in hex; StorageError if it cannot be read."""
     try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -135,18 +139,19 @@ def sha256_of(file: Path) -> str:
 
 
 def is_jsonl(name: str) -> bool:
-    """True if a file's name says that it holds one record a line, compressed or not."""
+    """Return True if a file name, without compression suffix, ends in .jsonl or .ndjson."""
     return _uncompressed_name(name).endswith(JSONL_SUFFIXES)
 
 
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
-    """Yield a file's documents, each as an iterator of chunks.
+    """Yield a file's documents, each as an iterator of text chunks; a table's null values are
+    skipped.
 
     Raises CorruptError, with file and position, if the content contradicts the name: another
     encoding, a NUL in a text file (binary data), a record that is not JSON, lacks a string in its
     text field or has a line longer than `LONGEST_LINE_BYTES`, a table without the column, damaged
     compression. StorageError if the file cannot be read; ConfigError for `.zst` or a table without
-    a decoder. An absent value in a table is no document.
+    the package that decodes it.
     """
     field = contents.text_field
     if is_table(file.name):
@@ -168,7 +173,8 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
 
 
 def _archived_documents(file: Path, contents: FileContents) -> Iterator[Iterator[str]]:
-    """Yield the documents of the text and JSONL files in a tar archive."""
+    """Yield the documents in a tar archive's text and JSONL files, each as an iterator of text
+    chunks."""
     with _open(file) as stream:
         for name, content in members(stream, str(file)):
             where = f"{file}: {name}"
@@ -181,7 +187,8 @@ def _archived_documents(file: Path, contents: FileContents) -> Iterator[Iterator
 
 
 def _chunks(file: Path, contents: FileContents) -> Iterator[str]:
-    """Yield a file's text in chunks; see `_decoded`."""
+    """Yield a text file's content in decompressed, decoded chunks. Raises CorruptError for bytes
+    that are not text."""
     with _open(file) as stream:
         yield from _decoded(stream, str(file), contents)
 
@@ -189,14 +196,16 @@ def _chunks(file: Path, contents: FileContents) -> Iterator[str]:
 def _member_chunks(
     content: BinaryIO, name: str, where: str, contents: FileContents
 ) -> Iterator[str]:
-    """Yield the text of a file in an archive in chunks; see `_decoded`."""
+    """Yield the text of file `name` in an archive in decoded chunks; `where` names it in
+    messages."""
     with _decompressed(content, name, where) as stream:
         yield from _decoded(stream, where, contents)
 
 
 def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[str]:
-    """Yield a stream's text in chunks of about CHUNK_BYTES bytes, without a byte order mark; `file`
-    names it in messages. The content alone decides where chunks end."""
+    """Yield a byte stream's text in chunks of about CHUNK_BYTES bytes, without a byte order mark;
+    `file` names it in messages. Chunk ends depend only on the content. Raises CorruptError for
+    bytes that are not text."""
     is_utf8 = contents.is_utf8
     encoding = "utf-8" if is_utf8 else contents.encoding
     # It keeps the bytes of a character that a block cuts, and its state where there is one.
@@ -232,7 +241,8 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
 def _undecodable(
     file: str, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
-    """Build the error for bytes that are not text; the decoded ones begin at `offset`."""
+    """Build the CorruptError for bytes that cannot be decoded, with a hint on the likely encoding;
+    the bytes given to the decoder begin at `offset` in the file."""
     name = codecs.lookup(encoding).name
     position, hint = str(error), _ENCODING_HINT
     if isinstance(error, UnicodeDecodeError):
@@ -269,17 +279,19 @@ _ENCODING_HINT = (
 
 
 def refuse_other_kinds(file: str, start: bytes) -> None:
-    """Raise CorruptError if a file's first bytes show that it holds no text."""
+    """Raise CorruptError if a file's first bytes, `start`, are those of an image, archive or other
+    kind without text; `file` names it."""
     if (kind := detect_kind(start)) is not None:
         remedy = kind.remedy.replace("FILE", file)
         raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
 def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()) -> Records:
-    """Yield each record in a JSONL file, or each row of a table with its text field and the other
-    `fields`, with its file and line or row; skip empty lines.
+    """Yield each JSONL record, or each table row with its text field and the other `fields`, as a
+    dict with its place for messages; empty lines are skipped.
 
-    Raises as `read_documents` does, except for the record's fields.
+    Raises CorruptError for content that is not JSON objects or is damaged, StorageError if the file
+    cannot be read, ConfigError without the package that decodes it. Fields are not checked.
     """
     if is_table(file.name):
         yield from read_rows(file, [contents.text_field, *fields])
@@ -289,7 +301,8 @@ def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str
 
 
 def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Records:
-    """Yield the records in a JSONL stream; see `read_records`."""
+    """Yield the records in a JSONL byte stream, each with its file and line; `file` names it in
+    messages."""
     offset = 0
     chunks = _decoded(stream, file, contents)
     utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(chunks))
@@ -317,7 +330,8 @@ def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Reco
 
 
 def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
-    """Parse a line into an object; `field` is named in messages."""
+    """Parse a JSONL line into a dict; CorruptError at `where` if it is no JSON object. `field` is
+    the text field named in the message."""
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
@@ -350,7 +364,8 @@ def _record_text(record: dict[str, Any], field: str, where: str) -> str:
 
 
 def check_encodable(text: str, what: str, where: str) -> None:
-    """Raise CorruptError if a record's text holds half a surrogate pair; `what` names the text."""
+    """Raise CorruptError if a text holds half a surrogate pair; `what` and `where` name the text
+    and its place in the message."""
     if not text.isascii():
         try:
             text.encode()
@@ -363,7 +378,8 @@ def check_encodable(text: str, what: str, where: str) -> None:
 
 
 def _compression(name: str) -> str:
-    """Return `.gz`, `.zst`, or "" for a file's name."""
+    """Return the compression suffix of a file name, `.gz` (also for `.tgz`) or `.zst`; "" if
+    uncompressed."""
     name = name.lower()
     if name.endswith(".tgz"):
         return ".gz"
@@ -371,7 +387,7 @@ def _compression(name: str) -> str:
 
 
 def _uncompressed_name(name: str) -> str:
-    """Return a file's name in small letters, as it would be without compression."""
+    """Return a file name in lower case without its compression suffix; `.tgz` becomes `.tar`."""
     name = name.lower()
     if name.endswith(".tgz"):
         return f"{name.removesuffix('.tgz')}{TAR_SUFFIX}"
@@ -380,7 +396,8 @@ def _uncompressed_name(name: str) -> str:
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """Open a file's bytes, decompressed; reads are full until the end."""
+    """Context manager that yields a file's decompressed bytes as a stream, whose reads are full
+    until the end; StorageError if it cannot be opened."""
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -391,8 +408,8 @@ def _open(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
-    """Yield a stream's bytes, decompressed as its name says; `where` names it in messages, for
-    damage in whatever it is a part of, too."""
+    """Context manager that yields a stream's bytes, decompressed by the suffix of `name`. Damage in
+    the body becomes CorruptError and OSError becomes StorageError, with `where` in the message."""
     damage: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError]
     if ".zst" in where.lower():
         damage.append(_zstd().ZstdError)
@@ -413,17 +430,17 @@ def _decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]
 
 
 class _Utf8Stream(io.RawIOBase):
-    """Chunks of text as a UTF-8 stream."""
+    """A readable byte stream of text chunks in UTF-8."""
 
     def __init__(self, chunks: Iterator[str]) -> None:
         self._pieces, self._ready = chunks, memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True, as `io.BufferedReader` asks."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`; return the bytes written, 0 at the end."""
+        """Fill `buffer` with the next bytes; return their number, 0 at the end."""
         while not self._ready and (chunk := next(self._pieces, None)) is not None:
             self._ready = memoryview(chunk.encode())
         n = min(len(buffer), len(self._ready))
@@ -432,7 +449,7 @@ class _Utf8Stream(io.RawIOBase):
 
 
 def _zstd() -> Any:
-    """Import Python's module for Zstandard; ConfigError if it is absent."""
+    """Return Python's module for Zstandard; ConfigError if it is not installed."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return importlib.import_module(name)

@@ -43,20 +43,20 @@ CHUNK_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A unifilar hidden Markov source."""
+    """A unifilar hidden Markov source: state and emitted character decide the next state."""
 
     alphabet: str
     tickets: npt.NDArray[np.int64]
-    """(n_states, n_characters): tickets for each character in each state's urn; rows sum to
-    4096."""
+    """(n_states, n_characters): each character's tickets in a state's urn, proportional to its
+    probability; rows sum to 4096."""
     next_state: npt.NDArray[np.int64]
-    """(n_states, n_characters): the state after a character."""
+    """(n_states, n_characters): the next state after each character."""
     memory: int
-    """Number of last characters that determine the state."""
+    """How many of the last characters suffice to know the state."""
 
     @property
     def n_states(self) -> int:
-        """Hidden states."""
+        """Number of hidden states."""
         return len(self.tickets)
 
     def probabilities(self) -> npt.NDArray[Any]:
@@ -76,13 +76,13 @@ class Source:
         return np.linalg.solve(equations, right)
 
     def entropy_rate(self) -> float:
-        """Return Σ π(s) H(p(·|s)), nats per character."""
+        """Return the entropy rate Σ π(s) H(p(·|s)) in nats per character."""
         p = self.probabilities()  # no zeros: every urn has a ticket of every character
         return float(self.stationary() @ -(p * np.log(p)).sum(axis=1))
 
 
 def grammar_source(config: GrammarConfig) -> Source:
-    """Draw the source that `config` describes from its seed.
+    """Return the source that `config` describes, drawn from its seed.
 
     Raises ConfigError if the alphabet is too small for the number of states.
     """
@@ -123,20 +123,20 @@ def grammar_entropy_rate(config: GrammarConfig) -> float:
 
 @dataclass(frozen=True)
 class GrammarFile:
-    """The `grammar` corpus as an `InputFile`, which is generated as it is read."""
+    """The `grammar` corpus as an `InputFile`, whose text is generated as it is read."""
 
     settings: GrammarConfig
     name: str = "grammar"
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its text, about."""
+        """Approximate UTF-8 bytes of its text."""
         alphabet = self.settings.alphabet
         return self.settings.n_characters * len(alphabet.encode()) // len(alphabet)
 
     @property
     def key(self) -> str:
-        """The settings, which decide the text."""
+        """A string with the settings, which decide the text."""
         return f"grammar, version 1, {self.settings.model_dump_json()}"
 
     def sha256(self) -> str:
@@ -144,16 +144,17 @@ class GrammarFile:
         return hashlib.sha256(self.key.encode()).hexdigest()
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield the text, which is one document."""
+        """Yield a single document, the generated text, as an iterator of chunks; `contents` is
+        unused."""
         yield grammar_text(self.settings)
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield nothing: it has no records."""
+        """Yield nothing: the corpus has no records."""
         return iter(())
 
 
 def grammar_text(config: GrammarConfig) -> Iterator[str]:
-    """Yield `config.n_characters` characters in chunks; the source starts in state 0."""
+    """Yield `config.n_characters` characters of text in chunks; the source starts in state 0."""
     source = grammar_source(config)
     # Of each state a list of its tickets: a character, and the list of the state that follows it.
     urns: list[list[Any]] = [[] for _ in range(source.n_states)]
@@ -185,11 +186,12 @@ def _radical(n: int) -> int:
 
 
 def _urn(draws: list[int]) -> list[int]:
-    """Deal 4096 tickets to the characters: an eighth evenly, the rest in proportion to draw⁴.
+    """Return each character's tickets in an urn with 4096: an eighth dealt evenly, the rest in
+    proportion to draw⁴.
 
     The fourth power makes a few characters likely in each state: text with a structure to learn.
-    The even share lets a small alphabet still surprise, and shows every character often enough for
-    its probability to be learned.
+    The even part lets a small alphabet still surprise, and makes every character frequent enough
+    for its probability to be learned.
     """
     weights = [draw**4 for draw in draws]
     total = max(sum(weights), 1)

@@ -1,7 +1,8 @@
-"""Files that a path names: a file, a folder, a pattern or a URL, with those that are held out.
+"""The files that a path names (a file, a folder, a pattern or a URL), and those held out as splits.
 
-A folder with tables (Parquet, Arrow) is a data set, as Hugging Face's are: downloaded, or saved by
-`datasets`. Its tables alone are read, and their names, or those of their folders, say their split.
+A folder with tables (Parquet, Arrow) is a data set in Hugging Face's layout: downloaded, or saved
+by `datasets`. Only its tables are read, and their names, or those of their folders, tell their
+split.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ _SPLITS = {
     "validation": "val", "valid": "val", "val": "val", "dev": "val",
     "test": "test",
 }  # fmt: skip
-"""Word in the name of a table, or of its folder → its split."""
+"""Maps a word in the name of a table, or of its folder, to its split."""
 _NOT_DATA = re.compile(r"(cache|tmp|indices)[-_.\w]*\.arrow$")
-"""Names of files that `datasets` leaves in the folder of a data set."""
+"""Names of cache files that `datasets` leaves in a data set's folder."""
 _STATE_FILE = "state.json"
 _ABOUT = frozenset(
     ("README.md", "LICENSE", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 ) | {_STATE_FILE}
-"""Names of files about a data set, which nobody misses in its text."""
+"""Names of files that describe a data set; leaving them out needs no warning."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files of a text or of conversations, in order, and those held out as other splits."""
+    """The files of a text or of conversations, in order, and those held out as other splits."""
 
     name: str
-    """A name as `config/naming.py` allows, of the first path."""
+    """A valid data set name (`config/naming.py`), from the first path."""
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
-    """`val` and `test`, if tables among the files are named so."""
+    """Files by split, `val` and `test`, if tables have these in their names."""
     warnings: tuple[str, ...] = ()
 
 
 def inputs_at(paths: Sequence[str | Path]) -> Inputs:
     """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs.
 
-    A folder stands for the files below it, sorted by path; hidden files and folders, `__pycache__`,
-    links to folders and special files (pipes, sockets) are left out, and where tables are among
-    them, everything else. Tables named for validation and test are held out if others are named for
+    A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
+    links to folders and special files (pipes, sockets) are left out; if there are tables, so is
+    everything else. Tables named for validation and test are held out if others are named for
     training. Raises ConfigError for a path that does not exist or holds no file, StorageError for
     one that cannot be read.
     """
@@ -81,9 +82,11 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
-    """List the regular files below a folder, sorted by the parts of their path; see `inputs_at`.
+    """List the regular files below a folder, sorted by the parts of their path, without hidden
+    ones; links to folders are not followed.
 
-    Folders named in `skip` are not entered.
+    Folders named in `skip` are not entered. Raises ConfigError if there is no file, StorageError if
+    a folder cannot be listed.
     """
     found: list[Path] = []
 
@@ -104,7 +107,7 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
 
 
 def _name(path: str | Path) -> str:
-    """Return a name, as `config/naming.py` allows, for what lies at a path."""
+    """Return a valid data set name (`config/naming.py`) for a path or URL."""
     if is_remote(path):
         return name_of(PurePosixPath(last_part(str(path))).stem)
     whole = Path(path).absolute()
@@ -114,7 +117,8 @@ def _name(path: str | Path) -> str:
 
 
 def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
-    """List the files at a path, with the folder that it names; "" unless it names one."""
+    """List the files at a path; also return the path if it is a folder, else "". Errors as in
+    `inputs_at`."""
     if is_remote(path):
         remote = remote_files(str(path))
         whole = str(remote[0]) if len(remote) == 1 else ""
@@ -142,8 +146,8 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
-    """Yield the tables of a data set: of Arrow files those alone that the state of a saved data set
-    lists, where there is one, and no caches."""
+    """Yield a data set's tables without cache files; for a saved data set, only the Arrow files
+    that its state.json lists. Raises CorruptError if a listed file is missing."""
     for folder, group in itertools.groupby(tables, key=_folder_of):
         inside = list(group)
         state = None if folder is None else folder / _STATE_FILE
@@ -162,7 +166,9 @@ def _folder_of(file: InputFile) -> Path | None:
 
 
 def _listed_files(state: Path) -> list[str]:
-    """List the files that a saved data set consists of."""
+    """Return the names of the data files listed in a saved data set's state.json. Raises
+    ConfigError if it selects rows by indices, CorruptError or StorageError if it is invalid or
+    unreadable."""
     try:
         content = json.loads(state.read_bytes())
         if content.get("_indices_data_files"):
@@ -180,7 +186,8 @@ def _listed_files(state: Path) -> list[str]:
 def _by_split(
     name: str, named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]
 ) -> Inputs:
-    """Assign tables to splits by words in their paths, each within the folder that was named."""
+    """Return the tables as Inputs, assigned to splits by words in their paths relative to the
+    folder that was named; adds to `warnings` the tables left out."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
     for file, path in named:
@@ -215,7 +222,7 @@ def _by_split(
 
 
 def _split_of(path: PurePosixPath) -> str | None:
-    """Return the split that a path's parts name, the last one first; None without one."""
+    """Return the split named in a path's parts, the last one first; None if no part names one."""
     found = (_word_split(part) for part in reversed(path.parts))
     return next((split for split in found if split is not None), None)
 

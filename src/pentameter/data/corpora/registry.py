@@ -1,5 +1,5 @@
-"""Corpora by name. A new one is a function here that returns its `Text`, and an entry in
-CORPORA."""
+"""Corpora by name, `data.corpus`. To add one, write a function here that returns its `Text`, and
+list it in CORPORA."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WIKITEXT_2 = MappingProxyType(
 Kind = TypeVar("Kind", Text, Conversations)
 
 UNKNOWN_CORPUS = "unknown"
-"""The corpus of a model whose configuration does not record its training data."""
+"""The `data.corpus` of a model whose training data nobody recorded."""
 
 # Third-party code; test suites (some of whose files are deliberately broken); tables of data.
 NOT_STDLIB = frozenset(
@@ -75,7 +75,8 @@ NOT_STDLIB = frozenset(
 
 
 def stdlib(data: DataConfig) -> Text:
-    """The source code of Python's standard library on this machine, module by module."""
+    """Return the source code of Python's standard library on this machine, one document per module.
+    Raises ConfigError if it is not there as source."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     if not (folder / "os.py").is_file():
         raise ConfigError(
@@ -92,18 +93,21 @@ def stdlib(data: DataConfig) -> Text:
 
 
 def grammar(data: DataConfig) -> Text:
-    """A hidden Markov source with an exactly known entropy rate; see `grammar.py`."""
+    """Return the `grammar` corpus: text from a hidden Markov source with an exactly known entropy
+    rate. Raises ConfigError for impossible settings."""
     grammar_source(data.grammar)  # raises now if the settings are impossible
     return Text("grammar", (GrammarFile(data.grammar),))
 
 
 def shakespeare(data: DataConfig) -> Text:
-    """Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct."""
+    """Return Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct; downloaded unless
+    cached."""
     return Text("shakespeare", (LocalFile(public_file(TINY_SHAKESPEARE)),))
 
 
 def wikitext_2(data: DataConfig) -> Text:
-    """WikiText-2: about 2 million words from articles, in the three splits it was published in."""
+    """Return WikiText-2: about 2 million words from articles, in its three published splits;
+    downloaded unless cached."""
     train, val, test = (
         Text(f"wikitext-2-{split}", (LocalFile(public_file(file)),))
         for split, file in WIKITEXT_2.items()
@@ -120,7 +124,9 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 
 
 def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:
-    """Open the corpus that `data` names, by `corpus` or `path`, with what is held out beside it.
+    """Open the corpus that `data` names, by `corpus` or `path`, with the corpora held out beside
+    it. JSONL files and tables whose first record is a conversation become Conversations, everything
+    else Text.
 
     `paths` replaces `data.path` with several. Raises ConfigError for an unknown corpus or a path
     that does not exist, StorageError for unreadable files, CorruptError for damaged ones.
@@ -140,8 +146,9 @@ def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conv
 
 
 def _corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
-    """Look once at what lies at paths: conversations, or else text, with what `data` holds out
-    beside them, or else what the files' names do."""
+    """Return the files at `paths` as conversations or text. Held-out splits are the files that
+    `data` names for them, else those that the files' names tell. Raises CorruptError if text is
+    held out beside conversations."""
     contents = FileContents(data.encoding, data.text_field)
     inputs = inputs_at(paths)
     given = {"val": data.validation_path, "test": data.test_path}

@@ -1,9 +1,10 @@
-"""Remote files: whatever `fsspec` opens (`https://`, `s3://`, `hf://`, …), copied into the cache.
+"""Remote files: any URL that `fsspec` opens (`https://`, `s3://`, `hf://`, …), copied into the
+cache.
 
-A file is known by its URL, size and version (its ETag, checksum or time of change, as the server
-tells it). Its copy is made once, when it is first read: in one stream, resumed after a failure
-where the server can, begun again where it cannot. A copy counts only with exactly the size that the
-server told, so a body that was cut short never becomes text. URLs are shown without user and query,
+A file is identified by its URL, size and version (its ETag, checksum or modification time, as the
+server reports it). It is copied once, when it is first read: in one stream, resumed after a failure
+if the server can, otherwise begun again. A copy is accepted only with exactly the size that the
+server reported, so a truncated body never becomes text. URLs are shown without user and query,
 which may hold secrets.
 """
 
@@ -37,11 +38,11 @@ from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, PentameterError, StorageError, printable
 
 ATTEMPTS = 5
-"""Requests in a row that may fail without bringing `PROGRESS_BYTES`."""
+"""Consecutive requests that may fail without bringing `PROGRESS_BYTES`."""
 FIRST_WAIT_SECONDS = 1.0
-"""Before the second attempt; doubled before each further one."""
+"""Seconds before the second attempt; doubled before each further one."""
 CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
-"""Longest wait for an HTTP server to take a connection, and to send the next bytes."""
+"""Maximum seconds to wait for an HTTP server to accept a connection, and to send the next bytes."""
 PROGRESS_BYTES = BLOCK_BYTES = 1 << 20
 
 _HTTP = ("http", "https")
@@ -49,45 +50,47 @@ _VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "md5", "content_md5", "Content-MD5", "Digest", "checksum",
     "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
 )  # fmt: skip
-"""Keys under which the kinds of file systems tell a file's version, better ones first."""
+"""Keys under which `fsspec`'s file systems report a file's version, better ones first."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that `fsspec` opens, an `InputFile`; as a string it is its URL without secrets."""
+    """A file that `fsspec` opens, as an `InputFile`; `str()` gives its URL without secrets."""
 
     url: str = field(repr=False)
     n_bytes: int
     version: str | None
-    """ETag, checksum or time of change; None if the server tells none."""
+    """ETag, checksum or modification time; None if the server reports none."""
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the URL's path."""
         return last_part(self.url)
 
     @property
     def key(self) -> list[str | int | None] | None:
-        """JSON values by which its content is known; None if the server tells no version."""
+        """JSON values that identify the content; None if the server reports no version."""
         return None if self.version is None else self.address
 
     @property
     def address(self) -> list[str | int | None]:
-        """JSON values by which its copy is known."""
+        """JSON values that identify the local copy: URL, size, version (may be None)."""
         return [self.url, self.n_bytes, self.version]
 
     def sha256(self) -> str:
-        """Read its copy for its sha256, in hex."""
+        """Return the sha256, in hex, of the local copy, which is downloaded if absent."""
         return sha256_of(local_copy(self))
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield the documents of its copy; see `read_documents`."""
+        """Yield the documents in the local copy (downloaded if absent), each as an iterator of text
+        chunks."""
         return read_documents(local_copy(self), contents)
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield the records of its copy; see `read_records`."""
+        """Yield the records in the local copy (downloaded if absent), each with its file and line
+        or row."""
         return read_records(local_copy(self), contents, fields)
 
     def __str__(self) -> str:
@@ -95,12 +98,12 @@ class RemoteFile:
 
 
 def remote_files(url: str) -> list[RemoteFile]:
-    """List the file that a URL names, or those that match its `*`, or those below its folder,
-    sorted by path; hidden ones are left out.
+    """List the file at a URL, or those that match its `*`, or those below its folder, sorted by
+    path; hidden ones are left out.
 
-    A folder is recognised where the kind of file system has folders, which HTTP has not. Raises
-    ConfigError for a missing package, an unknown scheme, or no such file; StorageError if the
-    server does not answer after `ATTEMPTS`, or tells no size.
+    Over HTTP, which has no folders, a URL is always one file. Raises ConfigError for a missing
+    package, an unknown scheme, or no such file; StorageError if the server does not answer after
+    `ATTEMPTS`, or reports no size.
     """
 
     if (problem := url_problem(url)) is not None:
@@ -129,16 +132,16 @@ def remote_files(url: str) -> list[RemoteFile]:
 
 
 def fs_has_folders(url: str) -> bool:
-    """True unless the URL is of HTTP, where a folder is a page like any other."""
+    """Return False for an HTTP URL, for which a folder is a page like any other; else True."""
     return urlsplit(url).scheme.lower() not in _HTTP
 
 
 def local_copy(file: RemoteFile) -> Path:
-    """Return the copy of a remote file in the cache, made now if it is not there.
+    """Return the path to a remote file's copy in the cache, downloading it if it is not there.
 
-    One process at a time copies a file, others wait. What has come of a copy that failed is kept,
-    and a later call goes on from there if the server knows versions. Raises StorageError if the
-    server fails, or the file changes, more than `ATTEMPTS` times in a row.
+    One process at a time copies a file, others wait. An incomplete copy is kept, and a later call
+    continues from there if the server reports versions. Raises StorageError if the server fails, or
+    the file changes, more than `ATTEMPTS` times in a row.
     """
     digest = hashlib.sha256(json.dumps(file.address).encode()).hexdigest()
     folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
@@ -161,7 +164,9 @@ def local_copy(file: RemoteFile) -> Path:
 
 
 def _download(file: RemoteFile, partial: Path) -> None:
-    """Append to `partial` until it has the whole file; see `local_copy`."""
+    """Append to `partial` until it holds the whole file, retrying after failures. Raises
+    StorageError after ATTEMPTS in a row without progress, ConfigError if the file does not
+    exist."""
     n_failures = 0
     while True:
         before = partial.stat().st_size if partial.exists() else 0
@@ -183,12 +188,12 @@ def _download(file: RemoteFile, partial: Path) -> None:
 
 
 class _IncompleteError(Exception):
-    """What came is not the file that was announced."""
+    """The bytes received are not the file that the server announced."""
 
 
 def _append(file: RemoteFile, partial: Path, offset: int) -> None:
-    """Append the file's bytes from `offset` on, or all of them in place of those that are there if
-    the server sends those. Raises _IncompleteError for a body of another size."""
+    """Append the file's bytes from `offset` on to `partial`, or replace its content if the server
+    sends all bytes. Raises _IncompleteError for a body with another size."""
     with _body(file, offset) as (stream, begins), _opened(partial, begins) as copy:
         n_left = file.n_bytes - begins
         while block := stream.read(min(BLOCK_BYTES, n_left + 1)):
@@ -205,7 +210,8 @@ def _append(file: RemoteFile, partial: Path, offset: int) -> None:
 
 
 def _opened(partial: Path, n_bytes: int) -> BinaryIO:
-    """Open a file to go on behind its first `n_bytes`, created if absent; StorageError."""
+    """Open `partial` for writing after its first `n_bytes`, truncated there, created if absent;
+    StorageError if that fails."""
     with storage_errors(partial, "write"):
         copy = partial.open("r+b" if partial.exists() else "wb", buffering=0)
         copy.truncate(n_bytes)
@@ -215,7 +221,8 @@ def _opened(partial: Path, n_bytes: int) -> BinaryIO:
 
 @contextmanager
 def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
-    """Yield the file's bytes as a stream, and the offset at which it begins."""
+    """Context manager that yields the file's bytes as a stream, and the offset at which the stream
+    begins (0 if the server ignores the range)."""
     fs, path = _file_system(file.url)
     if fs_has_folders(file.url):
         with fs.open(path, "rb", block_size=8 * BLOCK_BYTES, cache_type="readahead") as stream:
@@ -238,8 +245,8 @@ def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
 
 
 def _check_whole(file: RemoteFile, partial: Path) -> None:
-    """Remove `partial` and raise _IncompleteError if it has another size, or the file has changed
-    on the server meanwhile: parts of two versions may be in it."""
+    """Raise _IncompleteError and delete `partial` if its size is wrong or the file has changed on
+    the server meanwhile: parts of two versions may be in it."""
     fs, path = _file_system(file.url)
     fs.invalidate_cache()
     now = _remote_file(fs, file.url, path, fs.info(path))
@@ -265,7 +272,7 @@ def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFi
 
 def _file_system(url: str) -> tuple[Any, str]:
     """Return the `fsspec` file system for a URL, and the path within it. Raises ConfigError for a
-    package that is missing, or an unknown scheme."""
+    missing package or an unknown scheme."""
     try:
         import fsspec
     except ImportError as error:
@@ -297,7 +304,8 @@ def _missing(what: str, url: str) -> ConfigError:
 
 
 def _retried(url: str, ask: Callable[[], Result]) -> Result:
-    """Return what `ask` returns, asked up to ATTEMPTS times while it fails."""
+    """Return the result of `ask`, called up to ATTEMPTS times while it fails with an error that may
+    pass; then raise ConfigError or StorageError about `url`."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return ask()
@@ -321,7 +329,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """True if the same request may succeed later."""
+    """Return True if the same request may succeed later."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
@@ -331,7 +339,8 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
-    """Build the error for a file that could not be had: its URL, the reason, the remedy."""
+    """Build the error for a file that could not be read: its URL, the reason, the remedy, and
+    `kept`, a note on the bytes kept."""
     status, where = _status(error), shown_url(url)
     is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
     if status in (404, 410) or is_missing:
@@ -349,7 +358,7 @@ def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") ->
 
 
 def _reason(url: str, error: BaseException) -> str:
-    """Return an error in words, without the secrets of a URL."""
+    """Describe an error in a few words, without the URL's secrets."""
     at = error
     while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
         at = at.__cause__

@@ -1,8 +1,8 @@
-"""Rows of tables: Parquet and Arrow files, a few rows at a time, through `pyarrow`.
+"""Rows of Parquet and Arrow files, read a few rows at a time through `pyarrow`.
 
-Only the columns that are asked for are read, page by page, so memory does not grow with a Parquet
-file or its row groups; of Arrow one record batch is held. An absent value reads as an absent key,
-also inside lists and objects: a table has a place for every key, a record only for its own.
+Only the wanted columns are read, page by page, so memory does not grow with a Parquet file or its
+row groups; for Arrow one record batch is held. A null value becomes an absent key, also inside
+lists and objects.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 
 BATCH_BYTES = 1 << 22
-"""Bytes of a table decoded at once, about."""
+"""Approximate bytes of a table decoded at once."""
 
 MOST_ROWS = 4096
-"""Rows decoded at once, at most."""
+"""Maximum rows decoded at once."""
 
 _ARROW_FILE = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def is_table(file: PurePath | str) -> bool:
-    """True if a file's name says that it holds a table."""
+    """Return True if a file name ends in a table suffix (.parquet, .arrow, .feather)."""
     return str(file).lower().endswith(TABLE_SUFFIXES)
 
 
 def read_rows(file: Path, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each row as a record with those of the `wanted` columns that the table has, with its
-    file and number, counted from 0.
+    """Yield each row as a dict with those `wanted` columns that the table has and that are not
+    null, with its place for messages ("FILE, row 0").
 
     Raises ConfigError without pyarrow, CorruptError for a damaged or truncated file, StorageError
     if it cannot be read.
@@ -46,7 +46,8 @@ def read_rows(file: Path, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any
 
 
 def columns_of(file: Path) -> list[str]:
-    """List the names of a table's columns; errors as `read_rows`."""
+    """Return the names of a table's columns. Raises ConfigError without pyarrow, CorruptError or
+    StorageError for a damaged or unreadable file."""
     with _table_errors(file):
         if file.name.lower().endswith(".parquet"):
             return list(_pyarrow("parquet", file).read_schema(file).names)
@@ -92,8 +93,9 @@ def _arrow_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
 
 @contextmanager
 def _arrow_reader(file: Path) -> Iterator[Any]:
-    """Yield a reader of the batches in an Arrow file or stream. Not memory-mapped: the pages of a
-    large file would count as this process's memory."""
+    """Context manager that yields a reader for the batches in an Arrow file or stream; CorruptError
+    without an end mark. Not memory-mapped: the pages of a large file would count as this process's
+    memory."""
     pyarrow, ipc = _pyarrow("", file), _pyarrow("ipc", file)
     with file.open("rb") as opened:
         start = opened.read(len(_ARROW_FILE))
@@ -113,7 +115,7 @@ def _arrow_reader(file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _table_errors(file: Path) -> Iterator[None]:
-    """Turn the body's errors of pyarrow into CorruptError about `file`, and OSError into
+    """Context manager that turns pyarrow's errors into CorruptError about `file`, and OSError into
     StorageError."""
     invalid = _pyarrow("", file).lib.ArrowException
     try:
@@ -134,7 +136,7 @@ def _damage(file: Path, error: Exception) -> CorruptError:
 
 
 def _pyarrow(module: str, file: Path) -> Any:
-    """Import pyarrow or a module of it; ConfigError if it is absent."""
+    """Import pyarrow, or its named module; ConfigError if pyarrow is absent, which names `file`."""
     import importlib
 
     try:
@@ -147,7 +149,7 @@ def _pyarrow(module: str, file: Path) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """Copy a value without absent ones in its objects."""
+    """Return a copy of a JSON value without the null values in its objects."""
     if isinstance(value, dict):
         return {key: _present(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

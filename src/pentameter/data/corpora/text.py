@@ -1,6 +1,6 @@
-"""A corpus as files that follow one another, and text as documents that can be read again.
+"""A corpus: files that follow one another, and text as documents that can be read again.
 
-A document is an iterator of chunks, so that any length streams and memory stays bounded.
+A document is an iterator of text chunks, so that any length streams and memory stays bounded.
 `files.py` reads inside a file; `registry.py` opens a corpus by its name or its paths.
 """
 
@@ -16,49 +16,52 @@ from typing import Self
 from pentameter.data.corpora.files import UTF8, FileContents, InputFile
 
 Documents = Iterator[Iterator[str]]
-"""Each document's chunks, to be read before the next document is asked for."""
+"""An iterator over documents, each an iterator of text chunks that must be read before the next
+document is asked for."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of one kind of data before they are tokenized, with those held out beside them."""
+    """Files with one kind of data (text or conversations) before tokenizing, and corpora held out
+    as other splits."""
 
     name: str
-    """A name as `config/naming.py` allows; names the prepared files."""
+    """A valid data set name (`config/naming.py`), which names the prepared files."""
     files: tuple[InputFile, ...]
     contents: FileContents = UTF8
     max_bytes: int | None = None
-    """Maximum UTF-8 bytes of text to take; None for all. What is held out stays whole."""
+    """Maximum UTF-8 bytes of text to read; None for all. Held-out corpora are always read whole."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
-    """`val` and `test`, if they are files themselves."""
+    """Corpora by split, `val` and `test`, if these are files themselves."""
     warnings: tuple[str, ...] = ()
-    """Warnings about the files, for the user."""
+    """Sentences about the files, for the user."""
 
     @cached_property
     def n_bytes(self) -> int:
-        """Approximate UTF-8 bytes that a pass yields; for progress only."""
+        """Approximate UTF-8 bytes read in a pass; for progress only."""
         whole = sum(file.n_bytes for file in self.files)
         return whole if self.max_bytes is None else min(whole, self.max_bytes)
 
 
 @dataclass(frozen=True)
 class Text(Corpus):
-    """Text, of which each document is read by itself."""
+    """A corpus of text, each document of which is read by itself."""
 
     def documents(self) -> Documents:
-        """Start a new pass over the text. Only a record's chunk may be large."""
+        """Start a new pass over the documents. Chunks are small, except that a record is one
+        chunk."""
         documents = (each for file in self.files for each in file.documents(self.contents))
         return documents if self.max_bytes is None else first_bytes(documents, self.max_bytes)
 
     def chunks(self) -> Iterator[str]:
-        """Start a pass over the text without regard to documents."""
+        """Start a new pass over the text in chunks, ignoring document bounds."""
         for document in self.documents():
             yield from document
 
     @property
     def identity(self) -> str | None:
-        """Identifies the content, held-out texts included, if it is known without reading:
-        generated text, remote files with versions. Else None."""
+        """A string that identifies the content, held-out texts included, if known without reading
+        it (generated text, remote files with versions); else None."""
         known = {"train": self._own_identity}
         known |= {split: text._own_identity for split, text in self.held_out.items()}
         if None in known.values():
@@ -78,8 +81,8 @@ class Text(Corpus):
 
 
 def first_bytes(documents: Documents, max_bytes: int) -> Documents:
-    """Yield the longest start of the documents that fits in `max_bytes` UTF-8 bytes without
-    splitting a character."""
+    """Yield the documents up to a total of `max_bytes` UTF-8 bytes; the last one is truncated
+    between characters."""
     left = max_bytes
 
     def shortened(document: Iterator[str]) -> Iterator[str]:
@@ -103,5 +106,5 @@ def first_bytes(documents: Documents, max_bytes: int) -> Documents:
 
 
 def utf8_size(text: str) -> int:
-    """Count the UTF-8 bytes of a text."""
+    """Return the number of UTF-8 bytes in a text."""
     return len(text) if text.isascii() else len(text.encode())

@@ -1,6 +1,5 @@
 """Tokenizing ahead of training: one process per machine writes a stream's parts in the background,
-as far as the run will read, and every process of the run waits for what it needs.
-"""
+as far as the run will read, and every process in the run waits for the tokens that it needs."""
 
 from __future__ import annotations
 
@@ -33,17 +32,17 @@ from pentameter.machine.child import ChildEndedError, PythonChild, exit_reason
 
 POLL_SECONDS = 0.05
 FAILURE_FILE = "failed.json"
-"""In a stream's folder: the error of the process that writes its parts, for those that wait."""
+"""File in a stream's folder with the error of the process that writes its parts, for those that
+wait."""
 _ERRORS: Mapping[str, type[PentameterError]] = {
     error.__name__: error for error in (ConfigError, CorruptError, StorageError)
 }
 
 
 class Ahead:
-    """Has a stream's parts written in the background.
+    """Writes a stream's parts in the background: a `Source` for the leading process on a machine.
 
-    A process of its own does it, which ends with this one. Errors are raised where tokens are
-    waited for.
+    A child process does the work, and ends with this one. Its errors are raised by `wait`.
     """
 
     def __init__(self, origin: Origin, folder: Path) -> None:
@@ -54,7 +53,8 @@ class Ahead:
         self._error: Exception | None = None
 
     def prepare(self, n_tokens: int) -> None:
-        """Begin to write parts up to `n_tokens` training tokens, or the text's end."""
+        """Start writing parts in the background, up to `n_tokens` training tokens or the text's
+        end; return at once."""
         self._n_wanted = max(self._n_wanted, n_tokens)
         if self._thread is None or not self._thread.is_alive():
             (self._folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -62,14 +62,15 @@ class Ahead:
             self._thread.start()
 
     def wait(self, n_tokens: int) -> None:
-        """Return after a moment, while parts are written; raise the error that ended that."""
+        """Ask for `n_tokens` training tokens and sleep for a moment; raise the error if writing has
+        failed."""
         if self._error is not None:
             raise self._error
         self.prepare(n_tokens)
         time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End the process in the background; the part that it writes is lost."""
+        """End the background process; the part that it is writing is lost."""
         self._n_wanted = 0
         if self._child is not None:
             self._child.kill()
@@ -115,20 +116,22 @@ class Ahead:
 
 
 class Follower:
-    """Waits for a stream's parts that another process on this machine has written."""
+    """Waits for a stream's parts that another process on this machine writes: a `Source` that
+    writes none."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FAILURE_FILE
         self._before = self._written_at()  # by an earlier run
 
     def prepare(self, n_tokens: int) -> None:
-        """Leave it to the other process."""
+        """Do nothing: the other process prepares."""
 
     def close(self) -> None:
-        """Leave the other process alone."""
+        """Do nothing: the other process continues."""
 
     def wait(self, n_tokens: int) -> None:
-        """Return after a moment; raise the error that the other process met."""
+        """Sleep for a moment; raise the error that the other process has recorded, if it failed
+        since this object was made."""
         if (at := self._written_at()) is not None and at != self._before:
             failure = read_json(self._file)
             raise _ERRORS.get(str(failure.get("error")), StorageError)(str(failure.get("message")))
@@ -142,12 +145,14 @@ class Follower:
 
 
 def open_text_stream(text: Text, preparation: Preparation, setting: str, *, leads: bool) -> Dataset:
-    """Open a text as a stream in the cache, once its first part is there.
+    """Open a text as a stream in the cache, once its first part has been written.
 
-    A trained model's tokenizer may be the one that `setting`, the `data.tokenizer`, made of this
-    text. Then it is the stream that the model was trained on.
-    `leads`: this process has the parts written and verifies them; others on the machine wait for
-    them. Errors as `origin_of`, `Parts.write_next` and `open_stream`.
+    `leads`: this process has the parts written, and verifies them; other processes on the machine
+    wait for them. If a trained model's tokenizer is the one that `setting` (`data.tokenizer`) made
+    from this text, the stream is the one that the model was trained on.
+
+    Raises ConfigError for a tokenizer or split that needs the whole text, and for an empty one;
+    CorruptError for damage; StorageError if reading or writing fails.
     """
     wanted = preparation.tokenizer
     origin = origin_of(text, wanted, preparation.splitting)
@@ -164,5 +169,5 @@ def open_text_stream(text: Text, preparation: Preparation, setting: str, *, lead
 
 
 def _folder(origin: Origin) -> Path:
-    """Return a stream's folder in the cache."""
+    """Return the cache folder for a stream."""
     return cache_folder() / "prepared" / f"{origin.text.name}-{origin.hash[:24]}"

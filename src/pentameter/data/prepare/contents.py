@@ -1,4 +1,4 @@
-"""Contents of a corpus, found in a first pass, and their shards, written in a second."""
+"""A corpus's contents (hash, sizes), found in a first pass, and its shards, written in a second."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from pentameter.disk.lock import building
 
 @dataclass(frozen=True, kw_only=True)
 class Contents(ABC):
-    """Hash, sizes and distinct characters, and the same for corpora held out as other splits."""
+    """Hash, sizes and distinct characters of a corpus, and the same for corpora held out as other
+    splits."""
 
     kind: ClassVar[str]
-    """`text` or `conversations`."""
+    """The kind of corpus: `text` or `conversations`."""
     has_loss_mask: ClassVar[bool] = False
-    """True if some tokens only are to be learned."""
+    """True if only some tokens are learned, as in conversations."""
 
     name: str
     """Stem of the shards' file names."""
     sha256: str
     """sha256, in hex, of everything that decides the tokens for a given tokenizer."""
     n_bytes: int
-    """UTF-8 bytes of text."""
+    """UTF-8 bytes of the corpus's text, without held-out corpora."""
     characters: str = ""
-    """Distinct characters, sorted, held-out corpora included; empty if not asked for."""
+    """Distinct characters as a sorted string, held-out corpora included; empty if not collected."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
-    """`val` and `test`, if they are corpora themselves."""
+    """Contents by split, `val` and `test`, if these are separate corpora."""
 
     @property
     def parts(self) -> list[Self]:
-        """The corpus, then those held out."""
+        """This corpus's contents, then those of held-out corpora."""
         return [self, *self.held_out.values()]
 
     @property
@@ -51,30 +52,30 @@ class Contents(ABC):
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values by which a cache knows the corpus."""
+        """JSON values that identify the corpus in a cache."""
         held_out = {split: part.sha256 for split, part in self.held_out.items()}
         return {"name": self.name, self.kind: self.sha256, "held_out": held_out}
 
     @abstractmethod
     def count(self) -> dict[str, int]:
-        """Return the corpus's size in its own unit, by the unit's name."""
+        """Return the corpus's size in its own unit: {"characters": …} or {"conversations": …}."""
 
     def description(self) -> dict[str, Any]:
-        """Return hashes and sizes for the shards' header."""
+        """Return hashes and sizes as JSON values, for the shards' header."""
         sizes = {"sha256": self.sha256, "bytes": self.n_bytes, **self.count()}
         held_out = {split: part.description() for split, part in self.held_out.items()}
         return {**sizes, **({"held_out": held_out} if held_out else {})}
 
     @abstractmethod
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the train split's text in passages, cut for a tokenizer setting, each with the
-        bytes read so far."""
+        """Yield the corpus's text in passages cut for a tokenizer setting, empty outside the train
+        split, each with the UTF-8 bytes read so far."""
 
     @abstractmethod
     def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-        """Write all parts' tokens; yield the bytes of text done so far.
+        """Write the tokens of all `parts`; yield the UTF-8 bytes of text done so far.
 
-        Raises StorageError if a corpus is not as the first pass found it.
+        Raises StorageError if a corpus has changed since the first pass.
         """
 
 
@@ -88,13 +89,13 @@ def prepare_contents(
     warnings: list[str] | None = None,
     keep_existing: bool = False,
 ) -> None:
-    """Write shards as a new folder, which appears whole or not at all.
+    """Write a corpus's shards into a new folder, which appears whole or not at all.
 
-    `tokenizer`, unless it is one, is a setting that the text decides: `char` knows every character
-    in all splits, `word` and `bpe:N` are trained on the train split. `count_tokens` is told the
-    tokens written so far; `warnings` collects sentences for the user. One process at a time
-    prepares a folder, others wait; with `keep_existing`, a folder that has appeared meanwhile is
-    kept.
+    `tokenizer` is a tokenizer, or a setting that makes one from the text: `char` knows every
+    character in all splits, `word` and `bpe:N` are trained on the train split. `count_tokens` is
+    called with the tokens written so far; `warnings` collects sentences for the user. One process
+    at a time prepares a folder, others wait; with `keep_existing`, a folder that has appeared
+    meanwhile is kept.
 
     Raises ConfigError (character outside the vocabulary, folder exists), StorageError (reading or
     writing fails, or the corpus changed between the passes).
@@ -117,7 +118,8 @@ def prepare_contents(
 def _tokenizer(
     setting: str | Tokenizer, contents: Contents, progress: Progress, warnings: list[str] | None
 ) -> Tokenizer:
-    """Return a tokenizer as it is, or train the one that a setting names on the train split."""
+    """Return `setting` if it is a tokenizer; otherwise train the one it names on the train split
+    (`char`: on all characters)."""
 
     def train_texts() -> Iterator[str]:
         for text, n_done in contents.train_texts(str(setting)):

@@ -1,4 +1,4 @@
-"""Encoding passages, here or in other processes, in order either way.
+"""Encoding passages (pieces of text) to token ids, in this process or several, in order either way.
 
 Processes rather than threads: words are found in Python, which has one lock, and results from the
 `tokenizers` library become arrays in Python too.
@@ -39,7 +39,7 @@ BATCHES_AHEAD = 2  # per process: one at work, one waiting
 def batches(
     passages: Iterable[Passage], n_characters: int = BATCH_CHARACTERS
 ) -> Iterator[Passages]:
-    """Yield the passages in lists with about `n_characters` characters."""
+    """Yield the passages in lists with about `n_characters` characters each."""
     batch: Passages = []
     held = 0
     for passage in passages:
@@ -53,7 +53,7 @@ def batches(
 
 
 def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
-    """Return how many processes are worth starting for `n_bytes` of text; 0 to encode in this
+    """Return how many processes are worth starting to encode `n_bytes` of text; 0 to encode in this
     one."""
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
@@ -65,9 +65,10 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
 def encoded(
     batches: Iterable[Passages], tokenizer: Tokenizer, n_processes: int
 ) -> Iterator[Encoded]:
-    """Yield each batch with its passages' ids, in order; bounded memory.
+    """Yield each batch with a list of its passages' ids (n_tokens,), in order; only a few batches
+    are held at a time. With `n_processes` 0, this process encodes.
 
-    Raises any error from the tokenizer, StorageError if a process is lost.
+    Raises any error from the tokenizer, StorageError if a process cannot be started or ends early.
     """
     if n_processes == 0:
         for batch in batches:
@@ -95,7 +96,8 @@ def encoded(
 
 
 def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-    """Return each text's ids, from the first idle process."""
+    """Return each text's ids (n_tokens,), encoded by the first child process that is idle;
+    StorageError if that process ends."""
     child = idle.get()
     try:
         ids, lengths = child.ask(texts)
@@ -111,7 +113,8 @@ def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArr
 
 @contextmanager
 def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChild]]:
-    """Start processes that run `encoder`; they end with the body."""
+    """Context manager that yields `n_processes` child processes running `encoder`, and closes them
+    on exit; StorageError if one cannot be started."""
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         tokenizer.save(folder / "tokenizer.json")
@@ -135,7 +138,8 @@ def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChil
 
 
 def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:
-    """Build the function that a pool process serves: texts to (all their ids, lengths)."""
+    """Build the function that a child process serves: a list of texts to (all their ids in one
+    array, each text's length)."""
     tokenizer = load_tokenizer(tokenizer_file)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 

@@ -1,9 +1,9 @@
 """Conversations into token shards, with the assistant tokens, which alone a model learns.
 
 Messages become text by the tokenizer's chat template; prompt and completion stay as they are,
-followed by the end of text. A prompt and an answer are encoded each by itself, as the prompt is
-when a model is asked. No conversation is ever split: each lies in one split, by its position or by
-the hash of its text. Two passes, as over text: the first counts and hashes, the second encodes.
+followed by the end of text. A prompt and an answer are encoded separately, as the prompt is when a
+model is asked. No conversation is ever split: each lies in one split, by its position or by the
+hash of its text. Two passes, as over text: the first counts and hashes, the second encodes.
 """
 
 from __future__ import annotations
@@ -41,38 +41,40 @@ from pentameter.data.tokenizers.rendering import Asked, Documents, Rendering, n_
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
-"""Documents encoded at once."""
+"""Number of documents encoded at once."""
 
 BATCH_RENDERED, BATCH_CHARACTERS = 64, 1 << 20
-"""Maximum conversations, and characters, rendered in one request: each request to the rendering
-process takes a tenth of a millisecond."""
+"""Maximum conversations, and maximum characters, rendered in one request, which alone takes a tenth
+of a millisecond."""
 
 Records = Iterator[tuple[Conversation, str]]
-"""Conversations, each with its file and line for messages."""
+"""Conversations, each with its place for messages ("FILE, line 3")."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation as text, in segments that a model learns or only reads."""
+    """A conversation as text, in segments that a model either learns or only reads."""
 
     segments: Sequence[Segment]
     is_rendered: bool
-    """True if a template wrote it, special tokens included; otherwise the end of text follows."""
+    """True if a chat template wrote the text, special tokens included; otherwise the end of text is
+    added."""
 
     @property
     def text(self) -> str:
-        """The whole text, as a person reads it."""
+        """The whole text, for people, without the marks in escaped special tokens."""
         return unescaped("".join(text for text, _ in self.segments))
 
     def to_bytes(self) -> bytes:
-        """Serialise everything that decides its tokens, for a hash."""
+        """Return everything that decides the document's tokens as bytes, for a hash."""
         content = json.dumps([self.segments, self.is_rendered]).encode()
         return len(content).to_bytes(8, "little") + content
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationContents(Contents):
-    """Contents of conversations; the hash covers the documents' segments."""
+    """Contents of a corpus of conversations, found in the first pass; the hash covers all
+    documents' segments."""
 
     kind = "conversations"
     has_loss_mask = True
@@ -81,17 +83,17 @@ class ConversationContents(Contents):
     template: ChatTemplate | None
     special_tokens: Mapping[str, int]
     splits: bytes
-    """Index in SPLITS for each document."""
+    """One byte per document: its split's index in SPLITS."""
 
     @property
     def chat(self) -> ChatTemplate | None:
-        """Template to store with the tokenizer, if one was chosen."""
+        """The chat template to store with the tokenizer; None leaves the tokenizer's own."""
         return self.template
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values by which a cache knows the conversations; the template is stored with the
-        tokenizer."""
+        """JSON values that identify the conversations in a cache; the template is included, because
+        it is stored with the tokenizer."""
         chat = None if self.template is None else self.template.to_json()
         return {**super().key, "chat": chat}
 
@@ -100,18 +102,20 @@ class ConversationContents(Contents):
         return {"conversations": len(self.splits)}
 
     def documents(self) -> Iterator[Document]:
-        """Start a new pass over the documents."""
+        """Start a new pass over the documents, which renders them again."""
         return _documents(self.conversations, self.template, self.special_tokens)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the train split's documents; see `Contents.train_texts`."""
+        """Yield each document's text, empty outside train, with the UTF-8 bytes read so far;
+        `tokenizer` is unused."""
         n_done = 0
         for document, split in zip(self.documents(), self.splits, strict=False):
             n_done += utf8_size(document.text)
             yield document.text if split == 0 else "", n_done
 
     def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-        """Write all parts' tokens; see `Contents.encode`."""
+        """Write the tokens of this corpus and those held out; yield the UTF-8 bytes done so far
+        after each batch. Raises StorageError if files have changed since the first pass."""
         n_done = 0
         for part in self.parts:
             for n_bytes in _encode(part, tokenizer, writer):
@@ -127,11 +131,12 @@ def read_conversations(
     *,
     progress: Progress = no_progress,
 ) -> ConversationContents:
-    """Render conversations, and those held out beside them, once; return their contents.
+    """Render conversations, and those held out beside them, once; return their contents (hash,
+    sizes, splits).
 
-    `special_tokens` are those of the tokenizer that will encode them. Raises ConfigError for
-    messages without a template, CorruptError for a record that is no conversation or that the
-    template refuses, StorageError as reading does.
+    `chat` is the template, `special_tokens` (text → id) those of the tokenizer that will encode the
+    text. Raises ConfigError for messages without a template, CorruptError for a record that is no
+    conversation or that the template refuses, StorageError if reading fails.
     """
     splitting = Splitting(0.0) if conversations.held_out else splitting
     found = _read(conversations, chat, special_tokens, splitting, progress)
@@ -192,8 +197,8 @@ def _documents(
 def _rendered(
     records: Records, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
 ) -> Iterator[tuple[list[Document], str]]:
-    """Yield each conversation's documents with its file and line; CorruptError if the template
-    refuses it."""
+    """Yield each conversation's documents with its file and line. Raises ConfigError for messages
+    without a template, CorruptError if the template refuses them."""
     with ExitStack() as stack:
         rendering: Rendering | None = None
         for batch in _batches(records):
@@ -223,8 +228,8 @@ def _rendered(
 
 
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
-    """Yield the conversations in lists, each bounded in size; those before a damaged one come
-    before its error."""
+    """Yield the conversations in lists, each limited in count and size. If reading fails, those
+    before the error are yielded first."""
     batch: list[tuple[Conversation, str]] = []
     n_characters = 0
     try:
@@ -241,7 +246,8 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
 
 
 def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> Asked:
-    """Build the request to render a chat; CorruptError for reserved characters in its texts."""
+    """Return the request to render a chat, with special tokens escaped; CorruptError for reserved
+    characters in its texts."""
     try:
         messages = escaped(chat.messages, special_tokens)
         return Asked(messages, escaped(chat.tools, special_tokens), chat.targets)
@@ -250,7 +256,8 @@ def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> Asked:
 
 
 def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
-    """Return a template's documents; CorruptError if it refused, or left no answer."""
+    """Return a rendered chat's documents; CorruptError if the template refused it, or left no
+    answer. `where` is its file and line."""
     if isinstance(documents, TemplateRefusalError):
         raise CorruptError(f"{where}: {documents}") from documents
     for segments in documents:
@@ -262,7 +269,8 @@ def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[D
 def _chunks(
     document: Document, special_tokens: Mapping[str, int], end_of_text: int | None
 ) -> list[tuple[str | int, bool]]:
-    """Split a document into texts and special tokens' ids, each with True if it is learned."""
+    """Split a document into texts to encode and ids of special tokens, each with True if a model
+    learns it."""
     if document.is_rendered:
         return [
             (chunk, is_target)
@@ -275,7 +283,7 @@ def _chunks(
 def _encode(
     contents: ConversationContents, tokenizer: Tokenizer, writer: ShardWriter
 ) -> Iterator[int]:
-    """Write one part's tokens; yield the bytes of text in each batch.
+    """Write the tokens and loss masks of one corpus; yield the UTF-8 bytes of text in each batch.
 
     Raises StorageError if the files differ from the first pass.
     """

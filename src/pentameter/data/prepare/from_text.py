@@ -1,7 +1,7 @@
 """Text into token shards: two passes over a text of any size, the second on all cores.
 
-The first pass finds hash, size, characters and splits. The second encodes (`encoders.py`) and
-writes.
+The first pass finds hash, size, distinct characters and split bounds. The second encodes
+(`encoders.py`) and writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from pentameter.errors import ConfigError, StorageError
 
 @dataclass(frozen=True, kw_only=True)
 class TextContents(Contents):
-    """Contents of a text; the hash covers the text and its documents' bounds."""
+    """Contents of a text, found in the first pass; the hash covers the text and its documents'
+    bounds."""
 
     kind = "text"
 
@@ -44,31 +45,34 @@ class TextContents(Contents):
     bounds: SplitBounds
 
     def count(self) -> dict[str, int]:
-        """Return the number of characters."""
+        """Return {"characters": number of characters}."""
         return {"characters": self.n_characters}
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the train split's text in passages; see `Contents.train_texts`."""
+        """Yield the text in passages cut for the tokenizer setting, empty outside train, each with
+        the UTF-8 bytes read so far."""
         n_done = 0
         for passage in split_passages(self.text.documents(), self.bounds, Chunker(tokenizer)):
             n_done += utf8_size(passage.text)
             yield passage.text if passage.split == "train" else "", n_done
 
     def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-        """Write all parts' tokens, in several processes if that pays; see `Contents.encode`."""
+        """Write the tokens of this text and those held out, with several processes if that is
+        faster; yield the UTF-8 bytes done so far. Raises StorageError if a text has changed since
+        the first pass."""
         n_processes = processes_for(tokenizer, sum(part.n_bytes for part in self.parts))
         return _encode(self.parts, tokenizer, writer, n_processes)
 
 
 class TextDigest:
-    """sha256 over a text and its documents' bounds, updated as a pass goes on."""
+    """Computes the sha256 over a text and its documents' bounds while the text is read."""
 
     def __init__(self) -> None:
         self._text, self._bounds = hashlib.sha256(), hashlib.sha256()
         self.n_bytes = 0
 
     def hashed(self, documents: Documents) -> Documents:
-        """Yield the same documents, hashing them as they are read."""
+        """Yield the same documents, and update the hash and `n_bytes` as their chunks are read."""
 
         def noted(document: Iterator[str]) -> Iterator[str]:
             for chunk in document:
@@ -82,7 +86,7 @@ class TextDigest:
             self._bounds.update(self.n_bytes.to_bytes(8, "little"))
 
     def hexdigest(self) -> str:
-        """Return the sha256, in hex, of text and bounds."""
+        """Return the sha256, in hex, over the text and bounds read so far."""
         return hashlib.sha256(self._text.digest() + self._bounds.digest()).hexdigest()
 
 
@@ -93,10 +97,12 @@ def read_contents(
     characters: bool = True,
     progress: Progress = no_progress,
 ) -> TextContents:
-    """Read a text and the texts held out beside it once; return their contents.
+    """Read a text and the texts held out beside it once; return their contents (hash, sizes, split
+    bounds).
 
     If texts are held out, `text` is all train. `characters`: also collect the distinct characters.
-    Raises ConfigError for an empty text, CorruptError and StorageError as reading does.
+    Raises ConfigError for an empty text, CorruptError for a damaged file, StorageError if reading
+    fails.
     """
     seen = np.zeros(N_CODE_POINTS if characters else 0, dtype=bool)
     found = _read(text, Splitting(0.0) if text.held_out else splitting, "train", seen, progress)
@@ -111,8 +117,8 @@ def read_contents(
 def _read(
     text: Text, splitting: Splitting, split: str, seen: npt.NDArray[np.bool_], progress: Progress
 ) -> TextContents:
-    """Read one text, whose first characters are `split`; set its characters in `seen`
-    (code points,), unless that is empty."""
+    """Return one text's contents; if it is not divided by `splitting`, all of it belongs to
+    `split`. Sets `seen` (code points,) to True for its characters, unless that array is empty."""
     digest = TextDigest()
     n_characters = 0
     splits = bytearray()
@@ -152,17 +158,17 @@ def _read(
 
 @dataclass
 class PassageWriter:
-    """Writes the tokens of passages and, after each document that has any, the end of text if the
+    """Writes passages' tokens and, after each document that has any, the end of text if the
     tokenizer has one."""
 
     tokenizer: Tokenizer
     is_starting: bool = False
-    """True if the document at hand has no token yet in the split at hand."""
+    """True if the current document has no token yet in the current split."""
     has_tokens: bool = False
-    """True if it has one in some split."""
+    """True if the current document has a token in any split."""
 
     def write(self, writer: ShardWriter, passage: Passage, ids: npt.NDArray[Any]) -> int:
-        """Write a passage's ids (n_tokens,); return the bytes of its text."""
+        """Write a passage's ids (n_tokens,); return the UTF-8 bytes of its text."""
         n_bytes = utf8_size(passage.text)
         self.is_starting |= passage.starts
         if len(ids):
@@ -180,7 +186,8 @@ class PassageWriter:
 def _encode(
     parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
 ) -> Iterator[int]:
-    """Write the parts' tokens; yield the bytes of text done so far."""
+    """Write the tokens of all `parts`; yield the UTF-8 bytes done so far. Raises
+    UnseenCharacterError with the text's name and position, StorageError if a text has changed."""
     digests = [TextDigest() for _ in parts]
     passages = itertools.chain.from_iterable(
         split_passages(digest.hashed(part.text.documents()), part.bounds, Chunker(tokenizer.kind))

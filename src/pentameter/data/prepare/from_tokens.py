@@ -1,6 +1,6 @@
-"""Token files from other programs into shards: the ids stay as they are.
+"""Token files from other programs, imported into shards with their ids unchanged.
 
-Formats, recognised by header or neighbouring file:
+Formats, recognized by header or neighboring file:
 
 - nanoGPT: `.bin` with uint16 ids and nothing else (a `meta.pkl` beside it is never opened);
 - llm.c and modded-nanogpt: a header with 256 int32 (magic 20240520, version 1, token count),
@@ -53,7 +53,8 @@ MEGATRON_DTYPES = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file with ids that another program wrote."""
+    """A file with token ids that another program wrote; `first_byte` is the offset of the first
+    id."""
 
     path: Path
     format: str
@@ -62,10 +63,12 @@ class TokenFile:
     n_tokens: int
     first_byte: int = 0
     document_starts: npt.NDArray[np.int64] | None = None
-    """First token of each document (n_documents,); None if only `<|endoftext|>` tells."""
+    """Index of each document's first token (n_documents,); None if only `<|endoftext|>` separates
+    documents."""
 
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield the ids in blocks (n_tokens,)."""
+        """Yield the ids, int64, in blocks with up to BLOCK_TOKENS each (n_tokens,). CorruptError if
+        the file becomes shorter, StorageError if it cannot be read."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self.first_byte)
@@ -83,8 +86,8 @@ class TokenFile:
 def token_files(paths: Sequence[Path]) -> list[Path]:
     """List the token files that the paths name; empty unless every path names some.
 
-    Recognised by their suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
-    prepared shards beside them (nanoGPT's `data/openwebtext` with its scripts passes).
+    They are recognized by suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
+    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes).
     """
     found: list[Path] = []
     for path in paths:
@@ -102,10 +105,11 @@ def token_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Read a file's format and size from its header and its neighbours.
+    """Return a token file with its format and size, from its header and neighboring files; `path`
+    may be Megatron's `.idx`.
 
-    Raises ConfigError for an unknown format, CorruptError for a damaged file, StorageError for one
-    that cannot be read.
+    Raises ConfigError for an unknown format or a missing file, CorruptError for a damaged file,
+    StorageError for one that cannot be read.
     """
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     if not path.is_file():
@@ -134,10 +138,11 @@ def open_token_file(path: Path) -> TokenFile:
 
 
 def files_by_split(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Assign files to splits by a word in their names (`train`, `val`, `test`).
+    """Return the files by split, assigned by a word in their names (`train`, `val`, `test`; else
+    train).
 
-    If no file is for validation, those beside are added whose names differ only in that word:
-    `val.bin` for `train.bin`, `fineweb_val_*.bin` for `fineweb_train_000001.bin`.
+    If none is for validation, files beside the training files are added whose names differ only in
+    that word: `val.bin` for `train.bin`, `fineweb_val_*.bin` for `fineweb_train_000001.bin`.
     """
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for path in paths:
@@ -165,9 +170,10 @@ def import_tokens(
 ) -> None:
     """Write the files' ids, split by split, as shards in a new folder.
 
-    If only train has files, its last ids become validation and test, by fraction. Raises
-    ConfigError (impossible fractions, an id outside the vocabulary, a tokenizer whose ids have no
-    length in bytes, folder exists), CorruptError and StorageError as reading and writing do.
+    If only train has files, its last ids become validation and test, by the two fractions. Raises
+    ConfigError (impossible fractions, no tokens, an id outside the vocabulary, a tokenizer whose
+    ids have no length in bytes, folder exists), CorruptError and StorageError as reading and
+    writing do.
     """
     refuse_existing(folder)
     splitting = Splitting(validation_fraction, test_fraction)
@@ -211,7 +217,8 @@ def import_tokens(
 def _blocks(
     files: Sequence[TokenFile], tokenizer: Tokenizer
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield blocks of ids, each with the indices in it at which documents begin."""
+    """Yield the files' ids in blocks (n_tokens,), each with the indices in the block at which
+    documents begin. Raises ConfigError for an id outside the vocabulary."""
     for file in files:
         position, after_end = 0, True  # a file begins a document
         for ids in file.blocks():
@@ -237,7 +244,8 @@ def _blocks(
 
 
 def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Return the bytes of text that each id stands for (vocab_size,); 0 for `<|endoftext|>`."""
+    """Return the UTF-8 bytes that each id stands for (vocab_size,), 0 for `<|endoftext|>`;
+    ConfigError unless the tokenizer is of kind `char` or `bpe`."""
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(c.encode()) for c in tokenizer.characters], dtype=np.int64)
     if isinstance(tokenizer, BpeTokenizer):

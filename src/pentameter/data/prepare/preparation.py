@@ -1,4 +1,5 @@
-"""A corpus with the settings that make shards of it: the one way from `[data]` to token shards."""
+"""A corpus with the settings that make token shards from it: the single path from `[data]` to
+shards."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from pentameter.errors import ConfigError
 
 @dataclass(frozen=True)
 class Preparation:
-    """What becomes shards: a corpus, the tokenizer that encodes it, and how it is split."""
+    """A corpus, with the tokenizer that encodes it and how it is split into train, val and test."""
 
     corpus: Text | Conversations
     tokenizer: str | Tokenizer
-    """A tokenizer, or a setting that the text decides."""
+    """A tokenizer, or a setting (`char`, `word`, `bpe:N`) whose tokenizer is made from the text."""
     splitting: Splitting
     chat: ChatTemplate | None
-    """Renders messages; None leaves the tokenizer's own."""
+    """The template that renders messages; None for text, or if the tokenizer has none either."""
     progress: Progress = no_progress
 
     @cached_property
     def contents(self) -> Contents:
-        """The contents of the corpus, found by reading it once when they are first asked for."""
+        """Hash, sizes and splits of the corpus, found by reading it once on first access."""
         if isinstance(self.corpus, Conversations):
             special = {} if isinstance(self.tokenizer, str) else self.tokenizer.special_tokens
             return read_conversations(
@@ -51,8 +52,8 @@ class Preparation:
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values by which a cache knows the contents. They are read for it, unless the corpus
-        is known without."""
+        """JSON values that identify the contents in a cache. The corpus is read for them, unless
+        its identity is known without."""
         if isinstance(self.corpus, Text) and (identity := self.corpus.identity) is not None:
             return {"name": self.corpus.name, "text": identity, "held_out": {}}
         return self.contents.key
@@ -65,7 +66,10 @@ class Preparation:
         count_tokens: Callable[[int], None] | None = None,
         keep_existing: bool = False,
     ) -> None:
-        """Write the shards; see `prepare_contents`."""
+        """Write the shards into a new `folder`, which appears whole or not at all. `count_tokens`
+        is called with the tokens written so far; `warnings` collects sentences for the user; with
+        `keep_existing`, a folder that has appeared meanwhile is kept. Raises ConfigError and
+        StorageError as `prepare_contents` does."""
         prepare_contents(
             self.contents,
             folder,
@@ -85,10 +89,12 @@ def preparation_of(
     is_shared: bool = False,
     progress: Progress = no_progress,
 ) -> Preparation:
-    """Open the corpus that `data` names, or that lies at `paths`, to be encoded by `tokenizer`.
+    """Open the corpus that `data` names, or the files at `paths` instead, to be encoded by
+    `tokenizer` (or made from text by that setting).
 
-    If `is_shared`, other corpora have the same settings, and a chat template is passed over by
-    text, not refused. Errors as `corpus_of` and `chosen_tokenizer`.
+    If `is_shared`, other corpora have the same settings, and text ignores a chat template instead
+    of refusing it. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
+    CorruptError or StorageError (damaged or unreadable files).
     """
     corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)
     if isinstance(corpus, Text) and data.chat_template is not None and not is_shared:

@@ -15,12 +15,13 @@ from pentameter.data.tokenizers.chunking import Chunker
 from pentameter.errors import ConfigError
 
 IS_BY_DOCUMENT = {"position": False, "document": True}
-"""`data.split_by` → True if each document has a split of its own."""
+"""Maps `data.split_by` to whether each document is assigned to a split by itself."""
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """Settings for splitting a text into train, val and test.
+    """Settings for splitting a text into train, val and test; the rest after both fractions is
+    train.
 
     Raises ConfigError for an unknown `by`, and for fractions that leave nothing to train on.
     """
@@ -28,7 +29,8 @@ class Splitting:
     validation_fraction: float = VALIDATION_FRACTION
     test_fraction: float = 0.0
     by: str = "position"
-    """`position`: train, val, test follow one another; `document`: by the hash of its text."""
+    """`position`: train, val, test follow one another; `document`: by the hash of each document's
+    text."""
 
     def __post_init__(self) -> None:
         look_up(IS_BY_DOCUMENT, self.by, "data.split_by", "preparation")
@@ -40,7 +42,8 @@ class Splitting:
             )
 
     def ends(self, n: int) -> tuple[int, int, int]:
-        """Return the ends of train, val and test among n characters, documents or tokens.
+        """Return the indices at which train, val and test end among `n` characters, documents or
+        tokens.
 
         Exact decimal arithmetic: 0.9 × 1,115,394 characters are 1,003,854, rounded down.
         """
@@ -49,10 +52,10 @@ class Splitting:
         return int((1 - held_out) * n), int((1 - test) * n), n
 
     def split_of(self, digest: bytes) -> int:
-        """Return the index in SPLITS for a document whose text has this digest.
+        """Return the index in SPLITS for a document, from its text's digest (8 bytes or more).
 
-        The digest's first 8 bytes are read as a fraction of 1: below `test_fraction` is test, then
-        val. The text alone decides, and a larger fraction only adds documents.
+        The first 8 bytes are read as a fraction of 1: below `test_fraction` is test, then val. The
+        text alone decides, and a larger fraction only adds documents.
         """
         position = Fraction(int.from_bytes(digest[:8]), 1 << 64)
         test = Fraction(str(self.test_fraction))
@@ -62,14 +65,15 @@ class Splitting:
 
 
 SplitBounds = bytes | tuple[int, int, int]
-"""Index in SPLITS for each document, or the ends of train, val and test in characters."""
+"""Either bytes, one per document with its index in SPLITS, or the ends of train, val and test in
+characters."""
 
 
 class Passage(NamedTuple):
-    """Text from one document that lies in one split and can be encoded by itself."""
+    """A piece of text from one document that lies in one split and can be encoded by itself."""
 
     text: str
-    """May be empty if only an end is to be told."""
+    """May be empty, if the passage only marks a document's end."""
     split: str
     starts: bool
     """True for the document's first passage in this split."""
@@ -80,7 +84,7 @@ class Passage(NamedTuple):
 def split_passages(
     documents: Documents, bounds: SplitBounds, chunker: Chunker
 ) -> Iterator[Passage]:
-    """Yield the documents' text as passages, in order."""
+    """Yield the documents' text as passages, in order, cut at split bounds and by `chunker`."""
     position = 0
     for number, document in enumerate(documents):
         split, starts = SPLITS[0], True
@@ -100,7 +104,8 @@ def split_passages(
 def _segments(
     chunk: str, position: int, document: int, bounds: SplitBounds
 ) -> Iterator[tuple[str, str]]:
-    """Yield (split, text) for each segment in a chunk that begins at `position` in the text."""
+    """Yield (split, text) for each part of a chunk that lies in one split; the chunk begins at
+    character `position` of the text, in document number `document`."""
     # A text that has grown since the first pass is refused in the end, by its hash.
     if isinstance(bounds, bytes):
         yield SPLITS[bounds[document]] if document < len(bounds) else SPLITS[0], chunk

@@ -1,8 +1,8 @@
-"""Text into the parts of a stream (`shards/stream.py`), one after another.
+"""Writes a text as the parts of a stream (`shards/stream.py`), one after another.
 
-So that it can go on after any interruption, each part records where the text goes on: after a
-passage of a file. Passages follow from a file and the kind of tokenizer alone. What is held out
-comes first, as the text's end is not known: whole texts beside it, or its first passages.
+To continue after any interruption, each part records its end: after a passage (a piece of text
+encoded by itself) of a file. Passages follow from a file and the kind of tokenizer alone. The
+text's end is not known, so held-out splits come first: separate texts, or its first passages.
 """
 
 from __future__ import annotations
@@ -43,42 +43,43 @@ from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, StorageError
 
 FIRST_TOKENS = BLOCK_TOKENS + 1
-"""Least training tokens of the first part: a block of `data.order = "streamed"`, and the last
+"""Minimum training tokens in the first part: one block of `data.order = "streamed"`, and the last
 target in it."""
 LARGEST_TOKENS = 1 << 26
-"""Each part has twice the tokens of the one before, up to these: few files, and a quick start."""
+"""Maximum training tokens per part, about. Each part has twice the tokens of the one before up to
+this: few files, and a quick start."""
 MOST_HELD_OUT_BYTES = 1 << 23
-"""UTF-8 bytes of the text that are held out as a split, at most: training waits for them."""
+"""Maximum UTF-8 bytes held out per split from the text's start: training waits for them."""
 LEARNED_BYTES = 1 << 26
 """UTF-8 bytes, from the start of the training split, on which a tokenizer is trained."""
 NICENESS = 10
-"""Added in the background, where a run computes on the same cores; once it waits, nothing does."""
+"""Added to the background process's niceness, because the run computes on the same cores."""
 WHOLE = (sys.maxsize, sys.maxsize, sys.maxsize)
-"""`SplitBounds` of a text that is not split."""
+"""`SplitBounds` for a text that is not split: all is train."""
 HASH_THREADS = 8  # files at once, as where shards are checked
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything that decides the tokens of a stream."""
+    """Everything that decides a stream's tokens."""
 
     text: Text
     tokenizer: str | Tokenizer
-    """A tokenizer, or the setting that makes one of the text's beginning."""
+    """A tokenizer, or the setting for one that is trained on the text's beginning."""
     splitting: Splitting
     keys: tuple[Any, ...]
-    """What each of `files` is known by: its sha256, or its key."""
+    """For each of `files`, its sha256 or its key, by which a changed file is noticed."""
     first_tokens: int
-    """Least training tokens of the first part."""
+    """Minimum training tokens in the first part."""
 
     @property
     def files(self) -> list[tuple[str, InputFile]]:
-        """The files in the order of the stream, each with its split."""
+        """(split, file) pairs in the order of the stream: held-out files, then train."""
         return _files(self.text)
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values that decide the tokens."""
+        """JSON values that decide the tokens; the hash covers them."""
         text, splitting = self.text, self.splitting
         names = [(split, file.name) for split, file in self.files]
         return {
@@ -94,15 +95,16 @@ class Origin:
 
     @property
     def hash(self) -> str:
-        """sha256, in hex, of `key`."""
+        """The sha256, in hex, over `key`."""
         return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
 
 
 def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> Origin:
-    """Find what decides a stream's tokens; local files are read once for their sha256.
+    """Return everything that decides a stream's tokens; local files are read once for their sha256.
 
-    Raises ConfigError for a tokenizer that must know the whole text, and for a split by document:
-    validation must be known before the first step, and any later document could belong to it.
+    Raises ConfigError for a tokenizer that must know the whole text (`char`), and for a split by
+    document: validation must be known before the first step, and any later document could belong to
+    it.
     """
     if tokenizer == "char":
         raise ConfigError(
@@ -126,42 +128,43 @@ def _files(text: Text) -> list[tuple[str, InputFile]]:
 
 
 def _known_by(file: InputFile) -> Any:
-    """Return the key of a file's content, or else its sha256, in hex."""
+    """Return a file's key, which identifies its content without reading, or else its sha256, in
+    hex."""
     return file.key or file.sha256()
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the text between two passages, and what goes on there."""
+    """A place in the text between two passages, from which writing can continue."""
 
     file: int = 0
-    """Number of its file, in the order of the stream."""
+    """Index of its file in the stream's order."""
     n_passages: int = 0
-    """Passages before it in its file."""
+    """Passages before it within its file."""
     bytes_before: int = 0
-    """UTF-8 bytes of the training files before its file."""
+    """UTF-8 bytes in the training files before its file."""
     is_starting: bool = False
     has_tokens: bool = False
-    """State of the `PassageWriter` there."""
+    """With `is_starting`, the state of the `PassageWriter` at this place."""
 
 
 class _NothingLeftError(Exception):
-    """The text has no more tokens."""
+    """The text has no more tokens to write."""
 
 
 class Parts:
-    """Writes the parts of one stream into `folder`, one with each `write_next`."""
+    """Writes one stream's parts into `folder`, one with each call of `write_next`."""
 
     def __init__(self, origin: Origin, folder: Path) -> None:
         self._origin, self._folder, self._hash = origin, folder, origin.hash
         self._next: int | None = None
-        """The part that `_encoded` goes on to; None before the first."""
+        """Index of the part that `_encoded` is positioned at; None before the first."""
         self._written: PassageWriter
         self._encoded: Iterator[tuple[Passage, npt.NDArray[Any], Position]]
 
     def write_next(self) -> bool:
-        """Write the first part that is not there, or, where the text has ended, that it has; False
-        once it has.
+        """Write the first part that is not there yet, and return True. If no text is left, write
+        the file that records the stream's end instead, and return False, as on every later call.
 
         Raises ConfigError for an empty text or one that cannot be encoded, CorruptError for a
         damaged file, StorageError if reading or writing fails or a file has changed.
@@ -191,7 +194,8 @@ class Parts:
         return True
 
     def _begin(self, number: int) -> None:
-        """Go to where a part begins in the text."""
+        """Position `_encoded` and `_written` at the start of part `number`, from the end that the
+        part before records."""
         if number:
             header = part_header(self._folder, number - 1)
             tokenizer = load_tokenizer(header.parent / TOKENIZER_FILE)
@@ -202,7 +206,8 @@ class Parts:
         self._encoded = self._encode(tokenizer, start)
 
     def _first_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, trained on the beginning of the training split if it must be."""
+        """Return the stream's tokenizer; if it is a setting, train it on the training split's
+        beginning."""
         setting = self._origin.tokenizer
         if isinstance(setting, Tokenizer):
             return setting
@@ -219,8 +224,9 @@ class Parts:
         return build_tokenizer(setting, beginning)
 
     def _passages(self, start: Position, kind: str) -> Iterator[tuple[Passage, Position]]:
-        """Yield the passages from a position on, each with the position after it, for a kind of
-        tokenizer."""
+        """Yield the passages from `start` on, each with the position after it; `kind` is the
+        tokenizer kind, which decides how text is cut. Raises StorageError for a file that has
+        changed."""
         text, bytes_before = self._origin.text, start.bytes_before
         for number, (split, file) in enumerate(self._origin.files):
             if number < start.file:
@@ -244,8 +250,8 @@ class Parts:
             bytes_before += n_bytes if split == "train" else 0
 
     def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
-        """Assign passages of the text, the first after `n_bytes` of it, to val, then test, then
-        train."""
+        """Yield the text's passages with a split set: val first, then test, then train. `n_bytes`
+        is the bytes of text before the first passage."""
         text, splitting = self._origin.text, self._origin.splitting
         fractions = (splitting.validation_fraction, splitting.test_fraction)
         sizes = [min(int(each * text.n_bytes), MOST_HELD_OUT_BYTES) for each in fractions]
@@ -261,8 +267,8 @@ class Parts:
     def _encode(
         self, tokenizer: Tokenizer, start: Position
     ) -> Iterator[tuple[Passage, npt.NDArray[Any], Position]]:
-        """Yield the passages from a position on with their ids (n_tokens,), each with the position
-        after it."""
+        """Yield the passages from `start` on, each with its ids (n_tokens,) and the position after
+        it."""
         ahead: deque[Position] = deque()  # of passages that wait to be encoded
 
         def passages() -> Iterator[Passage]:
@@ -283,7 +289,8 @@ class Parts:
             raise UnseenCharacterError(error.character, error.position, where) from error
 
     def _write(self, number: int, folder: Path) -> None:
-        """Write a part into a folder. Raises _NothingLeftError if the text has no more tokens."""
+        """Write part `number` as shards into `folder`. Raises _NothingLeftError if the text has no
+        more tokens."""
         written, origin = self._written, self._origin
         goes_on = number > 0 and not written.is_starting  # the document of the part before
         limit = min(origin.first_tokens << number, LARGEST_TOKENS)
@@ -304,8 +311,9 @@ class Parts:
 
 
 def preparer() -> Callable[[tuple[Origin, Path] | None], bool]:
-    """Build the function that a process in the background serves: it is told a stream's origin and
-    its folder once, and asked for part after part; False once the text has ended."""
+    """Build the function that a background process serves: the first request gives a stream's
+    origin and folder, later ones are None; each writes one part and returns False once the text has
+    ended."""
     os.nice(NICENESS)
     parts: list[Parts] = []
 

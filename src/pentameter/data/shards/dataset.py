@@ -1,4 +1,4 @@
-"""Prepared shards for training and evaluation: a tokenizer and three splits.
+"""Prepared shards, opened for training and evaluation: a tokenizer and three splits.
 
 `open_shards` opens a folder of shards and checks everything; `pentameter.data.open_dataset` chooses
 the folder.
@@ -38,10 +38,9 @@ CHECK_THREADS = 8  # files at once: one core hashes more slowly than an array of
 
 
 class TokenSequence:
-    """Token ids over one or more memory-mapped arrays, read like one 1-D array.
-
-    `tokens[a:b]` is an array (a view if it lies in one file), `tokens[i]` an int.
-    """
+    """Token ids over one or more memory-mapped arrays, read like one 1-D array: `tokens[a:b]` is an
+    array (a view if it lies in one file), `tokens[i]` an int. Only tokens [start, stop) of the
+    arrays belong to it."""
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> None:
         self._arrays: list[npt.NDArray[Any]] = []
@@ -50,46 +49,49 @@ class TokenSequence:
             self._append(array)
         self._start, self._stop = start, stop
         self.waiting: Callable[[], None] = lambda: None
-        """Called now and then while tokens are awaited, for whoever watches this process."""
+        """Called repeatedly while tokens are awaited, so that a watchdog sees that this process is
+        alive."""
 
     def __len__(self) -> int:
         return self._stop - self._start
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """uint16 or uint32, little-endian."""
+        """The ids' dtype: uint16 or uint32, little-endian."""
         return self._arrays[0].dtype
 
     def up_to(self, n_tokens: int) -> int:
-        """Return how many of the first `n_tokens` there are."""
+        """Return how many of the first `n_tokens` exist; a stream first waits for them."""
         return min(n_tokens, len(self))
 
     def hash_of(self, n_tokens: int) -> str | None:
-        """Return the sha256, in hex, of the first `n_tokens`, if the rest may change; else None."""
+        """Return None, as `Dataset.hash` identifies these tokens. A stream, whose later text may
+        change, returns the sha256, in hex, over its first `n_tokens`."""
         return None
 
     def prepare(self, n_tokens: int) -> None:
-        """Have the first `n_tokens` tokenized; here they are."""
+        """Do nothing, as all tokens exist; a stream starts tokenizing up to `n_tokens`."""
 
     def close(self) -> None:
-        """Stop tokenizing; here nothing is."""
+        """Do nothing; a stream stops tokenizing."""
 
     def part(self, start: int, stop: int) -> TokenSequence:
-        """Return the tokens [start, stop), over the same arrays."""
+        """Return the tokens [start, stop) as a TokenSequence over the same arrays."""
         return TokenSequence(self._arrays, self._start + start, self._start + stop)
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """List the tokens as one or more arrays, which are views."""
+        """Return the tokens as one or more arrays, views without a copy."""
         return self._views(self._start, self._stop)
 
     def _append(self, array: npt.NDArray[Any]) -> None:
-        """Add an array's tokens to those that may be read."""
+        """Add an array at the end; the sequence then extends to the array's last token."""
         self._arrays.append(array)
         self._starts.append(self._starts[-1] + len(array))
         self._stop = self._starts[-1]
 
     def _views(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
-        """List views of the arrays' tokens [start, stop)."""
+        """Return views of the arrays' tokens [start, stop), in order; one empty array if there are
+        none."""
         found = []
         number = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
@@ -120,16 +122,18 @@ class TokenSequence:
 
 @dataclass(frozen=True, eq=False)
 class AssistantRanges:
-    """Assistant tokens in a split of conversations: those that a model learns."""
+    """The assistant tokens in a split of conversations, which alone a model learns, as ranges."""
 
     bounds: npt.NDArray[np.int64]
-    """Start and stop of each range (n_ranges, 2), in order and apart; memory-mapped."""
+    """(n_ranges, 2): start and stop of each range, relative to the split, in order, without
+    overlap; memory-mapped."""
     n_tokens: int
     n_bytes: int
-    """UTF-8 bytes of the ranges' text."""
+    """UTF-8 bytes in the ranges' text."""
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return the loss mask (stop - start,) for the split's tokens [start, stop)."""
+        """Return the loss mask (stop - start,) for the split's tokens [start, stop): True for
+        assistant tokens."""
         inside = np.zeros(stop - start, dtype=bool)
         number = int(np.searchsorted(self.bounds[:, 1], start, side="right"))
         while number < len(self.bounds) and self.bounds[number, 0] < stop:
@@ -139,7 +143,8 @@ class AssistantRanges:
         return inside
 
     def count(self, starts: Int64, stops: Int64) -> Int64:
-        """Count the assistant tokens (n,) in windows [start, stop) of the split (n,) each."""
+        """Return the number of assistant tokens (n,) in each window [start, stop), whose bounds are
+        given as two arrays (n,)."""
         lengths = self.bounds[:, 1] - self.bounds[:, 0]
         before = np.append(0, np.cumsum(lengths))  # tokens in earlier ranges
 
@@ -153,27 +158,27 @@ class AssistantRanges:
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """One split in a data set."""
+    """One split of a data set: its tokens, documents and size in bytes."""
 
     name: str
-    """train, val or test."""
+    """The split's name: train, val or test; for an evaluation text, the text's."""
     tokens: TokenSequence
-    """Token ids (n_tokens,), memory-mapped; reads like a 1-D array."""
+    """The token ids, memory-mapped."""
     n_bytes: int
-    """UTF-8 bytes of the split's text: bits per byte are per these."""
+    """UTF-8 bytes of the split's text, by which bits per byte are computed."""
     document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    """First token of each document (n_documents,), relative to the split."""
+    """Index of each document's first token (n_documents,), relative to the split."""
     assistant: AssistantRanges | None = None
-    """The tokens that a model learns; None if it learns all."""
+    """The tokens that a model learns, in conversations; None if it learns all."""
     parts: tuple[TokenSplit, ...] = ()
-    """Splits of several data sets that this one concatenates; empty if it is one."""
+    """The splits of several data sets that this one concatenates; empty for a single data set."""
     beginning: TokenSplit | None = None
-    """What there is at every start of a stream, whose text is still being tokenized; None for a
-    split that is whole."""
+    """For a stream, whose text is still being tokenized, the tokens in its first part, which are
+    there at every start; None for a complete split."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in the split."""
+        """Number of tokens in the split; in a stream, those so far."""
         return len(self.tokens)
 
     @property
@@ -190,19 +195,19 @@ class TokenSplit:
 
     @property
     def tokens_per_byte(self) -> float:
-        """Learned tokens ÷ UTF-8 bytes of their text."""
+        """Learned tokens ÷ UTF-8 bytes in their text."""
         if self.assistant is None:
             return self.n_tokens / self.n_bytes
         return self.assistant.n_tokens / self.assistant.n_bytes
 
     @property
     def document_bounds(self) -> npt.NDArray[np.int64]:
-        """Each document's first token, then the last one's end (n_documents + 1,)."""
+        """Index of each document's first token, then the last one's end (n_documents + 1,)."""
         return np.append(np.asarray(self.document_starts, dtype=np.int64), self.n_tokens)
 
 
 def concatenated(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
-    """Concatenate splits into one that knows them as its `parts`."""
+    """Return one split with the tokens of all `parts` in order, which it lists as its `parts`."""
     ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
     arrays = [array for part in parts if part.n_tokens for array in part.tokens.arrays()]
     starts = [
@@ -227,14 +232,14 @@ def concatenated(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
 
 
 def _all_tokens(split: TokenSplit) -> AssistantRanges:
-    """Return one range over a whole split, none if it is empty."""
+    """Return a split's tokens as a single assistant range; no range if it is empty."""
     bounds = np.array([[0, split.n_tokens]] if split.n_tokens else [], np.int64).reshape(-1, 2)
     return AssistantRanges(bounds, split.n_tokens, split.n_bytes)
 
 
 def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
-    """Return about the first `n_tokens`, in whole documents if the split has several; from each
-    part in proportion to its size.
+    """Return a split with about the first `n_tokens`, in whole documents if it has several; each of
+    several parts is shortened in proportion to its size. Never waits for a stream.
 
     `n_bytes` shrinks in proportion to the tokens.
     """
@@ -268,47 +273,49 @@ def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prepared data, opened and checked."""
+    """Prepared data, opened and checked: a tokenizer and the splits train, val and test."""
 
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
     hash: str
-    """sha256, in hex, of tokens, splits and tokenizer: the same data, wherever it lies."""
+    """The sha256, in hex, over tokens, splits and tokenizer: the same for the same data in any
+    folder."""
     splits: Mapping[str, TokenSplit]
     folders: tuple[Path, ...] = ()
-    """The shards' folder; of several data sets each one's, in order."""
+    """The shards' folder; for several data sets, each one's in order."""
 
     @property
     def vocab_size(self) -> int:
-        """Distinct ids."""
+        """Number of distinct ids in the tokenizer's vocabulary."""
         return self.tokenizer.vocab_size
 
     @property
     def training_tokens(self) -> list[TokenSequence]:
-        """The training tokens, of several data sets each one's."""
+        """The training tokens, one TokenSequence per data set."""
         train = self.splits["train"]
         return [split.tokens for split in train.parts or (train,)]
 
     def hash_of(self, n_tokens: int) -> str:
-        """Return the sha256, in hex, of what those have read that read the first `n_tokens`
-        training tokens: of a stream these alone, as the text behind them may have changed."""
+        """Return the sha256, in hex, that identifies the data read by a run after `n_tokens`
+        training tokens: for a stream over these alone, as later text may have changed; else
+        `hash`."""
         known = None
         if len(self.training_tokens) == 1:
             known = self.training_tokens[0].hash_of(n_tokens)
         return known or self.hash
 
     def close(self) -> None:
-        """Stop what is tokenized meanwhile."""
+        """Stop any tokenizing in the background."""
         for tokens in self.training_tokens:
             tokens.close()
 
     @property
     def has_conversations(self) -> bool:
-        """True if some of it are conversations, in which only assistant tokens are learned."""
+        """Whether some of the data is conversations, in which only assistant tokens are learned."""
         return self.split("train").assistant is not None
 
     def split(self, name: str) -> TokenSplit:
-        """Return the split `train`, `val` or `test`; it may be empty. ConfigError for another
+        """Return the split `train`, `val` or `test`, which may be empty; ConfigError for another
         name."""
         if name not in self.splits:
             raise ConfigError(f"there is no split {name!r}; possible: {', '.join(SPLITS)}")
@@ -324,8 +331,10 @@ def open_shards(
 ) -> Dataset:
     """Open prepared shards: check header, tokenizer, sizes, every id and every file's hash.
 
-    Without `verify` the hashes are left to another process on this machine. `tokenizer` is the one
-    that wrote them, if it is loaded. Raises CorruptError with file and position for any damage.
+    Without `verify`, hashes are not checked: another process on this machine does. `tokenizer`
+    saves loading the one that wrote the shards, if it is known. `progress` is told the bytes
+    verified. Raises CorruptError with file and position for any damage, StorageError if a file
+    cannot be read.
     """
     header = read_header(header_path)
     folder, dtype = header_path.parent, DTYPES[header["dtype"]]
@@ -368,9 +377,10 @@ def open_shards(
 
 
 def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
-    """Map split → each document's first token (n_documents,), memory-mapped.
+    """Return, by split, each document's first token (n_documents,), memory-mapped.
 
-    Raises CorruptError unless those in each split begin at 0, rise, and lie in it.
+    Raises CorruptError unless, in each split, they begin at 0, rise, and stay below its token
+    count.
     """
     parts = header["splits"]
     if "documents" not in header:  # version 1: one document, if there is anything
@@ -385,9 +395,10 @@ def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.ND
 
 
 def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, AssistantRanges]:
-    """Map split → assistant tokens, memory-mapped; empty if all tokens are learned.
+    """Return the assistant tokens by split, memory-mapped; empty if all tokens are learned.
 
-    Raises CorruptError unless those in each split lie in it, in order and apart.
+    Raises CorruptError unless, in each split, ranges are in order, without overlap, within it and
+    as long in total as the header says.
     """
     if "answers" not in header:
         return {}
@@ -415,8 +426,9 @@ def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, Assistan
 def _open_positions(
     folder: Path, header: Mapping[str, Any], kind: str, n_each: int
 ) -> tuple[Path, dict[str, npt.NDArray[np.int64]]]:
-    """Map a file of positions, `n_each` per item; return its path and split → positions
-    (n_items · n_each,). CorruptError for another size."""
+    """Memory-map the file of positions of a kind (`documents`, `answers`), with `n_each` per item;
+    return its path and, by split, the positions (n_items · n_each,). CorruptError if its size is
+    wrong."""
     path = folder / header[kind]["name"]
     ends = np.cumsum([n_each * part[kind] for part in header["splits"].values()])
     _check_size(path, int(ends[-1]) * POSITION.itemsize)
@@ -429,7 +441,8 @@ def _open_positions(
 
 
 def _check_starts(path: Path, split: str, starts: npt.NDArray[np.int64], n_tokens: int) -> None:
-    """Raise CorruptError unless a split's documents begin at 0, rise, and lie in its tokens."""
+    """Raise CorruptError unless a split's document starts begin at 0, rise, and stay below
+    `n_tokens`."""
     if (len(starts) > 0) != (n_tokens > 0) or (len(starts) and starts[0] != 0):
         raise CorruptError(f"{path}: the first document of {split!r} must start at 0")
     for first in range(0, len(starts), CHECK_TOKENS):
@@ -444,7 +457,7 @@ def _check_starts(path: Path, split: str, starts: npt.NDArray[np.int64], n_token
 
 
 def _check_size(path: Path, expected: int) -> None:
-    """Raise CorruptError unless a file is there with exactly the expected number of bytes."""
+    """Raise CorruptError unless a file exists with exactly `expected` bytes."""
     if not path.is_file():
         raise CorruptError(f"{path} is missing or not a file; prepare the data again")
     size = path.stat().st_size
@@ -454,7 +467,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _check_file(path: Path, expected: str) -> None:
-    """Raise CorruptError if a file does not have the expected sha256, in hex."""
+    """Raise CorruptError if a file's sha256, in hex, is not `expected`."""
     try:
         with path.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -464,7 +477,7 @@ def _check_file(path: Path, expected: str) -> None:
 
 
 def _check_hash(path: Path, found: str, expected: str) -> None:
-    """Raise CorruptError for changed content: a flipped bit, say."""
+    """Raise CorruptError, about the file at `path`, if the two hashes differ."""
     if found != expected:
         raise CorruptError(
             f"{path} was changed: sha256 {found}, its header says {expected}; "
@@ -476,7 +489,7 @@ def _check_tokens(
     folder: Path, header: Mapping[str, Any], verify: bool, progress: Progress
 ) -> None:
     """Raise CorruptError unless every id is below the vocabulary size and, with `verify`, every
-    file has its hash: the files are read once for both, several at a time."""
+    token file has the hash in the header. Files are read once for both, several at a time."""
     dtype, stopped = DTYPES[header["dtype"]], Event()
 
     def check(path: Path, n_tokens: int, expected: str) -> None:

@@ -39,24 +39,24 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 COUNTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {"documents": ("documents",), "answers": ("answers", "answer_tokens", "answer_bytes")}
 )
-"""Kind of positions file → the counts that a split has for it in the header."""
+"""Maps a kind of positions file to the counts that each split has for it in the header."""
 POSITION = np.dtype("<u8")
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def header_hash(header: Mapping[str, Any]) -> str:
-    """Return the sha256, in hex, over a header without its own "sha256"."""
+    """Return the sha256, in hex, over a header without its own "sha256" field."""
     content = {key: value for key, value in header.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def find_header(path: Path) -> Path | None:
-    """Find the header file of prepared shards at a path, which is the header or its folder; None
-    without one.
+    """Return the path to the header of prepared shards, given that path or its folder; None if
+    there is none.
 
-    Raises CorruptError for a folder that has shard files but no header, ConfigError for one with
-    several.
+    Raises CorruptError for a folder that has shard files or a tokenizer but no header, ConfigError
+    for one with several headers.
     """
     if path.is_file():
         return path if path.suffix == ".json" and _is_header(path) else None
@@ -75,14 +75,15 @@ def find_header(path: Path) -> Path | None:
 
 
 def _is_header(file: Path) -> bool:
-    """True if a JSON file is, or once was, a header: by its neighbour or its first words."""
+    """Return True if a JSON file is a header, even a damaged one: by a shard file beside it, or by
+    its first bytes."""
     if file.name == TOKENIZER_FILE:
         return False
     return file.with_name(f"{file.stem}-00000.bin").exists() or _begins_with(file, FORMAT)
 
 
 def _begins_with(file: Path, words: str) -> bool:
-    """True if `words` stand in a readable file's first bytes."""
+    """Return True if `words` occur in a file's first 100 bytes; False if it cannot be read."""
     try:
         with file.open("rb") as stream:
             return words.encode() in stream.read(100)
@@ -91,9 +92,10 @@ def _begins_with(file: Path, words: str) -> bool:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read a header file and check that it is whole and consistent.
+    """Read a header file and return its parsed JSON, checked to be complete and consistent.
 
-    Raises CorruptError with the file's name if it is not, StorageError if it cannot be read.
+    Raises CorruptError with the file's name if it is missing or invalid, StorageError if it cannot
+    be read.
     """
     if not path.exists():
         raise CorruptError(f"{path} is missing; prepare the data again")
@@ -111,7 +113,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _check_header(header: Mapping[str, Any], name: str) -> None:
-    """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
+    """Raise CorruptError (or a lookup error) unless a parsed header is complete and consistent;
+    `name` is the file's stem."""
     if header.get("format") != FORMAT:
         raise CorruptError(f'"format" is not {FORMAT!r}')
     if header.get("version") not in (1, VERSION, VERSION_WITH_LOSS_MASK):
@@ -139,7 +142,8 @@ def _check_header(header: Mapping[str, Any], name: str) -> None:
 
 
 def _check_counts(header: Mapping[str, Any], name: str) -> None:
-    """Raise CorruptError unless files and splits add up."""
+    """Raise CorruptError unless the token counts of files and splits agree and files have the names
+    expected."""
     n_tokens = _count(header, "n_tokens")
     for number, file in enumerate(header["files"]):
         # Only this name: a header cannot point outside its folder.

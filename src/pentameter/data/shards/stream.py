@@ -4,9 +4,9 @@
     DIR/part-00001/   shards with the next tokens of train; and so on, each larger than the last
     DIR/end.json      {"parts": 12}, once the text has ended
 
-Where a part ends follows from the text and the settings alone, and so does each token's position in
-the stream. A part appears whole. Its header records, as its text, what the stream is made from and
-where the text goes on after it. `prepare/stream.py` writes parts.
+Part ends follow from the text and the settings alone, and so does each token's position in the
+stream. A part appears whole. Its header records, as its text, a hash of the stream's origin and the
+place in the text from which the next part continues. `prepare/stream.py` writes parts.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from pentameter.disk.atomic import read_json
 from pentameter.errors import CorruptError
 
 BLOCK_TOKENS = 1 << 22
-"""Tokens within which `data.order = "streamed"` permutes a text: the first step waits for as many,
-and more mix a text better."""
+"""Tokens per block within which `data.order = "streamed"` permutes a text: the first step waits for
+one block, and larger ones mix a text better."""
 END_FILE, PART_NAME = "end.json", "part"
 
 
 def part_header(folder: Path, number: int) -> Path:
-    """Return the header of a stream's part, counted from 0."""
+    """Return the path to the header of part `number`, counted from 0, in a stream's folder."""
     return folder / f"{PART_NAME}-{number:05d}" / f"{PART_NAME}.json"
 
 
 def is_stream(folder: Path) -> bool:
-    """True if a folder holds a stream that has its first part."""
+    """Return True if a folder has a stream's first part."""
     return part_header(folder, 0).exists()
 
 
 def n_tokens_of(header: Path) -> int:
-    """Return how many training tokens a part has."""
+    """Return how many training tokens a part has, given its header's path."""
     train = read_header(header)["splits"]["train"]
     return int(train["stop"]) - int(train["start"])
 
 
 def n_parts_of(folder: Path) -> int | None:
-    """Return how many parts a stream has in the end; None while its text goes on."""
+    """Return a stream's final number of parts; None while its text continues. CorruptError if
+    end.json is damaged."""
     path = folder / END_FILE
     if not path.exists():
         return None
@@ -60,57 +61,61 @@ def n_parts_of(folder: Path) -> int | None:
 
 
 def tokens_for(n_rows: int, context_length: int) -> int:
-    """Return how many tokens the first `n_rows` rows need: whole blocks, and one target more."""
+    """Return how many tokens must exist to read the first `n_rows` rows: whole blocks, and one
+    target more."""
     block = max(BLOCK_TOKENS // context_length, 1) * context_length
     return -(-n_rows * context_length // block) * block + 1
 
 
 class Source(Protocol):
-    """Whoever writes the parts of a stream."""
+    """The writer of a stream's parts, as `TokenStream` sees it."""
 
     def prepare(self, n_tokens: int) -> None:
-        """Begin to write parts up to so many training tokens."""
+        """Start writing parts in the background, up to `n_tokens` training tokens; return at
+        once."""
 
     def wait(self, n_tokens: int) -> None:
-        """Return after a moment, while so many tokens are awaited; raise what keeps them away."""
+        """Sleep for a moment while `n_tokens` training tokens are awaited; raise the error if
+        writing has failed."""
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop writing parts."""
 
 
 class NoSource:
-    """Stands for a `Source` where nobody writes parts any more."""
+    """A `Source` for a stream that is only read: waiting for missing tokens is an error."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def prepare(self, n_tokens: int) -> None:
-        """Do nothing."""
+        """Do nothing: no more parts are written."""
 
     def wait(self, n_tokens: int) -> None:
-        """Raise CorruptError."""
+        """Raise CorruptError: the first `n_tokens` are not all there, and nobody writes them."""
         raise CorruptError(
             f"{self._folder} lacks some of the first {n_tokens:,} tokens. The command that trained "
             "on them prepares them again from the same text"
         )
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: no parts are being written."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """An opened part, and what its header says of the text."""
+    """An opened part: its shards, and its header's description of the text."""
 
     dataset: Dataset
     text: Mapping[str, Any]
     hash: str
-    """sha256, in hex, of its tokens, splits and tokenizer, whatever text they are of."""
+    """The sha256, in hex, over its tokens, splits and tokenizer, independent of the text's name and
+    place."""
 
 
 class TokenStream(TokenSequence):
-    """The training tokens of a stream, as far as they are there; `up_to` waits for more, which
-    `source` writes. Opening it waits for the first part."""
+    """A stream's training tokens, as far as they are written; `up_to` waits for more, which
+    `source` writes. The constructor waits for the first part."""
 
     def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
         self.source = source
@@ -124,30 +129,31 @@ class TokenStream(TokenSequence):
 
     @property
     def first(self) -> Dataset:
-        """The first part, which has the other splits."""
+        """The first part's data set, which has the val and test splits."""
         return self._parts[0].dataset
 
     @property
     def hash(self) -> str:
-        """sha256, in hex, of everything that decides the stream's tokens."""
+        """The sha256, in hex, over everything that decides the stream's tokens: text, tokenizer,
+        settings."""
         return str(self._parts[0].text["stream"])
 
     @property
     def is_whole(self) -> bool:
-        """True if all parts are open, and the text has ended."""
+        """Whether the text has ended and all parts are open."""
         return n_parts_of(self._folder) == len(self._parts)
 
     def prepare(self, n_tokens: int) -> None:
-        """Have the first `n_tokens` tokenized, while this process does something else."""
+        """Start tokenizing up to `n_tokens` training tokens in the background; return at once."""
         self.source.prepare(n_tokens)
 
     def close(self) -> None:
-        """Stop tokenizing."""
+        """Stop tokenizing in the background."""
         self.source.close()
 
     def up_to(self, n_tokens: int) -> int:
-        """Wait until the first `n_tokens` are there, or the text has ended; return how many of them
-        there are."""
+        """Wait until the first `n_tokens` are written or the text has ended; return how many of
+        them there are. Raises the error if writing has failed."""
         while len(self) < n_tokens and not self.is_whole:
             if not self._open_next():
                 self.source.wait(n_tokens)
@@ -155,8 +161,8 @@ class TokenStream(TokenSequence):
         return super().up_to(n_tokens)
 
     def hash_of(self, n_tokens: int) -> str:
-        """Return the sha256, in hex, over the parts with the first `n_tokens`, once they are there:
-        the same if the text behind them is another."""
+        """Wait for the first `n_tokens`; return the sha256, in hex, over the parts that hold them,
+        which later text does not change."""
         n_tokens = self.up_to(n_tokens)
         hashes = []
         for part in self._parts:
@@ -167,7 +173,7 @@ class TokenStream(TokenSequence):
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self) -> TokenSplit:
-        """Return the training split, with documents and bytes as far as parts are open."""
+        """Return the training split, with the documents and bytes in the parts opened so far."""
         starts, n_tokens, n_bytes = [], 0, 0
         for part in self._parts:
             train = part.dataset.split("train")
@@ -179,7 +185,8 @@ class TokenStream(TokenSequence):
         return TokenSplit("train", self, n_bytes, np.concatenate(starts), beginning=beginning)
 
     def _open_next(self) -> bool:
-        """Open the next part; False if it is not there."""
+        """Open the next part and append its tokens; return False if it is not written yet. Raises
+        CorruptError for damage."""
         path = part_header(self._folder, len(self._parts))
         if not path.exists():
             return False
@@ -212,9 +219,11 @@ class TokenStream(TokenSequence):
 def open_stream(
     folder: Path, source: Source, *, verify: bool = True, progress: Progress = no_progress
 ) -> Dataset:
-    """Open the stream in a folder, once its first part is there; see `TokenStream`.
+    """Open the stream in a folder as a Dataset, waiting for its first part; `source` writes the
+    parts.
 
-    Raises CorruptError for any damage, and what `source` raises.
+    `verify` checks each part's hashes. Raises CorruptError for any damage, and the errors with
+    which `source` fails.
     """
     stream = TokenStream(folder, source, verify=verify, progress=progress)
     splits = {**stream.first.splits, "train": stream.split()}

@@ -1,4 +1,4 @@
-"""Writing token shards, the splits in any order; `format.py` describes the files."""
+"""Writes token shards, with the splits in any order; `format.py` describes the files."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
 
 class _Split:
-    """One split as it grows: files with tokens, files with positions, and the header's counts."""
+    """One split as it is written: its token files, files of positions, and counts for the
+    header."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], kinds: Sequence[str]) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype
         self.files: list[tuple[Path, int, str]] = []
-        """(path until its final name is known, tokens, sha256) for each full file."""
+        """(temporary path, tokens, sha256) for each finished token file."""
         self.n_tokens = 0
         self.counts = dict.fromkeys(("bytes", *(key for kind in kinds for key in COUNTS[kind])), 0)
-        """Header key → count."""
+        """Maps a header key to its count so far."""
         self.positions = {kind: (folder / f"{name}.{kind}").open("xb") for kind in kinds}
-        """Kind (`documents`, `answers`) → file of positions in the split."""
+        """Maps a kind (`documents`, `answers`) to its open file of positions."""
         self._stream: BinaryIO | None = None
         self._in_file = 0
         self._hasher = hashlib.sha256()
 
     def add_positions(self, kind: str, positions: npt.NDArray[np.int64]) -> None:
-        """Append positions (n,), relative to the next token, to the file of their kind."""
+        """Append positions (n,), given relative to the next token to be written, to the file for
+        `kind`."""
         self.positions[kind].write((positions + self.n_tokens).astype(POSITION).tobytes())
 
     def append(self, ids: npt.NDArray[Any]) -> None:
-        """Append ids (n_tokens,) to the current file of tokens, and to new ones as it fills."""
+        """Append ids (n_tokens,) to the current token file, starting new files as each is full."""
         self.n_tokens += len(ids)
         while len(ids):
             if self._stream is None:
@@ -67,7 +69,8 @@ class _Split:
                 self.finish_file()
 
     def finish_file(self) -> None:
-        """Sync and close the current file of tokens, if there is one."""
+        """Sync and close the current token file and record its hash; does nothing if none is
+        open."""
         if self._stream is None:
             return
         self._stream.flush()
@@ -77,16 +80,17 @@ class _Split:
         self._stream = None
 
     def close(self) -> None:
-        """Close the open files, whatever is in them."""
+        """Close all open files without syncing them."""
         for stream in (*self.positions.values(), self._stream):
             if stream is not None:
                 stream.close()
 
 
 class ShardWriter:
-    """Writes shards into an empty folder: `write`, then `finish`.
+    """Context manager that writes shards into an empty folder: call `write` repeatedly, then
+    `finish`.
 
-    `has_loss_mask`: every `write` has a loss mask; otherwise all tokens are learned.
+    With `has_loss_mask`, every `write` needs a loss mask; otherwise all tokens are learned.
     """
 
     def __init__(
@@ -108,11 +112,11 @@ class ShardWriter:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens written so far."""
+        """Tokens written so far, over all splits."""
         return sum(split.n_tokens for split in self._splits.values())
 
     def n_tokens_in(self, split: str) -> int:
-        """Tokens written so far into a split."""
+        """Return the tokens written so far into a split."""
         return self._splits[split].n_tokens
 
     def write(
@@ -124,10 +128,10 @@ class ShardWriter:
         loss_mask: npt.NDArray[np.bool_] | None = None,
         n_target_bytes: int = 0,
     ) -> None:
-        """Append ids (n_tokens,), which stand for `n_bytes` UTF-8 bytes of text, to a split.
+        """Append ids (n_tokens,), which encode `n_bytes` UTF-8 bytes of text, to a split.
 
-        Documents begin at the indices `starts`. `loss_mask` (n_tokens,) is True for tokens to be
-        learned, which stand for `n_target_bytes` bytes.
+        `starts` are the indices in `ids` at which documents begin. `loss_mask` (n_tokens,) is True
+        for tokens to be learned, which encode `n_target_bytes` bytes.
         """
         part = self._splits[split]
         if "answers" in self._kinds:
@@ -143,8 +147,8 @@ class ShardWriter:
         part.append(ids)
 
     def finish(self, text: dict[str, Any]) -> None:
-        """Write the tokenizer and the header, which records `text`, a description of the
-        source."""
+        """Name the token files, and write the tokenizer and the header. `text` describes the source
+        in the header, as JSON values."""
         files: list[dict[str, Any]] = []
         splits: dict[str, dict[str, int]] = {}
         start = 0
@@ -180,7 +184,8 @@ class ShardWriter:
         sync(path)
 
     def _joined(self, kind: str) -> dict[str, str]:
-        """Concatenate the splits' files of positions; return the header's entry for the result."""
+        """Concatenate the splits' files of positions for `kind` into one; return its name and
+        sha256 for the header."""
         path = self._folder / f"{self._name}-{kind}.bin"
         with path.open("w+b") as joined:
             for split in SPLITS:

@@ -1,4 +1,5 @@
-"""`Tokenizer`, the base class for every kind: ids, hash, and the one JSON file it is saved as."""
+"""`Tokenizer`, the base class of every kind: token ids, a hash, and the JSON file it is saved
+as."""
 
 from __future__ import annotations
 
@@ -24,33 +25,36 @@ FILE_LIMIT_BYTES = 1 << 28  # about 15 million words
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. The content is a JSON object; the hash covers it."""
+    """Converts text to token ids and back. It is saved as a JSON object, over which its hash is
+    computed."""
 
     kind: ClassVar[str]
-    """`char`, `word`, `bpe` or `library`."""
+    """The kind's name in files: `char`, `word`, `bpe` or `library`."""
     vocab_size: int
-    """Number of distinct ids: 0 … vocab_size - 1."""
+    """Number of distinct ids, 0 … vocab_size - 1."""
     end_of_text: int | None = None
-    """The id that follows each document, None without one; no text encodes to it."""
+    """The id put after each document, None if there is none; no text encodes to it."""
     chat: ChatTemplate | None = None
-    """The template that renders messages, if one came with it; no id depends on it."""
+    """The chat template that renders messages, if one came with the tokenizer; it changes no id."""
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id for the tokens that no text encodes to; a chat template writes them."""
+        """Maps text to id for the tokens that no text encodes to; only a chat template writes
+        them."""
         return {}
 
     @classmethod
     @abstractmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
+        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
+        is invalid."""
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
         """Return a text's token ids (n_tokens,), int64; ConfigError if it cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return each text's token ids (n_tokens,), as `encode` does."""
+        """Return each text's token ids (n_tokens,), int64; ConfigError if one cannot be encoded."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
@@ -60,17 +64,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """Return everything that decides the ids, as JSON values; `from_content` reads them
-        back."""
+        """Return everything that decides the ids, as JSON values, in the form that `from_content`
+        reads."""
 
     @cached_property
     def hash(self) -> str:
-        """sha256, in hex, over everything that decides the ids."""
+        """The sha256, in hex, over everything that decides the ids."""
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Serialise to the JSON file's content: ASCII, the same on every machine."""
+        """Return the content of the tokenizer's JSON file: ASCII, the same on every machine."""
         content = {**self._content(), "sha256": self.hash}
         if self.chat is not None:
             content["chat"] = self.chat.to_json()
@@ -84,14 +88,14 @@ class Tokenizer(ABC):
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what decides the ids, without a chat template."""
+        """Pickle everything that decides the ids, but not the chat template."""
         return type(self).from_content, (json.loads(json.dumps(self._content())),)
 
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
-        """Return ids as an array (n_tokens,); ConfigError for one outside the vocabulary."""
+        """Return ids as an int64 array (n_tokens,); ConfigError for one outside the vocabulary."""
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
         wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
         if wrong.size:
@@ -103,7 +107,8 @@ class Tokenizer(ABC):
 
 
 class LibraryBacked(Tokenizer):
-    """A tokenizer on one of the `tokenizers` library, `_library`."""
+    """Base class for tokenizers that encode and decode by the Hugging Face `tokenizers` library;
+    `_library` is the library's object."""
 
     _library: Any
 
@@ -125,8 +130,8 @@ class LibraryBacked(Tokenizer):
 
 
 def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:
-    """Return the list of strings at `key` in a file's content; CorruptError, for which `kind` names
-    them."""
+    """Return the list of strings at `key` in a file's parsed JSON; otherwise raise CorruptError,
+    whose message calls them `kind` ("words")."""
     found = content.get(key)
     if not isinstance(found, list) or not all(isinstance(string, str) for string in found):
         raise CorruptError(f'"{key}" is not a list of {kind}')

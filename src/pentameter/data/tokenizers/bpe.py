@@ -19,11 +19,9 @@ from pentameter.errors import ConfigError, CorruptError
 END_OF_TEXT = "<|endoftext|>"
 
 _CHUNK_CHARACTERS = 2048
-"""Minimum characters in a chunk for one of the library's threads; its time per token grows with the
-length."""
+"""Minimum characters per chunk given to the library; its time per token grows with the length."""
 _BATCH_CHUNKS = 512
-"""Chunks encoded at once: the library's results take a few hundred bytes per token until they are
-read."""
+"""Chunks encoded at once: the library's results take a few hundred bytes per token until read."""
 MIN_FREQUENCY = 2
 """Minimum occurrences for a pair to become a token: one that occurs once teaches nothing."""
 _TRAINING_CHARACTERS = 1 << 13  # chunks of text for the library's threads
@@ -38,23 +36,23 @@ BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
     {chr(byte): byte for byte in _VISIBLE_BYTES}
     | {chr(0x100 + rank): byte for rank, byte in enumerate(_OTHER_BYTES)}
 )
-"""GPT-2's printable stand-in for each byte value, in the order of GPT-2's ids: visible characters
-of Latin-1 for themselves, those from U+0100 on for the others."""
+"""Maps GPT-2's printable stand-in for a byte to the byte, in the order of GPT-2's ids: visible
+Latin-1 characters stand for themselves, those from U+0100 on for the other bytes."""
 
 
 class BpeTokenizer(LibraryBacked):
     """Byte-level BPE with GPT-2's rules for splitting text into words.
 
     Tokens are written in GPT-2's alphabet, one visible character per byte (`Ġ` is a space). Every
-    text encodes, and comes back as it was. Text never becomes a special token: `<|endoftext|>` in a
+    text encodes, and decodes unchanged. Text never becomes a special token: `<|endoftext|>` in a
     text is tokenized like any other text (tiktoken's `encode_ordinary`), so that no document can
-    forge the end of another; the id `end_of_text` is put between documents by whoever joins them.
+    forge the end of another; the caller puts the id `end_of_text` between documents.
     """
 
     kind = "bpe"
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> None:
-        """Take the tokens ordered by id, and the merges, first made first.
+        """`tokens` are ordered by id, `merges` in the order in which they were made.
 
         Raises ConfigError unless tokens are distinct and made from bytes, all 256 single bytes are
         among them, and each merge joins two tokens to a third.
@@ -76,7 +74,7 @@ class BpeTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id for the tokens with several characters that no merge makes."""
+        """Maps text to id for the tokens with several characters that no merge makes."""
         made = set(map("".join, self.merges))
         return {
             self.decode([number]): number
@@ -91,7 +89,8 @@ class BpeTokenizer(LibraryBacked):
         """Build a tokenizer from a token → id mapping (`encoder.json`, `vocab.json`) and its
         merges.
 
-        Raises ConfigError for ids that are not 0 … n - 1, and as the constructor.
+        Raises ConfigError unless ids are 0 … n - 1, and for tokens or merges that are not
+        byte-level BPE.
         """
         tokens: list[str | None] = [None] * len(vocab)
         for token, number in vocab.items():
@@ -106,14 +105,15 @@ class BpeTokenizer(LibraryBacked):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
+        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
+        is invalid."""
         tokens = strings(content, "tokens", "strings")
         merges = strings(content, "merges", "strings")
         return cls(tokens, [parse_merge(merge) for merge in merges])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return each text's token ids (n_tokens,), encoded on the library's threads; errors as
-        `encode`."""
+        """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
+        ConfigError for half a surrogate pair."""
         refuse_surrogates(texts)
         parts: list[list[Ids]] = [[] for _ in texts]
         numbered = (
@@ -158,11 +158,11 @@ class BpeTokenizer(LibraryBacked):
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Train byte-level BPE on documents: at most vocab_size tokens, in GPT-2's order.
+    """Train byte-level BPE on documents: at most `vocab_size` tokens, in GPT-2's order: the 256
+    bytes, the merges as they were made, `<|endoftext|>`.
 
-    That is the 256 bytes, the merges as they were made, `<|endoftext|>`. There are fewer than
-    vocab_size if the text has no more pairs that occur twice. The same documents give the same
-    tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
+    There are fewer if the text has no more pairs that occur twice. The same documents give the same
+    tokenizer, on any number of threads. Raises ConfigError for an empty text.
     """
     import tokenizers
 

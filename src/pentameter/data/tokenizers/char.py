@@ -15,12 +15,12 @@ from pentameter.errors import ConfigError, CorruptError
 N_CODE_POINTS = 0x110000
 
 SELDOM, MANY_CHARACTERS = 100, 512
-"""Average occurrences below which a character is rare; distinct characters beyond any
-alphabet's."""
+"""Average occurrences below which a character is rare, and (MANY_CHARACTERS) more distinct
+characters than any alphabet has."""
 
 
 class UnseenCharacterError(ConfigError):
-    """A character outside the vocabulary, with its position."""
+    """A character outside the vocabulary; the message gives its position in `where`."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         # An exception that crosses from the processes that encode is made again from these.
@@ -36,9 +36,9 @@ class UnseenCharacterError(ConfigError):
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character; ids are the ranks of the sorted characters.
+    """One token per character; ids number the distinct characters in code-point order.
 
-    A character outside the vocabulary is an error, so that no text is changed in silence.
+    A character outside the vocabulary is an error, so that no text is changed silently.
     """
 
     kind = "char"
@@ -61,7 +61,8 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
+        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
+        is invalid."""
         characters = content.get("characters")
         if not isinstance(characters, list) or not all(
             isinstance(c, str) and len(c) == 1 for c in characters
@@ -92,8 +93,8 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """Advise another tokenizer if a text with `n_tokens` characters has so many distinct ones that
-    a model sees each seldom; else None."""
+    """Return a sentence advising another tokenizer, if a text with `n_tokens` characters has so
+    many distinct ones (`vocab_size`) that a model sees each rarely; else None."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))
@@ -105,7 +106,7 @@ def advice_on(vocab_size: int, n_tokens: int) -> str | None:
 
 
 def code_points(text: str) -> npt.NDArray[Any]:
-    """Return Unicode code points (n_characters,): uint8 for ASCII text, else uint32."""
+    """Return a text's Unicode code points (n_characters,): uint8 for ASCII text, else uint32."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     # A lone surrogate cannot come from a file, but can from a command line; let it be unseen.

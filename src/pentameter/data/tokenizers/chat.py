@@ -1,9 +1,9 @@
-"""Chat templates: messages as one text, in segments that a model learns or only reads.
+"""Chat templates: messages rendered to one text, in segments that a model learns or only reads.
 
 A template is Jinja as in Hugging Face's tokenizers (`chat_template` in tokenizer_config.json, or
-chat_template.jinja). It runs in a sandbox, in a process with bounds (`rendering.py`): it comes with
-models that strangers publish. It sees no clock, so that the same messages give the same text on any
-day (templates that want today's date have a fixed one).
+chat_template.jinja). As it comes with models that strangers publish, it runs in a sandbox, in a
+process with limits (`rendering.py`). It sees no clock, so that the same messages give the same text
+on any day (templates that want today's date have a fixed one).
 """
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""OpenAI's ChatML, for a tokenizer that brings no template."""
+"""OpenAI's ChatML, for a tokenizer without a template."""
 
 # Noncharacters of Unicode, which no text has: marks of ours in what a template writes.
 BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
 _MARKS = re.compile(f"[{BEGIN}{END}{APART}]")
 
 Segment = tuple[str, bool]
-"""Text, and True if a model learns to write it."""
+"""A text, and whether a model learns to write it."""
 
 
 class TemplateRefusalError(ConfigError):
-    """A chat template does not take these messages."""
+    """A chat template fails on these messages or refuses them."""
 
 
 class TemplateBoundsError(TemplateRefusalError):
-    """A chat template takes more time or memory, or writes more, than it may."""
+    """A chat template exceeds its limit on time, memory or output."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and the texts of the special tokens that it may name."""
+    """A Jinja chat template, and the texts of the special tokens that it may refer to."""
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """`bos_token`, `eos_token` and others in tokenizer_config.json → their texts."""
+    """Maps `bos_token`, `eos_token` and others in tokenizer_config.json to their texts."""
     origin: str = field(default="the chat template", compare=False)
-    """Its name in messages, by its source."""
+    """How error messages call it, with its file; not compared."""
 
     @classmethod
     def from_json(cls, content: Any, origin: str) -> Self:
-        """Read the template in a tokenizer's file; CorruptError if it is none."""
+        """Build the template from a tokenizer file's "chat" value; CorruptError if it is invalid.
+        `origin` names it in messages."""
         match content:
             case {"template": str(source), "tokens": dict(tokens)} if all(
                 isinstance(text, str) for text in tokens.values()
@@ -70,20 +71,20 @@ class ChatTemplate:
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
     def to_json(self) -> dict[str, Any]:
-        """Return the template as a tokenizer's file holds it."""
+        """Return the template as the "chat" value in a tokenizer file."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks around `{% generation %}` blocks from a rendered text."""
+    """Return a rendered text without the marks (BEGIN, END) around `{% generation %}` blocks."""
     return text.replace(BEGIN, "").replace(END, "")
 
 
 def escaped(value: Any, special_tokens: Mapping[str, int]) -> Any:
-    """Copy a message, and all within it, with special tokens made plain text: nothing a person
-    wrote can end a turn or begin another. `unescaped` undoes it.
+    """Copy a message, and all values within it, with special tokens in texts made plain text, so
+    that nothing a person wrote can end a turn or begin another. `unescaped` undoes it.
 
-    Raises TemplateRefusalError for a text that holds one of our marks.
+    Raises TemplateRefusalError for a text with one of the noncharacters that serve as marks here.
     """
     if isinstance(value, Mapping):
         return {key: escaped(each, special_tokens) for key, each in value.items()}
@@ -103,12 +104,13 @@ def escaped(value: Any, special_tokens: Mapping[str, int]) -> Any:
 
 
 def unescaped(text: str) -> str:
-    """Undo `escaped` in a text."""
+    """Return a text without the marks that `escaped` put into special tokens."""
     return text.replace(APART, "")
 
 
 def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
-    """Split a rendered text into the ids of its special tokens and the texts between them."""
+    """Split a rendered text into its special tokens' ids and the texts between them, in order and
+    unescaped; `special_tokens` maps text to id."""
     if not special_tokens:
         return [unescaped(text)] if text else []
     longest_first = sorted(special_tokens, key=len, reverse=True)
@@ -123,9 +125,9 @@ def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | in
 def read_chat_template(path: Path) -> ChatTemplate | None:
     """Read the chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
 
-    None for a folder without one. As in transformers, chat_template.jinja has precedence over
-    tokenizer_config.json. Raises ConfigError for a file that is missing or has none, CorruptError
-    for a damaged one, StorageError for one that cannot be read.
+    Returns None for a folder without one. As in transformers, chat_template.jinja has precedence
+    over tokenizer_config.json. Raises ConfigError for a file that is missing or has none,
+    CorruptError for a damaged one, StorageError for one that cannot be read.
     """
     is_folder = path.is_dir()
     beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
@@ -143,7 +145,9 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
-    """Return the chat template that `data.chat_template` names; errors as `read_chat_template`."""
+    """Return the chat template that `data.chat_template` names: "chatml", or a path. Raises
+    ConfigError if it does not exist or has no template, CorruptError or StorageError if it cannot
+    be read."""
     if setting == CHATML:
         return ChatTemplate(CHATML_TEMPLATE, origin=f"the chat template {CHATML!r}")
     path = Path(setting)
@@ -158,8 +162,8 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
 
 
 def _source(settings: Mapping[str, Any], path: Path) -> str | None:
-    """Return the template in tokenizer_config.json: a text, or the one named `default` among
-    several."""
+    """Return the template text in a parsed tokenizer_config.json (from `path`): the only one, or
+    the one named `default`; None without one."""
     match settings.get("chat_template"):
         case None:
             return None
@@ -174,7 +178,7 @@ def _source(settings: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _tokens(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    """Map the special tokens named in tokenizer_config.json to their texts."""
+    """Map the special tokens named in a parsed tokenizer_config.json to their texts."""
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value

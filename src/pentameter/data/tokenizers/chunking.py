@@ -1,9 +1,9 @@
-"""Splitting long text for a tokenizer without changing its ids.
+"""Splitting long text into chunks for a tokenizer, without changing its ids.
 
-A text is encoded in chunks. Characters can be split anywhere; for words and BPE a boundary is
-before the first whitespace after a word. Only if none comes within `LONGEST_CHUNK` characters is a
-text split all the same: it is kept whole, but the ids beside that split may differ. So they may for
-a `library` tokenizer, which gets chunks of at least that length.
+Characters can be split anywhere; for words and BPE a boundary is before the first whitespace after
+a word. Only if none comes within `LONGEST_CHUNK` characters is a text split elsewhere: no text is
+lost, but the ids next to that split may differ. So they may for a `library` tokenizer, which gets
+chunks with at least that length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LONGEST_CHUNK = 1 << 22
 
 
 def chunks(text: str, n_characters: int) -> Iterator[str]:
-    """Yield chunks with at least n_characters each, except for the last; joined they are the text.
+    """Yield a text in chunks with at least `n_characters` each, except for the last.
 
-    Encoding them one by one gives the whole text's tokens, for every kind of tokenizer. A text
-    without whitespace is one chunk.
+    Encoding them one by one gives the whole text's tokens, for every kind of tokenizer but
+    `library`. A text without whitespace is one chunk.
     """
     start = 0
     while len(text) - start > n_characters:
@@ -39,17 +39,17 @@ def chunks(text: str, n_characters: int) -> Iterator[str]:
 
 
 def last_boundary(text: str) -> int:
-    """Count the characters up to the last boundary in an unfinished text; 0 without one.
+    """Return how many characters precede the last boundary in an unfinished text; 0 without one.
 
-    Later text must wait for its continuation.
+    The text after it must wait for its continuation.
     """
     found = _LAST_BOUNDARY.match(text)
     return found.end() if found else 0
 
 
 class Chunker:
-    """Buffers a document's text and splits it for a kind of tokenizer: `feed` it all, then
-    `rest`."""
+    """Buffers a document's text and splits it for a tokenizer kind: call `feed` with each chunk,
+    then `rest`."""
 
     def __init__(self, kind: str, longest: int = LONGEST_CHUNK) -> None:
         self._anywhere, self._longest = kind == "char", longest
@@ -79,7 +79,7 @@ class Chunker:
         return text[:end]
 
     def rest(self) -> str:
-        """Return the text after the last boundary, at the document's end."""
+        """Return the buffered text at the document's end, and empty the buffer."""
         text = "".join(self._buffer)
         self._buffer, self._held, self._wanted = [], 0, self._least
         return text

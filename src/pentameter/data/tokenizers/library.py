@@ -1,4 +1,5 @@
-"""A Hugging Face `tokenizer.json`, unchanged, on the `tokenizers` library that defines it."""
+"""The tokenizer in a Hugging Face `tokenizer.json`, run by the `tokenizers` library that defines
+it."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from pentameter.errors import ConfigError, CorruptError
 
 
 class LibraryTokenizer(LibraryBacked):
-    """A tokenizer as a `tokenizer.json` describes it: normaliser, pre-tokenizer, model, decoder.
+    """A tokenizer as a `tokenizer.json` describes it: normalizer, pre-tokenizer, model, decoder.
 
     No token is added before or after a text. Text never becomes a special token, so that no
-    document can forge the end of another; added tokens that are not special are found in text, as
-    they were when a model was trained.
+    document can forge the end of another; added tokens that are not special are recognized in text,
+    as they were when the model was trained.
     """
 
     kind = "library"
 
     def __init__(self, content: Mapping[str, Any], end_of_text: int | None) -> None:
-        """Take the content of a `tokenizer.json` and the id that ends a document, if one does.
+        """`content` is a parsed `tokenizer.json`, `end_of_text` the id that ends a document, or
+        None.
 
         Raises ConfigError if the library refuses the content, and for an id outside the vocabulary.
         """
@@ -52,13 +54,14 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id for the tokens that the file calls special."""
+        """Maps text to id for the tokens that the file marks as special."""
         added = self.content.get("added_tokens") or []
         return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
+        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
+        is invalid."""
         whole, end_of_text = content.get("tokenizer"), content.get("end_of_text")
         if not isinstance(whole, dict):
             raise CorruptError('"tokenizer" is not an object')
@@ -67,20 +70,20 @@ class LibraryTokenizer(LibraryBacked):
         return cls(whole, end_of_text)
 
     def token_id(self, token: str) -> int | None:
-        """Return a token's id, given as the file writes it; None without one."""
+        """Return the id for a token, spelled as in the file; None if there is none."""
         found: int | None = self._library.token_to_id(token)
         return found
 
     def token(self, number: int) -> str | None:
-        """Return an id's token as the file writes it; None without one."""
+        """Return the token with an id, spelled as in the file; None if there is none."""
         found: str | None = self._library.id_to_token(number)
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return each text's token ids (n_tokens,), encoded on the library's threads; errors as
-        `encode`.
+        """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
+        ConfigError for half a surrogate pair.
 
-        A text is never split: the file decides its token boundaries.
+        A text is never split into chunks: the file decides its token boundaries.
         """
         refuse_surrogates(texts)
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -1,9 +1,9 @@
-"""Rendering chat templates, in a separate process with bounds on time, memory and output.
+"""Rendering chat templates in a separate process, with limits on time, memory and output.
 
-A template is a program that comes with a stranger's model. Jinja's sandbox keeps it from the
+A template is a program that comes with a model from strangers. Jinja's sandbox keeps it from the
 machine, but not from looping, doubling a string or recursing without end. So a clean interpreter
 runs it: the kernel refuses memory beyond `MEMORY_BYTES`, and ends the process once one rendering
-has used its seconds of processor time, whatever it is busy with. No attack need be known.
+has used its seconds of processor time.
 
 `Rendering` is this process's side; `renderer` runs in the other process.
 """
@@ -35,47 +35,49 @@ from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
 SECONDS, SECONDS_PER_MILLION = 1.0, 1.0
-"""Processor time for one rendering: this much, and more for each million characters of messages.
-Today's templates take a tenth of a millisecond for a short conversation."""
+"""Seconds of processor time for one rendering: a constant, and more for each million characters of
+messages. Today's templates take a tenth of a millisecond for a short conversation."""
 
 MEMORY_BYTES = 1 << 30
-"""Address space of the rendering process, which begins with about 50 MB."""
+"""Maximum address space of the rendering process, which starts with about 50 MB."""
 
 OUTPUT_CHARACTERS, OUTPUT_PER_CHARACTER = 1 << 20, 16
-"""Characters that one rendering may write: so many, and more for each character of messages."""
+"""Maximum characters that one rendering may write: a constant, and more for each character of
+messages."""
 
 LONGEST_REASON = 300
-"""Maximum characters of a template's reason for refusing."""
+"""Maximum characters quoted from a template's reason for refusing messages."""
 
 REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja file, or 'chatml')"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Messages to render."""
+    """One request: messages to render, with the `tools` (functions) that the model may call."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
     targets: Sequence[int] = ()
-    """Indices of the messages that a model learns."""
+    """Indices of the messages that a model learns to write."""
     add_generation_prompt: bool = False
-    """True to end with the beginning of an answer."""
+    """Whether the text ends with the beginning of an answer."""
 
     @cached_property
     def n_characters(self) -> int:
-        """Their size: characters in all texts, and a few for each other value."""
+        """Approximate size: characters in all texts, plus 8 for each other value."""
         return n_characters_of(self.messages) + n_characters_of(self.tools)
 
 
 Documents = list[list[Segment]]
-"""Documents that messages become, each as its segments."""
+"""The documents that a list of messages becomes, each as segments: text, and whether a model learns
+it."""
 
 
 class Rendering:
-    """A process that renders a chat template; it starts with the `with` block and ends with it.
+    """A context manager that starts a process which renders a chat template, and ends it on exit.
 
-    Methods raise TemplateRefusalError if the template fails or exceeds its bounds, ConfigError if
-    it is no template; both name its origin.
+    Methods raise TemplateRefusalError if the template fails or exceeds its limits, ConfigError if
+    it is not valid Jinja; both name its origin.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -97,22 +99,23 @@ class Rendering:
         self._child.close()
 
     def text(self, asked: Asked) -> str:
-        """Render messages to text; BEGIN and END enclose a `{% generation %}` block's output."""
+        """Return messages rendered to text; the output of a `{% generation %}` block is between
+        BEGIN and END."""
         (found,) = self._ask("text", [asked])
         if isinstance(found, TemplateRefusalError):
             raise found
         return str(found)
 
     def documents(self, asked: Sequence[Asked]) -> list[Documents | TemplateRefusalError]:
-        """Render several lists of messages; return the documents of each, or the reason for having
-        none.
+        """Render several lists of messages; return, for each, its documents, or the
+        TemplateRefusalError.
 
-        A model learns the messages numbered `targets`. If these are all messages of a role and the
-        template marks them with `{% generation %}`, its marks are taken. Otherwise an answer is the
-        difference between the text up to and with it and the text before it, which ends as it does
-        when a model is asked. Templates that write an earlier turn differently once a later one
-        follows (Qwen3's leaves its thinking out) give a document for each answer: the text up to
-        it, in which it alone is learned, as it is when a model is asked.
+        Segments mark what a model learns: the messages numbered `targets`. If these are all
+        messages with a role and the template marks them with `{% generation %}`, its marks are
+        used. Otherwise an answer is the difference between the text up to and with it and the text
+        before it, which ends as it does when a model is asked. Templates that write an earlier turn
+        differently once a later one follows (Qwen3's leaves its thinking out) give one document per
+        answer: the text up to it, in which it alone is learned.
         """
         return self._ask("documents", asked)
 
@@ -132,20 +135,22 @@ class Rendering:
         return [self._named(each) if isinstance(each, ConfigError) else each for each in found]
 
     def _named(self, error: ConfigError) -> ConfigError:
-        """Return the error with the template's origin."""
+        """Return the same error with the template's origin in its message."""
         return type(error)(f"{self._template.origin} {error}")
 
 
 def render(template: ChatTemplate, asked: Asked) -> str:
-    """Render messages to text in a process that is started for it; errors as `Rendering`."""
+    """Return messages rendered to text by a process started for this call. Raises
+    TemplateRefusalError and ConfigError as `Rendering` does."""
     with Rendering(template) as rendering:
         return rendering.text(asked)
 
 
 def check_template(template: ChatTemplate) -> None:
-    """Raise ConfigError for a template that is not Jinja, or exceeds its bounds on two messages.
+    """Raise ConfigError for a template that is not Jinja, or exceeds its limits on two short
+    messages.
 
-    Messages that it refuses itself pass: it may want other ones.
+    A template that refuses these messages itself passes: it may expect others.
     """
     said = [{"role": role, "content": "2 + 2"} for role in ("user", "assistant")]
     with Rendering(template) as rendering:
@@ -158,7 +163,8 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], list[Any]]:
-    """Build the function by which a `Rendering`'s process answers, under its bound on memory."""
+    """Build the function that the rendering process answers requests with, after limiting this
+    process's memory."""
     with suppress(ValueError, OSError):  # macOS knows no such bound
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
@@ -167,9 +173,10 @@ def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], l
 
 
 def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[Any]:
-    """Render each list of messages to a text, to documents, or to the error in their place.
+    """Render each list of messages to a text or to documents, as the request asks; an error takes
+    the place of a refused list's result.
 
-    Raises ConfigError for a template that is none.
+    Raises ConfigError for an invalid template.
     """
     what, source, tokens, several = request
     found: list[Any] = []
@@ -186,7 +193,7 @@ def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[A
 
 @lru_cache(maxsize=1)
 def _compiled(source: str) -> Any:
-    """Compile a template; ConfigError if it is none."""
+    """Compile a template's source; ConfigError if it is not valid Jinja."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -208,7 +215,7 @@ def _compiled(source: str) -> Any:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """Messages, as the template writes them."""
+    """One list of messages, rendered by a compiled template."""
 
     template: Any
     tokens: Mapping[str, str]
@@ -219,7 +226,7 @@ class _Rendered:
         return self._render(self.asked.messages, asks=self.asked.add_generation_prompt)
 
     def documents(self) -> Documents:
-        """Render the messages to documents; see `Rendering.documents`."""
+        """Return the messages as documents in segments, by the rules in `Rendering.documents`."""
         messages, targets = self.asked.messages, self.asked.targets
         whole = self.text()
         role = messages[targets[0]]["role"]
@@ -236,8 +243,8 @@ class _Rendered:
         return [_segments(without_marks(whole), spans)] if is_prefix else documents
 
     def _before(self, number: int, text: str) -> int:
-        """Count the characters in `text`, which ends with the answer numbered so, that precede the
-        answer."""
+        """Return how many characters precede answer number `number` in `text`, which ends with it.
+        Raises TemplateRefusalError if the text before an answer changes once the answer follows."""
         if number == 0:
             return 0
         for asks in (True, False):
@@ -251,7 +258,7 @@ class _Rendered:
         )
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
-        """Render messages; with `asks`, the beginning of an answer follows.
+        """Return rendered messages; with `asks`, followed by the beginning of an answer.
 
         Raises TemplateRefusalError for any error in the template.
         """
@@ -289,7 +296,8 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _seconds(seconds: float) -> Iterator[None]:
-    """End this process, by SIGPROF, once the block has used so many seconds of processor time."""
+    """Context manager that ends this process, by SIGPROF, once its block has used so many seconds
+    of processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -298,17 +306,17 @@ def _seconds(seconds: float) -> Iterator[None]:
 
 
 def _generation() -> Any:
-    """Build Jinja's extension for `{% generation %}`; Jinja is imported here."""
+    """Return the Jinja extension class for `{% generation %}`; imports Jinja only when called."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """Puts the block's content between BEGIN and END."""
+        """Puts a `{% generation %}` block's output between BEGIN and END."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
         def parse(self, parser: Any) -> Any:
-            """The block as a call of `_marked`."""
+            """Parse a block into a call to `_marked`."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             call = nodes.CallBlock(self.call_method("_marked"), [], [], body)
@@ -321,7 +329,7 @@ def _generation() -> Any:
 
 
 def _refuse(message: object) -> NoReturn:
-    """Jinja's `raise_exception`, with which templates refuse messages."""
+    """Raise Jinja's TemplateError: the `raise_exception` that templates refuse messages with."""
     from jinja2 import TemplateError
 
     raise TemplateError(str(message))
@@ -333,8 +341,8 @@ def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
 
 
 def n_characters_of(value: Any) -> int:
-    """Estimate a JSON value's size: the characters in its texts, and a few for every other
-    value."""
+    """Return a JSON value's approximate size: the characters in its texts and keys, plus 8 for
+    every other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -345,7 +353,7 @@ def n_characters_of(value: Any) -> int:
 
 
 def _between_marks(text: str) -> list[Segment]:
-    """Split a text into segments; answers stand between BEGIN and END."""
+    """Split a rendered text into segments; text between BEGIN and END is learned."""
     segments = []
     for marked in text.split(BEGIN):
         answer, is_marked, rest = marked.partition(END)

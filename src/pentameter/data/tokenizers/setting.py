@@ -1,4 +1,4 @@
-"""The setting `data.tokenizer`: a tokenizer to load, to download or to train on text."""
+"""The setting `data.tokenizer`: which tokenizer to load, to download or to train on text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
 GPT2_HASH = "808ae9c8c2c1400b2711ca17eb863029c2a0ad4eb730c161cdadd5af710a0a6d"
-"""Hash by which GPT-2's tokenizer is known wherever it lies."""
+"""`Tokenizer.hash` by which GPT-2's tokenizer is recognized, whichever file it is in."""
 
 MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
 MAX_BPE_TOKENS = 1 << 20
@@ -67,15 +67,16 @@ def bpe_vocab_size(setting: str) -> int | None:
 
 
 def is_made_from_text(setting: str) -> bool:
-    """True for a setting whose tokenizer the text decides."""
+    """Return True for `char`, `word` and `bpe:N`, whose vocabulary is made from the text."""
     return setting in {"char", "word"} or setting.startswith("bpe:")
 
 
 def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
-    """Load the tokenizer that a setting names, or return the setting itself if the text must
-    decide.
+    """Load the tokenizer that a setting names, or return the setting unchanged if the tokenizer is
+    made from text (or is one already).
 
-    Raises ConfigError for a setting that no text could fulfil, or a missing file.
+    Raises ConfigError for an impossible setting or a missing file, CorruptError or StorageError for
+    a file that cannot be loaded.
     """
     if not isinstance(setting, str) or bpe_vocab_size(setting) or is_made_from_text(setting):
         return setting
@@ -88,11 +89,11 @@ def build_tokenizer(
     *,
     warnings: list[str] | None = None,
 ) -> Tokenizer:
-    """Build or load the tokenizer that `data.tokenizer` asks for.
+    """Make or load the tokenizer that a `data.tokenizer` setting asks for.
 
-    `setting`: `char`, `word` and `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is public;
-    anything else is a tokenizer file. `documents` starts a pass over whole documents, or over
-    chunks as `chunking.chunks` makes them. The same documents give the same tokenizer. A `bpe`
+    `char`, `word` and `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is downloaded unless
+    cached; anything else is a tokenizer file. `documents` starts a pass over whole documents, or
+    over chunks as `chunking.chunks` makes them. The same documents give the same tokenizer. A `bpe`
     whose text has too few pairs for its size is smaller, and adds a line to `warnings`.
 
     Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a damaged
@@ -117,9 +118,10 @@ def build_tokenizer(
 
 
 def gpt2_tokenizer() -> BpeTokenizer:
-    """Load GPT-2's tokenizer: 50,257 tokens, `<|endoftext|>` the last.
+    """Load GPT-2's tokenizer, 50,257 tokens with `<|endoftext|>` last, from the cache or by
+    download.
 
-    Raises StorageError if its two files cannot be had, as `public_file` does.
+    Raises StorageError if its two files are neither cached nor can be downloaded.
     """
     vocabulary = json.loads(public_file(GPT2_VOCABULARY).read_bytes())
     lines = public_file(GPT2_MERGES).read_text(encoding="utf-8").split("\n")
@@ -128,21 +130,20 @@ def gpt2_tokenizer() -> BpeTokenizer:
 
 
 def is_gpt2(tokenizer: Tokenizer) -> bool:
-    """True for GPT-2's tokenizer, which `data.tokenizer = "gpt2"` names."""
+    """Return True if a tokenizer is GPT-2's, which `data.tokenizer = "gpt2"` names."""
     return tokenizer.hash == GPT2_HASH
 
 
 def gpt2_is_cached() -> bool:
-    """True if `gpt2_tokenizer` needs no download."""
+    """Return True if `gpt2_tokenizer` needs no download."""
     return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
 
 
 def known_vocab_size(setting: str) -> int | None:
-    """Return the vocabulary size for a `data.tokenizer` that needs neither text nor download; else
-    None.
+    """Return the vocabulary size for a `data.tokenizer` that needs neither text nor download:
+    GPT-2's, and a tokenizer file's; else None, as for `bpe:N`, which has N tokens at most.
 
-    That is GPT-2's and a tokenizer file's; `bpe:N` has N tokens at most. Errors as
-    `build_tokenizer`.
+    Raises ConfigError, CorruptError or StorageError if a setting or file is invalid.
     """
     if setting == GPT2:
         return GPT2_TOKENS
@@ -155,7 +156,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     """Load the tokenizer saved in a JSON file, whatever its kind.
 
     Raises ConfigError if there is no such file, StorageError if it cannot be read, CorruptError if
-    it is not a tokenizer of this library, is damaged, or disagrees with its own hash.
+    it is not one of this library's tokenizers, is damaged, or disagrees with its own hash.
     """
     path = Path(path)
     if not path.is_file():

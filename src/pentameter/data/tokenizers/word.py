@@ -1,4 +1,4 @@
-"""The word tokenizer: one token per word of lower-cased English, punctuation set apart."""
+"""The word tokenizer: one token per lower-cased word, with punctuation marks as separate words."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which is no chara
 class WordTokenizer(Tokenizer):
     """One token per word; a word outside the vocabulary is `<unk>`, id 0.
 
-    A text that itself says `<unk>`, as WikiText does, means the same token. Decoding joins words
-    with single spaces: case, line ends, quotation marks and unknown words do not come back.
+    A literal `<unk>` in a text, as in WikiText, is the same token. Decoding joins words with single
+    spaces: case, line ends, quotation marks and unknown words are lost.
     """
 
     kind = "word"
@@ -43,10 +43,10 @@ class WordTokenizer(Tokenizer):
     def from_documents(cls, documents: Iterable[str]) -> Self:
         """Build the vocabulary from documents: `<unk>`, then their words, the most frequent first.
 
-        Equally frequent words follow in the order of their code points, as in torchtext's
+        Equally frequent words are ordered by code points, as in torchtext's
         `build_vocab_from_iterator` with `specials=["<unk>"]`. Documents may be chunks of text split
-        before whitespace (`chunking.chunks`). Raises ConfigError if there is no word, or so many
-        that the vocabulary is no use.
+        before whitespace (`chunking.chunks`). Raises ConfigError if there are no words, or too many
+        for a vocabulary file.
         """
         counts: Counter[str] = Counter()
         for document in documents:
@@ -64,7 +64,8 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
+        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
+        is invalid."""
         return cls(strings(content, "words", "words"))
 
     def encode(self, text: str) -> Ids:
