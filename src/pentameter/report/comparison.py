@@ -95,8 +95,9 @@ class Comparison:
 def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Compare the runs in two or more run folders, whether running or ended.
 
-    Raises: ConfigError: fewer than two, one named twice, or a folder without a run. StorageError: a
-    folder cannot be read.
+    Raises:
+        ConfigError: fewer than two, one named twice, or a folder without a run.
+        StorageError: a folder cannot be read.
     """
     if len(folders) < 2:
         raise ConfigError(

@@ -118,8 +118,9 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
     """Read everything in a run folder. `events` are those already read from its metrics.jsonl; None
     reads them.
 
-    Raises: StorageError: the folder does not exist or cannot be read. Missing or damaged files
-    inside are no error.
+    Raises:
+        StorageError: the folder does not exist or cannot be read. Missing or damaged files inside
+            are no error.
     """
     if not _is_folder(folder):
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
