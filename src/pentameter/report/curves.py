@@ -83,8 +83,8 @@ def evenly(n: int, n_points: int) -> np.ndarray:
 
 
 def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for several curves: the lowest value, and the 99.5% quantile, which ignores a
-    few spikes. None without values.
+    """Return y limits for several curves: the lowest value, and the highest, which for over 200
+    values is their 99.5% quantile, as that ignores a few spikes. None without values.
 
     Every curve's first value is always inside, as are the values `extra`.
     """
@@ -179,8 +179,8 @@ def spikes(series: Series, most: int = 5) -> list[Spike]:
 
 
 def _windows(y: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield windows around all values but the first few, in blocks: (first value's index, windows
-    (n, width)). Widths grow at the start and shrink at the end."""
+    """Yield windows around all values but the first few, in blocks: (index of the first value,
+    windows (n, width)). Widths grow at the start and shrink at the end."""
     n, half = len(y), SPIKE_NEIGHBOURS
     for index in range(_FEWEST_NEIGHBOURS, min(half, n)):
         yield index, y[None, : 2 * index + 1]

@@ -45,7 +45,7 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
 
 def first_advice(estimate: Estimate) -> str | None:
     """Return the changed setting that saves most time, and how much, in words; None if none that
-    fits in memory saves any."""
+    fits in memory saves 1%."""
     change = first_change(estimate)
     if change is None:
         return None

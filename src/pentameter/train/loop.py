@@ -48,7 +48,7 @@ from pentameter.train.user_components import BatchFunction, OptimizerFunction, U
 
 MAX_CONSECUTIVE_SKIPS = 3
 AWAITING_TOKENS = "awaiting tokens"
-"""A process's reported action while its text is still being tokenized; exempt from the timeout."""
+"""The action that a process reports while its text is still being tokenized."""
 
 
 class Trainer:

@@ -1,5 +1,5 @@
-"""Stop signals (SIGINT, SIGTERM and the like): the first ends a run between two steps, once it is
-saved; the second ends the process at once."""
+"""Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP): the first ends a run between two steps, once it
+is saved; the second ends the process at once."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def start_run(
 def _with_batches(
     request: RunRequest, dataset: Dataset
 ) -> tuple[RunRequest, TrainingBatches | CustomBatches]:
-    """Choose `data.order` and packing to suit the data, if left open. Return the request with them,
-    and the batches (or those from the user's function)."""
+    """Return the request and its batches (or those from the user's function). For conversations, an
+    order of windows is replaced by `documents`, and packing chosen to suit."""
     config, supplied = request.config, request.supplied
     if supplied.batches is not None:
         own = CustomBatches(supplied.batches, config, dataset.vocab_size, supplied.source)
