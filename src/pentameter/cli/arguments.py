@@ -1,4 +1,5 @@
-"""Arguments common to verbs: options that tyro parses, configuration overrides, and a MODEL."""
+"""Arguments common to verbs (`train`, `plan`, …): options parsed by tyro, configuration overrides,
+and the MODEL that a verb reads."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ TOP_KEYS = ("name", "seed")
 
 
 def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Arguments:
-    """Parse `arguments` into `kind`, a dataclass of options.
+    """Parse a verb's command line into `kind`, a dataclass of options.
 
-    `--help` and wrong usage end the process with 0 and 2, like other command-line programs. tyro
-    shows a refused argument unchanged, so control characters in its message are escaped here.
-    Raises ConfigError for an unknown option.
+    `--help` and wrong usage end the process with 0 and 2, like other command-line programs. Control
+    characters in a refused argument are escaped, as tyro prints it unchanged. Raises ConfigError
+    for an unknown option.
     """
 
     check_options(arguments, options_of(kind), verb=verb)
@@ -60,8 +61,12 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 def parse_arguments(
     kind: type[Arguments], arguments: Sequence[str], *, verb: str
 ) -> tuple[Arguments, list[str]]:
-    """Parse like `parse`, and return configuration overrides found among the arguments, too. Files
-    that a shell listed for a pattern are one value, that pattern (see `with_patterns`)."""
+    """Parse a verb's command line into `kind`, a dataclass of options, and the configuration
+    overrides among them (`--section.key value`), still as text.
+
+    Files that a shell listed for a pattern become that pattern again (`with_patterns`). `--help`
+    and wrong usage end the process with 0 and 2. Raises ConfigError for an unknown option.
+    """
     options = options_of(kind)
     arguments = with_patterns(arguments)
     own, overrides = split_overrides(arguments, options)
@@ -73,12 +78,11 @@ def parse_arguments(
 
 
 def with_patterns(arguments: Sequence[str]) -> list[str]:
-    """Put the pattern back in place of files that a shell listed for it: of
-    `--data.path corpus/0.parquet corpus/1.parquet` the pattern `corpus/*.parquet` is left.
+    """Replace files that a shell listed for a pattern by that pattern: `--data.path
+    corpus/0.parquet corpus/1.parquet` becomes `--data.path corpus/*.parquet`.
 
-    A list is two or more arguments in a row that are files of one folder with the same suffix, not
-    that of a configuration, as they are sorted. Raises ConfigError if no pattern with one `*`
-    matches these files alone.
+    Two or more arguments in a row count as listed if they are existing files in one folder with the
+    same suffix (not .toml). Raises ConfigError if no pattern with one `*` matches exactly these.
     """
     found: list[str] = []
     for _, group in itertools.groupby(arguments, key=_listed_kind):
@@ -101,7 +105,8 @@ def with_patterns(arguments: Sequence[str]) -> list[str]:
 
 
 def _listed_kind(argument: str) -> tuple[str, str] | None:
-    """Return folder and suffix for an existing file that a shell may have listed, else None."""
+    """Return (folder, suffix) if the argument is an existing file that a shell may have listed,
+    else None."""
     path = Path(argument)
     if argument.startswith("-") or not path.suffix or path.suffix.lower() == ".toml":
         return None
@@ -112,7 +117,8 @@ def _listed_kind(argument: str) -> tuple[str, str] | None:
 
 
 def options_of(kind: type[Any]) -> list[str]:
-    """Return option names for the dataclass `kind`, with hyphens and without dashes."""
+    """Return the option names in the dataclass `kind`, with hyphens and without dashes, and
+    "help"."""
     names = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -123,8 +129,8 @@ def options_of(kind: type[Any]) -> list[str]:
 
 
 def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str) -> None:
-    """Raise ConfigError, with similar options, for the first argument that looks like an option and
-    is not in `options`."""
+    """Raise ConfigError for the first argument that looks like an option and is not in `options`
+    (names without dashes); the message has similar ones."""
     for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
         typed = argument.partition("=")[0].replace("_", "-")
         if not re.match("--?[A-Za-z]", typed) or typed == "-h" or typed.lstrip("-") in options:
@@ -138,12 +144,12 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
 
 
 def _begun(typed: str, options: Sequence[str]) -> list[str]:
-    """Return the options that start like `typed`, ignoring dashes."""
+    """Return the options that begin with `typed`, without its dashes."""
     return [option for option in options if option.startswith(typed.lstrip("-").replace("_", "-"))]
 
 
 def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return a command line without the options `names` (with hyphens, without dashes) and their
+    """Return a command line without these options (`names`, with hyphens, without dashes) and their
     values."""
     kept, rest = [], deque(arguments)
     while rest:
@@ -157,7 +163,8 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
 
 
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
-    """Load the model that a MODEL names; warnings go to stderr."""
+    """Load the model in a run, checkpoint or Hugging Face folder onto `device`; print warnings on
+    stderr."""
     from pentameter.checkpoint.load_model import load_model
 
     warnings: list[str] = []
@@ -167,7 +174,8 @@ def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
 
 
 def sizes_of_data(config: Config, init_from: Path | None = None) -> DataSizes:
-    """Return data sizes for a Plan; a warning about unknown ones goes to stderr."""
+    """Return the vocabulary size and rows per epoch for planning a run; print a warning on stderr
+    if they are not known yet. init_from: a model whose tokenizer may be needed."""
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
     from pentameter.data.sizes import data_sizes
 

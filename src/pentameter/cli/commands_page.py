@@ -23,7 +23,7 @@ too: `--train.steps 500`.
 
 
 def commands_page() -> str:
-    """Return docs/commands.md: the general help, each verb's help, the exit codes."""
+    """Return docs/commands.md: the general help, each verb's help, and the exit codes."""
     parts = [HEAD, f"```\n{_help([])}\n```\n"]
     parts += [f"## {verb}\n\n```\n{_help([verb])}\n```\n" for verb in VERBS]
     parts.append("## Exit codes\n\n| code | means |\n| --- | --- |\n| 0 | Done. |")
@@ -34,7 +34,8 @@ def commands_page() -> str:
 
 
 def _help(verb: list[str]) -> str:
-    """Return the text that `pentameter VERB --help` prints, COLUMNS wide.
+    """Return the text that `pentameter VERB --help` prints (an empty `verb`: the general help),
+    COLUMNS wide.
 
     Frames and rulers are left out: they differ between terminals, and between tyro's releases.
     """

@@ -55,8 +55,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
-    """Yield the table's lines, a row for each run, with as many columns as fit the width; further
-    ones follow below, beside the runs' names again."""
+    """Yield the table's lines, a row per run, as wide as `width` characters allow; columns that do
+    not fit follow in further tables below. Then results that are the same for all runs, and the
+    verdict."""
     from rich.cells import cell_len, set_cell_size
 
     runs, leaders = comparison.runs, comparison.ranking.leaders
@@ -97,7 +98,8 @@ def _short(cell: str) -> str:
 
 
 def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Yield column indices, in order, in groups that fit; a column too wide stands alone."""
+    """Yield lists of column indices, in order, that fit in `room` characters; a column that is too
+    wide has a list to itself."""
     group: list[int] = []
     for index, width in enumerate(widths):
         if group and sum(widths[i] + 2 for i in group) + width + 2 > room:

@@ -17,7 +17,8 @@ import tyro
 from pentameter.cli.arguments import options_of, parse
 
 WORDS = "--words"
-"""The option by which a shell asks: behind it stand the words typed so far, the last unfinished."""
+"""The option with which a shell script asks for completions; the words typed so far follow it, the
+last one unfinished."""
 
 # A shell completes file names itself where the command names nothing.
 BASH = f"""\
@@ -44,8 +45,8 @@ case "${{funcstack[1]}}" in
   *) compdef _pentameter pentameter ;;
 esac
 """
-"""Sections of the configuration, which end in a point, get no space. The file may be read as the
-function's first call, from $fpath, or by itself."""
+"""The script for zsh. Configuration sections, which end in a point, get no space after them. The
+file works both as an autoloaded function in $fpath and when sourced."""
 FISH = f"""\
 function __pentameter
   set -l found (pentameter completion {WORDS} (commandline -opc)[2..] (commandline -ct) 2>/dev/null)
@@ -62,7 +63,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 OVERRIDING = ("train", "plan", "verify", "eval")
 """Verbs that take configuration keys as options."""
 OF_OPTIONS = ("Arguments", "Options")
-"""Endings of the names of dataclasses of options."""
+"""Endings that the names of options dataclasses have."""
 NAMING_PRESETS = ("train", "plan", "verify")
 
 
@@ -98,8 +99,8 @@ def run(arguments: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return completions for the last word, given all `words` typed after `pentameter`; an empty
-    list if a file name belongs there."""
+    """Return completions for the last word in `words`, typed after `pentameter`; an empty list if a
+    file name belongs there."""
     from pentameter.cli.main import VERBS
 
     *before, typed = words or [""]
@@ -124,7 +125,7 @@ def _beginning(typed: str, words: Iterable[str]) -> list[str]:
 
 
 def _arguments_of(verb: str) -> type[Any] | None:
-    """Return the options dataclass that a verb's module defines."""
+    """Return the options dataclass in a verb's module; None if it has none."""
     name = f"pentameter.cli.{verb}_" if keyword.iskeyword(verb) else f"pentameter.cli.{verb}"
     module = importlib.import_module(name)
     kinds = [each for each in vars(module).values() if isinstance(each, type)]
@@ -134,7 +135,8 @@ def _arguments_of(verb: str) -> type[Any] | None:
 
 
 def _options(verb: str, typed: str) -> list[str]:
-    """Return a verb's options. Configuration keys are given by section until one is typed."""
+    """Return a verb's options with dashes, and configuration keys if it takes them: only their
+    sections until `typed` contains a point."""
     kind = _arguments_of(verb)
     found = [f"--{name}" for name in (options_of(kind) if kind is not None else ["help"])]
     if verb in OVERRIDING:
@@ -149,7 +151,8 @@ def _options(verb: str, typed: str) -> list[str]:
 
 
 def _values(verb: str, option: str) -> list[str]:
-    """Return the words that an option's value may be; none if it is a number, a text or a file."""
+    """Return the words that an option (with dashes) accepts; none if its value is a number, a text
+    or a file."""
     name = option.removeprefix("--").replace("-", "_")
     kind = _arguments_of(verb)
     hint = get_type_hints(kind).get(name) if kind is not None else None
@@ -171,7 +174,8 @@ def _values(verb: str, option: str) -> list[str]:
 
 
 def _positionals(verb: str) -> list[str]:
-    """Return completions for a verb's first argument, files aside: presets, runs or shells."""
+    """Return completions for a verb's first argument besides files: presets, run folders or
+    shells."""
     if verb in NAMING_PRESETS:
         from pentameter.config.load import preset_names
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pentameter.report.run_data import RunData
 
 SHOWN_ROWS = 4
-"""Rows that are printed where none are asked for."""
+"""Number of rows printed without --rows."""
 
 SHOWN_SPANS = 8
-"""Spans of a packed row that are listed above its text."""
+"""Most document spans in a packed row that are listed above its text."""
 
 TERMINAL_LEGEND = "dim: read, but no target that counts in the loss · ‹bold›: a special token"
 LEGEND = "⟦…⟧ read, but no target that counts in the loss · ‹…› a special token"
@@ -70,7 +70,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _chosen_rows(asked: DataArguments, n_rows: int) -> range:
-    """Return the batch row numbers to show. Raises ConfigError for rows outside the batch."""
+    """Return the batch row numbers to print, from --rows or the first ones; `n_rows` is the batch
+    size. Raises ConfigError for rows outside the batch."""
     if asked.rows is None:
         return range(n_rows if asked.json else min(SHOWN_ROWS, n_rows))
     form = re.fullmatch(r"([0-9]{0,9})(:?)([0-9]{0,9})", asked.rows)
@@ -100,7 +101,8 @@ def _record(step: int, data: RunData, batch: Batch, rows: list[RowRead]) -> dict
 
 
 def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead]) -> None:
-    """Print the rows for people, dim on a terminal where text does not count."""
+    """Print batch rows as text; tokens that do not count in the loss are dim on a terminal, else
+    outside ⟦ ⟧."""
     from rich.console import Console
     from rich.text import Text
 
@@ -127,7 +129,8 @@ def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead
 
 
 def _heading(row: RowRead, data: RunData) -> str:
-    """Return the row's first line, and a line for each span in it."""
+    """Return the lines above a row's text: its number, source and targets, and a line per document
+    span."""
     source = printable(data.source_names[row.source])
     n_targets = len(row.tokens) - 1 + row.n_padded
     padded = f" · {row.n_padded:,} padded" if row.n_padded else ""
@@ -146,7 +149,8 @@ def _heading(row: RowRead, data: RunData) -> str:
 
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield (text, style) for each stretch; if `plain`, marks in the text replace styles."""
+    """Yield (text, rich style) for each stretch in a row. With `plain`, styles are empty, and ⟦ ⟧
+    enclose tokens that count in the loss."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

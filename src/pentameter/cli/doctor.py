@@ -35,7 +35,7 @@ EXTRAS = {
 }
 
 TESTED_TORCH = ("2.13.0", "2.14.1")
-"""Torch releases that all tests have passed with, oldest first."""
+"""Torch releases with which all tests passed, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _measure(*, as_json: bool) -> int:
-    """Measure the machine, and print the figures and their file."""
+    """Measure this machine's speed, write it to a file for `plan`, and print it; return 0."""
     from pentameter.calibrate.measured_machine import measure_machine
     from pentameter.estimating.cluster import read_devices
 
@@ -87,8 +87,8 @@ def _measure(*, as_json: bool) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return the object for `doctor --json`. Takes a second or two: it measures and tries the
-    compiler."""
+    """Return the object that `doctor --json` prints. Takes a second or two, as it times matmuls and
+    tries the compiler."""
     import torch
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities
@@ -131,7 +131,7 @@ def _is_there(module: str) -> bool:
 
 
 def _is_tested(version: str) -> bool:
-    """Return whether this torch release is one of TESTED_TORCH, for whichever build ("+cpu")."""
+    """Return True if a torch version, without its build ("+cpu"), is in TESTED_TORCH."""
     return version.partition("+")[0] in TESTED_TORCH
 
 
@@ -161,7 +161,7 @@ def _data_folders() -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, remark) for each line."""
+    """Yield (name, value, remark) for each printed line, from `examine`'s facts."""
     yield "device", facts["device"], facts["device_name"]
     cpu = facts["devices"]["cpu"]
     able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}

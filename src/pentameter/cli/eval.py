@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """Return the `--json` object for a split, and the line for people."""
+    """Evaluate a split. Return the object for `--json`, and the line printed without it."""
     from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
@@ -120,7 +120,8 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
-    """Return the `--json` object for a questions file, and the line for people."""
+    """Evaluate multiple-choice questions in `file`. Return the object for `--json`, and the line
+    printed without it."""
     from pentameter.evaluate.multiple_choice import (
         encode_questions,
         evaluate_multiple_choice,
@@ -152,7 +153,8 @@ def _multiple_choice(
 
 
 def _check_tasks(parsed: EvalArguments, overrides: list[str]) -> None:
-    """Raise ConfigError for options that do not go together, and a missing extra."""
+    """Raise ConfigError if options exclude each other or are out of range, or if --tasks needs
+    lm-eval and it is not installed."""
     of_tasks = {
         "--tasks-dir": parsed.tasks_dir,
         "--num-fewshot": parsed.num_fewshot,
@@ -178,7 +180,8 @@ def _check_tasks(parsed: EvalArguments, overrides: list[str]) -> None:
 
 
 def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
-    """Return the `--json` object for tasks of the harness, and the lines for people."""
+    """Run lm-evaluation-harness tasks, names separated by commas. Return the object for `--json`,
+    and the lines printed without it."""
     from pentameter.harness.model import HarnessModel
     from pentameter.harness.tasks import find_tasks, run_tasks
 
@@ -199,7 +202,8 @@ def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
 
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
-    """Load the model, its configuration with `data` overrides, and its engine."""
+    """Load the model. Return it, its configuration with the overrides in [data], and an engine to
+    evaluate it with."""
     from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision

@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(asked: ExportArguments) -> None:
-    """Raise ConfigError for options that do not go together."""
+    """Raise ConfigError for options that exclude or need each other, or that are malformed."""
     if asked.to == "safetensors":
         options = {
             "--push": asked.push,
@@ -93,8 +93,8 @@ def _check(asked: ExportArguments) -> None:
 
 
 def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
-    """Raise ConfigError for adapters to push whose base model has no name on the Hub: their files
-    would name a folder of this machine."""
+    """Raise ConfigError if adapters are to be pushed and their base model has no name on the Hub:
+    their files would name a folder on this machine."""
     named = stored.base_model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", stored.base_model)
     if asked.push is not None and asked.to == "peft" and not named:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
 
 
 def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
-    """Write the folder; return notes about it, a line each."""
+    """Write the model in the requested format; return notes to print, a line each."""
     from pentameter.checkpoint.hugging_face.folder import export_hf
     from pentameter.checkpoint.hugging_face.peft import export_peft
     from pentameter.checkpoint.model_folder import save_model
@@ -124,7 +124,7 @@ def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
 
 
 def _advice(asked: ExportArguments) -> Iterator[str]:
-    """Yield what the author should add before others use the folder."""
+    """Yield warnings about additions that others need to use the folder, such as a license."""
     if asked.to != "safetensors" and asked.license is None:
         yield (
             "the model card grants no license, so nobody else may use the model: add --license ID "
@@ -134,7 +134,8 @@ def _advice(asked: ExportArguments) -> Iterator[str]:
 
 
 def _push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload the folder and return the commit's URL; an error says that the folder is there."""
+    """Upload the folder to the Hub and return the commit's URL. An error's message adds that the
+    folder is complete."""
     from pentameter.checkpoint.hugging_face.hub import push
 
     try:

@@ -13,7 +13,7 @@ from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
 
 MADE_FROM_TEXT = ("char", "word", "bpe")
-"""Tokenizers that no imported weights can have been trained with."""
+"""Tokenizers built from a text, with which no imported model can have been trained."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ if TYPE_CHECKING:
     from pentameter.config.schema import Config
 
 BEST = "best"
-"""Layout chosen by the search."""
+"""The value of `--layout` for which a search chooses the layout."""
 
 
 def layout_overrides(layout: str | None) -> list[str]:
-    """Return `[parallel]` overrides for a layout's text, so that the configuration is checked as it
-    will run; empty without a text. For `best`, one that permits every setting: the search then
-    chooses the rest."""
+    """Return `--layout`'s value as overrides in [parallel]; an empty list for None. For `best`,
+    return a layout with which every setting passes the checks: the search replaces it."""
     from pentameter.planning.layout import NOT_OF_A_LAYOUT, parse_parallel
 
     if layout is None:
@@ -27,7 +26,8 @@ def layout_overrides(layout: str | None) -> list[str]:
 
 
 def layout_options(config: Config) -> list[str]:
-    """Return overrides that state a configuration's layout, and how it splits the batch."""
+    """Return command-line options that state a configuration's layout, micro-batch size and
+    activation checkpointing."""
     parallel = config.parallel
     values = {f"parallel.{name}": value for name, value in parallel.model_dump().items()}
     for name in ("micro_batch_size", "activation_checkpoint"):
@@ -36,7 +36,7 @@ def layout_options(config: Config) -> list[str]:
 
 
 def options(values: Mapping[str, Any]) -> list[str]:
-    """Return settings, by dotted path, as command-line options."""
+    """Return settings (dotted path → value) as command-line options, None as `none`."""
     return [
         f"--{key}={'none' if value is None else str(value).lower()}"
         for key, value in values.items()

@@ -34,7 +34,8 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the process's exit code (see `pentameter.errors`)."""
+    """Run a verb (None: `sys.argv`) and return the process's exit code. Errors are printed in one
+    line; exit codes are in `pentameter.errors`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a "?"
         if isinstance(stream, io.TextIOWrapper):
@@ -72,7 +73,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
 
 
 def usage() -> str:
-    """Return the text for `pentameter --help`."""
+    """Return the text that `pentameter --help` prints."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
     return (

@@ -112,7 +112,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) -> int:
-    """Print memory and communication alone; raise ConfigError for options that need time."""
+    """Print the planned run's memory and communication without times, as no device is known; return
+    0. Raises ConfigError for options that need times."""
     from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 

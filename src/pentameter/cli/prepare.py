@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Callbacks(TypedDict):
-    """Arguments for a preparation that report its progress."""
+    """Callbacks that report a preparation's progress: (pass, bytes done, bytes in total), and
+    tokens so far."""
 
     progress: Progress
     count_tokens: Callable[[int], None]
@@ -164,7 +165,8 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
 
 
 def _prepare(options: Options, warnings: list[str]) -> None:
-    """Write the shards of the text or the conversations that the options name."""
+    """Tokenize the text or conversations that the options name, and write the shards; add to
+    `warnings`."""
     from pentameter.data.corpora.registry import CORPORA
     from pentameter.data.prepare.preparation import preparation_of
     from pentameter.disk.atomic import refuse_existing
@@ -190,16 +192,16 @@ def _prepare(options: Options, warnings: list[str]) -> None:
 
 
 def _names_files(source: str) -> bool:
-    """True unless a source can only be a corpus: `notes.txt` is a missing file, `nots` an unknown
-    corpus."""
+    """Return False if `source` can only be a corpus: `nots` is an unknown corpus, `notes.txt` a
+    missing file."""
     path = Path(source)
     is_word = path.name == source and not path.suffix and not has_magic(source)
     return not is_word or path.exists()
 
 
 def _data_section(options: Options, corpus: str | None) -> DataConfig:
-    """Return the options as a configuration's `data` section. Raises ConfigError if they break its
-    rules."""
+    """Return the options as a [data] section, with `corpus` or else the first source as path.
+    Raises ConfigError if they break its rules."""
     from pydantic import ValidationError
 
     from pentameter.config.messages import problems
@@ -234,10 +236,8 @@ def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callbacks]:
-    """Yield callbacks that report progress on stderr: one for passes, one for tokens.
-
-    On a terminal a bar per pass, otherwise plain lines at a calm interval.
-    """
+    """A context manager that gives callbacks for progress on stderr: on a terminal a bar per pass,
+    otherwise a line now and then."""
     from rich.console import Console
 
     from pentameter.data.progress import ProgressLines
@@ -253,8 +253,8 @@ def _progress() -> Iterator[Callbacks]:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Callbacks]:
-    """Yield callbacks that draw one bar per pass; the second adds tokens/s to the last pass's
-    bar."""
+    """A context manager that gives callbacks which draw a bar per pass; the second adds tokens/s to
+    the last bar."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,

@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_loop(asked: SampleArguments) -> bool:
-    """Whether to ask for prompts: none is given, and a person sits at both ends."""
+    """Return True to ask for prompts: none is given, and input and output are a terminal."""
     given = asked.prompt or asked.prompt_file is not None or asked.json or asked.num_samples > 1
     return not given and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -107,9 +107,12 @@ def _sampled(
     *,
     continues: bool,
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
-    """Start sampling. Return an iterator over each step's tokens (B,), which ends with the last
-    sample, and a detokenizer for each sample. With `continues`, texts follow the prompt's last
-    word. An answer (`asked.chat`) ends at the first special token."""
+    """Start sampling. Return an iterator over each step's tokens (B,), B samples, which ends once
+    all samples have, and a detokenizer for each.
+
+    continues: True if texts follow the prompt's last word, so that spaces are kept. With
+    `asked.chat`, a sample ends at the first special token.
+    """
     from pentameter.generation.loop import Detokenizer, stream_tokens
 
     tokenizer = loaded.tokenizer
@@ -129,8 +132,8 @@ def _sampled(
 
 
 def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
-    """Read prompts until the input ends, and print the model's continuation or answer to each.
-    Seeds count up from `asked.seed`; with `asked.chat`, the model sees all earlier messages."""
+    """Read prompts, a line each, until the input ends, and print the model's continuation. With
+    `asked.chat`, print its answer to the conversation so far. Seeds count up from `asked.seed`."""
     from pentameter.data.tokenizers.rendering import render
     from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
@@ -164,7 +167,7 @@ def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArgum
 
 
 def _print_until_stopped(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> str:
-    """Print one sample while it grows, and return it; Ctrl-C ends it early."""
+    """Print the only sample while it grows, and return its text; Ctrl-C ends it early."""
     (sample,), text = samples, ""
     with contextlib.suppress(KeyboardInterrupt):
         for tokens in steps:
@@ -205,7 +208,7 @@ def _prompt(asked: SampleArguments) -> str:
 
 
 def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
-    """Print the JSON object; its rate counts new tokens in all samples."""
+    """Print the samples as one JSON object; `tokens_per_second` counts them all."""
     start = time.perf_counter()
     found: list[dict[str, Any]] = [{"text": "", "tokens": 0, "token_ids": []} for _ in samples]
     for tokens in steps:
@@ -222,7 +225,7 @@ def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt:
 
 
 def _print_text(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
-    """Print the first sample while it grows and the others, complete, behind it."""
+    """Print the first sample, after the prompt, while it grows, and the others once complete."""
     texts = [prompt] * len(samples)
     if len(samples) > 1:
         _write(_rule(0, len(samples)))

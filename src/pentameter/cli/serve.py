@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(asked: ServeArguments) -> None:
-    """Raise ConfigError for a number out of range."""
+    """Raise ConfigError for a number out of range, or if no model is given."""
     least = {
         "slots": 1, "queue": 0, "max_tokens": 1, "max_seconds": 0, "max_bytes": 1,
         "grace_seconds": 0,

@@ -1,4 +1,5 @@
-"""The option `--sweep`: a run for each combination, trained in worker processes that stay warm."""
+"""The option `--sweep`: a run for each combination of values, trained in reused worker
+processes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from pentameter.processes.stop_signals import handling_stop_signals
 from pentameter.report.reading import read_run
 
 MOST_RUNS = 1000
-"""Maximum number of runs of a sweep."""
+"""Largest number of runs in a sweep."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,18 @@ class SweepRun:
     """One run in a sweep."""
 
     label: str
-    """What differs, as a name: `learning_rate-0.001_seed-1`. It names the run's folder."""
+    """The run's name and folder, from its values: `learning_rate-0.001_seed-1`."""
     overrides: list[str]
-    """Its values as command-line options."""
+    """The run's values as command-line options."""
 
 
 def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]:
-    """Return a sweep's runs, one for each combination. Each text in `swept` reads
-    `KEY=VALUE,VALUE`, or has `;` between values that contain commas.
+    """Return a sweep's runs, one for each combination of values. Each text in `swept` reads
+    `KEY=VALUE,VALUE`, with `;` between values that contain commas.
 
-    `overrides` are the options that all runs have. Raises ConfigError for a key that is unknown,
-    without values, named twice or overridden, too, and for values that give two runs one name.
+    `overrides` are the options common to all runs. Raises ConfigError for a key that is unknown,
+    without values, named twice or also overridden, for values that give two runs one name, and for
+    more than MOST_RUNS runs.
     """
     values: dict[str, list[str]] = {}
     for text in swept:
@@ -89,9 +91,11 @@ def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]
 def train_sweep(
     runs: Sequence[SweepRun], arguments: Sequence[str], folder: Path, at_once: int, function: str
 ) -> None:
-    """Train a sweep's runs, each in its own folder below `folder`, `at_once` at a time, and print a
-    line for each. `arguments` are the `train` arguments common to all runs; `function`
-    (`module:name`) makes the training function in a worker process.
+    """Train a sweep's runs, `at_once` at a time, each in its own folder inside `folder`, and print
+    a line for each.
+
+    arguments: `train`'s command line, common to all runs. function: "module:name" of a function
+    that returns, in a worker process, the function that trains.
 
     A worker trains one run after another, so that imports and compilation are paid for once. A run
     that fails leaves the others alone; the first failure is raised at the end. Raises
@@ -111,7 +115,8 @@ def train_sweep(
 
 
 class _Sweep:
-    """A sweep under way: waiting runs, workers, and the failures so far."""
+    """A running sweep: waiting runs, worker processes, and failures so far. One thread per worker
+    calls `work`."""
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class _Sweep:
         self._n_runs, self._n_ended = len(runs), itertools.count(1)
 
     def work(self, number: int) -> None:
-        """Train runs that wait, in worker `number`, until none is left or a signal came."""
+        """Train waiting runs in worker process `number` until none is left or a signal came."""
         output = self._folder / f"worker-{number}.txt"
         with output.open("wb") as file:
             while self.stopped_by is None and self._waiting:
@@ -140,7 +145,8 @@ class _Sweep:
             worker.close()
 
     def _train(self, run: SweepRun, number: int, output: IO[bytes]) -> None:
-        """Train one run in worker `number`, and print how it ended."""
+        """Train a run in worker process `number`, whose output goes to `output`, and print its
+        result. A failure is added to `failures`."""
         if number not in self._workers:
             self._workers[number] = PythonChild(
                 self._function, environment=environment_of_one(self._at_once), output=output
@@ -162,8 +168,8 @@ class _Sweep:
             self.failures.append(failure)
 
     def pass_signal_on(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first stop signal to the workers, whose runs save and stop; kill them at the
-        second."""
+        """At the first stop signal, send SIGTERM to the workers, whose runs save and stop; at the
+        second, kill them."""
         is_first = self.stopped_by is None
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         for worker in [*self._workers.values()]:
@@ -174,7 +180,8 @@ class _Sweep:
 
 
 def _in_words(run: Path) -> str:
-    """Return a finished run's best validation loss, and how long it trained."""
+    """Return a line about a finished run in the folder `run`: best validation loss and training
+    time."""
     record = read_run(run)
     best = record.best()
     loss = "" if best is None else f"val loss {best.loss:.4f} at step {best.step}, "

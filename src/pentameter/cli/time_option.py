@@ -1,4 +1,4 @@
-"""The option `--time`: how long a run may take, and the choice that was made for it."""
+"""The option `--time`: the time that a run may take, and the settings chosen for it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 SECONDS = {"h": 3600, "m": 60, "s": 1}
 LONGEST_SECONDS = 366 * 86_400
 RECORD = "time.json"
-"""The file in a run folder that says what was asked for, and what was chosen."""
+"""The file in a run folder that records the time asked for and the settings chosen."""
 DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
-"""Keys that say how long a run is, as `--time` does."""
+"""Keys that set a run's length, and so exclude `--time`."""
 
 
 def parse_time(text: str) -> float:
-    """Return the seconds that `90s`, `30m`, `2h` or `1h30m` mean. Raises ConfigError for anything
-    else."""
+    """Return `90s`, `30m`, `2h` or `1h30m` in seconds. Raises ConfigError for another form."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip().lower())
     if not text.strip() or found is None:
         raise ConfigError(
@@ -46,7 +45,8 @@ def parse_time(text: str) -> float:
 
 @dataclass
 class TimedRun:
-    """A run of `train --time`: what was asked for, and where the choice for it is kept."""
+    """A run of `train --time`: the command line's arguments, its time budget and the settings
+    chosen."""
 
     source: str
     overrides: Sequence[str]
@@ -54,13 +54,14 @@ class TimedRun:
     init_from: Path | None
     budget: TimeBudget
     settings: Mapping[str, Any]
-    """Settings that were chosen, by dotted path."""
+    """Chosen settings, dotted path → value; empty before `config` is called."""
 
     def config(self, progress: Progress, *, keep: bool) -> tuple[Config, tuple[str, ...]]:
-        """Return the chosen configuration and the reasons for it; those in the run folder if the
-        same was asked for before. With `keep`, write them there.
+        """Choose settings for the time by a trial. Return the configuration with them, and the
+        reasons, a line each. If the run folder records a choice for the same request, take that,
+        without reasons. With `keep`, record the choice there.
 
-        Raises ConfigError if the folder holds a run that something else was asked for.
+        Raises ConfigError if the folder holds a run for another request.
         """
         from pentameter.train.time_budget import choose_for_time
 
@@ -85,8 +86,8 @@ class TimedRun:
         return chosen.config, chosen.reasons
 
     def moved(self, kept: TimeKept, run: TrainingRun) -> Config | None:
-        """Return the configuration with the end that `kept` moved, and write the choice down; None
-        if it moved none."""
+        """Return the configuration with the new length that the hook `kept` asked for, and record
+        it in the run folder; None if it asked for none."""
         if kept.moved is None:
             return None
         end = kept.moved
@@ -116,8 +117,8 @@ class TimedRun:
 
     @property
     def _takes_sizes(self) -> bool:
-        """True for a text and the quickstart, whose model the dial chooses; another preset or file
-        keeps what makes it what it is."""
+        """True if the model's size is to be chosen, too: for a text or the quickstart, without
+        --init-from."""
         from pentameter.config.command_source import PRESET_FOR_TEXT
 
         return self.init_from is None and self._resolved()[0] == PRESET_FOR_TEXT
@@ -137,7 +138,8 @@ class TimedRun:
         return self.run_dir or Path("runs") / asked.name
 
     def _asked(self, asked: Config) -> dict[str, Any]:
-        """Return what identifies the request: the same command line gives the same."""
+        """Return the values that identify the request: seconds, configuration hash and the keys
+        set."""
         from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash
 
         given = sorted(set(self._given()).difference(NOT_THE_TRAINING))
@@ -168,7 +170,8 @@ class TimedRun:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the record at `path`; None if there is none. Raises CorruptError for a damaged one."""
+    """Return the recorded choice in the file `path`; None if it is missing. Raises CorruptError if
+    it is damaged."""
     from pentameter.checkpoint.manifest import MAX_JSON_BYTES
     from pentameter.disk.atomic import decode_json, read_regular
 

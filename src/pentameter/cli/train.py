@@ -127,8 +127,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
-    """Return the run that --time asks for, whose time begins now. Raises ConfigError for options
-    that cannot stand beside it."""
+    """Return the run that --time asks for; its time counts from the start of this process. Raises
+    ConfigError for options that exclude --time."""
     from pentameter.cli.time_option import TimedRun, parse_time
     from pentameter.train.time_budget import TimeBudget
 
@@ -151,7 +151,7 @@ def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) ->
 
 
 def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
-    """Return the configuration chosen for a time; print the reasons."""
+    """Return the configuration chosen for the time; print the reasons on stderr."""
     from pentameter.config.command_source import with_tokenizer_beside
     from pentameter.data.progress import no_progress
 
@@ -166,7 +166,8 @@ def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
 def _sweep(
     parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
 ) -> None:
-    """Train a sweep's runs, and compare them."""
+    """Train a sweep's runs, compare them in compare.html, or with --dry-run only list them. Raises
+    ConfigError before the first run if any configuration is invalid."""
     from pentameter.cli.compare import run as compare
     from pentameter.cli.sweep_option import sweep_runs, train_sweep
 
@@ -199,8 +200,8 @@ def _sweep(
 
 
 def serve_sweep() -> Callable[[list[str]], int]:
-    """Return the function that trains a run in a sweep's worker process, given `train`
-    arguments."""
+    """Return the function that trains a run from `train`'s arguments; called in a sweep's worker
+    process."""
     return run
 
 
@@ -212,7 +213,8 @@ def _configuration(
     *,
     say: bool,
 ) -> Config:
-    """Return the requested configuration in the requested layout; print the choices made."""
+    """Return the configuration that the command line names, in the requested layout; with `say`,
+    print the choices made on stderr. n_processes: how many train together, None for one."""
     from pentameter.config.command_source import configuration_of, with_tokenizer_beside
     from pentameter.config.load import load_config
 
@@ -237,8 +239,8 @@ def _configuration(
 
 
 def _random_weights(source: Path) -> list[str]:
-    """Return a warning if the configuration belongs to a model and the run begins without its
-    weights."""
+    """Return a warning if the configuration lies beside a model whose weights the run does not
+    begin with; else an empty list."""
     folder = source.parent
     if source.name != "config.toml" or not (folder / "manifest.json").is_file():
         return []
@@ -255,7 +257,8 @@ def _train(
     hooks: list[Profile],
     timed: TimedRun | None,
 ) -> None:
-    """Train in this process, together with those it meets at `place`."""
+    """Train as one process, alone or with those that a launcher started (`place`, None without
+    one). A timed run may be resumed once with another length. Rank 0 prints next steps."""
     from pentameter.processes.join import joined_world_of
     from pentameter.train.loop import Trainer
     from pentameter.train.time_kept import TimeKept
@@ -285,7 +288,8 @@ def _train(
 def _print_plan(
     config: Config, parsed: TrainArguments, n_processes: int | None, place: Place | None
 ) -> None:
-    """Print the Plan: in words for people, as JSON for programs."""
+    """Print all derived sizes, memory and layout without training: in words on a terminal, else as
+    JSON."""
     from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 
@@ -305,8 +309,8 @@ def _print_plan(
 
 
 def _prompt_options(run: TrainingRun) -> str:
-    """Return `sample` options that repeat the run's own sample prompt; a question's text is the
-    user's to write."""
+    """Return options for `sample` that repeat the run's own sample prompt. A question from the data
+    is not repeated: the user writes one."""
     dataset, prompt = run.dataset, run.prompt.text
     is_chat = dataset.has_conversations and dataset.tokenizer.chat is not None
     if is_chat:
@@ -317,8 +321,7 @@ def _prompt_options(run: TrainingRun) -> str:
 
 
 def _print_next_steps(run: TrainingRun) -> None:
-    """Write the report and print next commands, ready to paste: each works for this run, in this
-    folder."""
+    """Write the report, and print commands for this run that can be pasted."""
     from pentameter.report.page import write_report
 
     try:

@@ -76,7 +76,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> bool:
-    """Return whether all layouts compute the same as one process; print it. again: the command."""
+    """Train all layouts and print the comparison with one process; return True if all agree. again:
+    the command line to print for a layout that fails."""
     from pentameter.verify.compare import TOLERANCE, verify_layouts
     from pentameter.verify.shrink import described_changes, shrunk_cases
     from pentameter.verify.text import layout_table, summary
@@ -108,7 +109,8 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
 
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:
-    """Return whether all layouts read the same as one process; print it."""
+    """Compare the batches that all layouts read with one process's, and print the result; return
+    True if all agree."""
     from pentameter.verify.data import verify_data_of
     from pentameter.verify.text import data_table, summary
 
@@ -141,7 +143,8 @@ def _json(passed: bool, outcomes: Sequence[Outcome | DataOutcome], **facts: Any)
 
 
 def _with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
-    """Yield outcomes as they come; stderr shows which layout is running or done."""
+    """Yield outcomes as they come, and report each on stderr, with a bar on a terminal. names: the
+    layouts' names, in order."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

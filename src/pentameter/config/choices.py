@@ -1,6 +1,6 @@
-"""Literal tables for the values of a key, one for each fact that several modules ask for.
+"""Tables from a key's possible values to facts about them, for facts that several modules need.
 
-A table or a `match` refuses a value without an entry by name. With an `else` for the last one
+A table or a `match` refuses, by name, a value without an entry. With an `else` for the last one
 known, a new value in the schema would silently compute as an old one.
 """
 
@@ -15,10 +15,8 @@ Entry = TypeVar("Entry")
 
 
 def look_up(table: Mapping[Any, Entry], value: object, key: str, reader: str) -> Entry:
-    """Return the entry in `table` for `value`, found at the dotted path `key` in the configuration.
-
-    Raises ConfigError without one, naming value, key and the `reader` that has the table.
-    """
+    """Return the entry for `value` in `table`. Raises ConfigError if there is none; the message
+    names value, the configuration key and `reader`, the part of the program that has the table."""
     if value not in table:
         known = ", ".join(map(str, table))
         raise ConfigError(f"{key}={value!r} is not known to {reader}; possible there: {known}")
@@ -26,9 +24,8 @@ def look_up(table: Mapping[Any, Entry], value: object, key: str, reader: str) ->
 
 
 def refuse_unknown(value: Never, key: str, reader: str) -> NoReturn:
-    """Raise ConfigError for a `value` without a case in a `match`.
-
-    Its type lets mypy find a `match` that lacks a case for a new value in the schema.
+    """Raise ConfigError for a `value` that no case in a `match` covers; `reader` names the part of
+    the program. Its type lets mypy find a `match` that lacks a case for a new value in the schema.
     """
     raise ConfigError(f"{key}={value!r} is not known to {reader}; choose another value")
 
@@ -38,7 +35,7 @@ Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 
 class NumberFormats(NamedTuple):
-    """The numbers that a precision computes with. Dtypes have torch's names."""
+    """The dtypes (torch's names) that a precision computes with."""
 
     weights: Literal["float64", "float32"]
     """Dtype of weights, gradients, optimizer state and the residual stream."""
@@ -57,7 +54,7 @@ PRECISIONS: Mapping[str, NumberFormats] = {
     "bf16": NumberFormats("float32", "bfloat16", 2.0**-9),
     "fp16": NumberFormats("float32", "float16", 2.0**-11),
 }
-"""`train.precision` → its numbers."""
+"""`train.precision` → its dtypes and rounding error."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

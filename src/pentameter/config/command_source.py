@@ -1,5 +1,5 @@
-"""The configuration that a command names: a preset, a file, or a text to train on; and the files
-beside a model that it begins with."""
+"""The configuration that a command line names: a preset, a file, or a text to train on, and the
+files beside the model that it begins with."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _LOOKED_AT_BYTES = 1 << 16
 def configuration_of(
     source: str, overrides: list[str], init_from: Path | None = None
 ) -> tuple[str, list[str]]:
-    """Return the configuration's source and overrides. If `source` is a text, that is the
-    configuration beside the model `init_from`, else the quickstart's, with the text as data.path.
+    """Return (source, overrides) for `load_config`. If `source` is a text (file, folder, pattern or
+    URL), the source becomes the configuration beside the model `init_from`, else the quickstart,
+    and the text is added to the overrides as data.path.
 
     Raises ConfigError if the overrides name a text too.
     """
@@ -45,8 +46,8 @@ def configuration_of(
 
 
 def is_text(path: Path) -> bool:
-    """True if `path` can be trained on: a file that is no configuration, or a folder without one
-    (those of runs and models have one)."""
+    """Return True if `path` can be trained on: a file that is no configuration, or a folder that
+    holds neither a configuration nor a model."""
     try:
         is_folder = path.is_dir()
         if is_folder and any(path.glob("*.safetensors")):
@@ -63,8 +64,9 @@ def is_text(path: Path) -> bool:
 
 
 def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:
-    """Copy `config` with MODEL's own tokenizer file if the one it names is gone; also return a
-    warning if so: an imported folder names its own file, and may have been moved."""
+    """Return `config`, with the tokenizer file in the folder `model` if the one that it names is
+    missing, and a list with a warning if so. An imported folder names its own file, and may have
+    been moved."""
     if model is None:
         return config, []
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"

@@ -219,11 +219,8 @@ NOT_OF_FILES = frozenset(("idna", "punycode", "unicode-escape", "raw-unicode-esc
 
 
 def encoding_problem(name: str) -> str | None:
-    """Return the reason why `name` is no encoding for text files, with a near one; None if it is
-    one.
-
-    Python's other codecs (`base64`, `zlib`, `rot13`) turn bytes into bytes or text into text.
-    """
+    """Return the reason that `name` is no encoding for text files, with a similar one; None if it
+    is one. Python's other codecs (`base64`, `zlib`, `rot13`) do not turn bytes into text."""
     if _is_text_encoding(name):
         return None
     try:

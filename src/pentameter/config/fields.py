@@ -1,5 +1,5 @@
 """Every key in the schema by its dotted path: accepted values, its value in a configuration, and
-the value for a text on the command line."""
+parsing of a value from the command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pentameter.config.section import ABSENT, Section
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key that holds a value (not a section)."""
+    """One key of the configuration that holds a value (not a section): path, accepted values,
+    default and description."""
 
     path: str
     options: Sequence[Mapping[str, Any]]
-    """JSON schemas, as pydantic writes them, for each kind of value accepted."""
+    """A JSON schema, as pydantic writes it, for each kind of value accepted."""
     default: Any
     description: str
 
     @property
     def section(self) -> str:
-        """Dotted path of the key's section, "" at the top."""
+        """Dotted path of the key's section, "" at the top level."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -44,7 +45,7 @@ class Leaf:
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Map dotted path → section, `""` being the top, in the schema's order."""
+    """Return dotted path → section class, in the schema's order; "" is the top level."""
     return dict(_sections_from("", Config))
 
 
@@ -57,7 +58,7 @@ def _sections_from(path: str, section: type[Section]) -> Iterator[tuple[str, typ
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Map dotted path → key, section by section."""
+    """Return dotted path → Leaf for every key, section by section."""
     schema = _schema()
     found: dict[str, Leaf] = {}
     for section, kind in sections().items():
@@ -71,8 +72,8 @@ def leaves() -> dict[str, Leaf]:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Map dotted path → value for every key in `config`, in the order of `leaves`; lists of tables
-    become dictionaries."""
+    """Return dotted path → value for every key in `config`, in the order of `leaves`. Tables in
+    lists become dicts."""
     return {path: _plain(attrgetter(path)(config)) for path in leaves()}
 
 
@@ -83,19 +84,21 @@ def _plain(value: Any) -> Any:
 
 
 def value_in(tree: Any, path: str) -> Any:
-    """Return the value at a dotted path in nested tables, as TOML has them; None without one."""
+    """Return the value at a dotted path in nested dicts; None if there is none."""
     for part in path.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
-    """List the words or numbers that one option of a Leaf names; empty if it is a kind of value."""
+    """Return the values that an option of a Leaf (a JSON schema) lists; empty if it accepts any
+    value of a type."""
     return option.get("enum") or ([option["const"]] if "const" in option else [])
 
 
 def tables_of(leaf: Leaf) -> Mapping[str, Mapping[str, Any]]:
-    """Map key → JSON schema for the tables in a list of tables; empty for another key."""
+    """Return key → JSON schema for the tables that a key holds as a list; empty if it holds
+    none."""
     return _keys_of_tables(leaf.options[0])
 
 
@@ -146,10 +149,8 @@ def _expected(option: Mapping[str, Any]) -> str:
 
 
 def parse_value(leaf: Leaf, text: str) -> Any:
-    """Parse `text` from the command line into a value; return `text` itself if that fails.
-
-    The schema then refuses it with the dotted path: one place judges values.
-    """
+    """Parse `text` from the command line as the key's type. If that fails, return `text` itself,
+    which the schema then refuses with the key's path."""
     for option in leaf.options:
         value = _read(option, text.strip())
         if value is not None:
@@ -186,10 +187,10 @@ def _read_list(option: Mapping[str, Any], text: str) -> Any:
 
 
 def whole_number(value: Any) -> Any:
-    """Return `value` as an int if it is a float without a fraction (TOML's `steps = 1e4`)."""
+    """Return a float without a fraction (TOML's `steps = 1e4`) as int, any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def takes_whole_number(leaf: Leaf) -> bool:
-    """True if `leaf` holds a whole number (or nothing)."""
+    """Return True if the key accepts any whole number in a range."""
     return any(o["type"] == "integer" and not choices_of(o) for o in leaf.options)

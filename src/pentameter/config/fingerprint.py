@@ -1,5 +1,5 @@
-"""The fingerprint of a training: a hash that is equal for configurations that train alike, and the
-differences between two that do not."""
+"""A hash that is equal for configurations that train alike, and the differences between two that do
+not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ except those in `[parallel]`: a layout changes no number beyond its last digits.
 
 
 def defining_values(config: Config) -> dict[str, Any]:
-    """Map dotted path → value for everything that the weights after a given step depend on."""
+    """Return dotted path → value for the settings on which the weights after a given step depend:
+    all but those in NOT_THE_TRAINING and [parallel], and keys without effect."""
     values = {
         path: value
         for path, value in values_of(config).items()
@@ -73,8 +74,8 @@ def defining_values(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Return the sha256, in hex, over the training's definition: equal for a run that may be
-    resumed.
+    """Return the sha256, in hex, over `defining_values`; a run may be resumed by a configuration
+    with the same one.
 
     Compare like with like: a configuration whose derived values were filled in (the vocabulary
     size, say) hashes differently from its source.
@@ -83,8 +84,8 @@ def config_hash(config: Config) -> str:
 
 
 def diff_configs(old: Config, new: Config) -> list[str]:
-    """List "path: old → new" for each defining value that differs; empty iff the hashes are
-    equal."""
+    """Return "path: old → new" for each defining value that differs; empty if and only if the
+    hashes are equal."""
     before, after = defining_values(old), defining_values(new)
     return [
         f"{path}: {_side(before, path)} → {_side(after, path)}"

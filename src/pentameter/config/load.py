@@ -1,6 +1,6 @@
-"""Loading: a preset or a TOML file, those it extends, and overrides become one validated `Config`.
+"""Loads a validated `Config` from a preset or TOML file, those that it extends, and overrides.
 
-Layers are merged as plain dictionaries, oldest first, and validated once at the end.
+Layers are merged as plain dicts, oldest first, and validated once at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXCLUSIVE = (
     ("train", "batch_size", "tokens_per_step"),
     ("train", "steps", "epochs"),
 )
-"""Section and keys that exclude each other: a newer layer's choice replaces an older one's."""
+"""(section, keys) that exclude each other: a newer layer's choice replaces an older one's."""
 
 BOUND_TO_TEXT = (
     "name",
@@ -44,25 +44,26 @@ BOUND_TO_TEXT = (
     "data.grammar",
     "train.sample_prompt",
 )
-"""Keys and sections that suit one text: if a newer layer chooses another, older values go."""
+"""Keys and sections that suit one text only: they are reset if a newer layer chooses another."""
 
 PATIENCE = "train.patience"
-"""The key that counts evaluations: if a newer layer switches them off, an older value goes."""
+"""The key that counts evaluations; an older value is dropped if a newer layer switches them off."""
 
 MIXTURE_NAME = "blend"
 """The run's name if several data sets replace a preset's."""
 
 LARGEST_FILE_BYTES = 2**20
-"""Maximum bytes. A configuration is some kilobytes; a larger file was named by mistake."""
+"""Largest configuration file read; a larger one was named by mistake."""
 
 DEEPEST = 32
-"""Maximum parts in a dotted key, and levels of tables and lists. The schema has three."""
+"""Most parts in a dotted key, and most levels of tables and lists. The schema has three."""
 
 _PART = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _TOO_DEEP = re.compile(
     rb"(?:^|[\[{,])[ \t]*+(?:%s\.[ \t]*+){%d}" % (_PART, DEEPEST), flags=re.MULTILINE
 )
-"""A dotted key with too many parts: to read one, tomllib takes time and memory by their square."""
+"""Matches a dotted key with more than DEEPEST parts, which tomllib reads in quadratic time and
+memory."""
 
 Tree = dict[str, Any]
 
@@ -70,12 +71,12 @@ Tree = dict[str, Any]
 def load_config(
     source: str | Path | Config, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Load the configuration that `source` describes, with `overrides` on top.
+    """Load a configuration from a preset's name, a TOML file or another Config, with `overrides` on
+    top.
 
-    `source` is a preset's name, a TOML file or a configuration; the first two may say `extends =
-    "preset-or-file"` (a file relative to the one that names it). `overrides` is a command line's
-    list (see `parse_overrides`), or a mapping, nested or with dotted keys. Raises ConfigError
-    naming every problem at once.
+    A preset or file may say `extends = "preset-or-file"` (a file relative to the one that names
+    it). `overrides` is a list from a command line (`["--train.steps", "500"]`), or a mapping,
+    nested or with dotted keys. Raises ConfigError naming every problem at once.
     """
     tree = source.model_dump() if isinstance(source, Config) else _read_chain(source)
     label = source.name if isinstance(source, Config) else str(source)
@@ -102,17 +103,18 @@ def load_config(
 
 
 def preset_names() -> list[str]:
-    """List the presets that ship with the package, sorted."""
+    """Return the names of the presets that ship with the package, sorted."""
     files = (resources.files("pentameter.config") / "presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def merge(base: Tree, layer: Tree) -> Tree:
-    """Merge `layer` over `base`; its choice of an exclusive key unseats the others.
+    """Return `base` with `layer` over it, both nested dicts; if `layer` sets a key in EXCLUSIVE,
+    `base`'s alternatives are dropped.
 
-    If `layer` switches evaluations off, `base`'s patience goes with them. If `layer` chooses
-    another text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the
-    run is named after the new text: in the old one's folder it would be refused as another run.
+    If `layer` switches evaluations off, `base`'s patience is dropped. If `layer` chooses another
+    text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the run is
+    named after the new text: in the old one's folder it would be refused as another run.
     """
     old, new = _text_of(base), _text_of(layer)
     if old is not None and new not in (None, old):
@@ -132,7 +134,8 @@ def merge(base: Tree, layer: Tree) -> Tree:
 
 
 def _evaluates(tree: Tree) -> bool:
-    """False if `tree` switches evaluations off, by their interval or for want of a text."""
+    """Return False if `tree` switches evaluations off, by their interval or by holding out no
+    text."""
     train = tree.get("train")
     if isinstance(train, dict) and train.get("eval_interval", "auto") in (None, ABSENT):
         return False
@@ -141,7 +144,7 @@ def _evaluates(tree: Tree) -> bool:
 
 
 def text_name(text: str) -> str:
-    """Make a run's name from a corpus's name, or from a file's or folder's path."""
+    """Return a run's name made from a corpus's name, a path or a URL."""
     if is_remote(text):
         text = last_part(text)
     path = PurePath(text)
@@ -151,7 +154,7 @@ def text_name(text: str) -> str:
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
-    """Return the key and the value by which `tree` chooses a text; None if it chooses none."""
+    """Return the [data] key and value by which `tree` chooses a text; None if it chooses none."""
     section, *keys = EXCLUSIVE[0]
     for key in keys:
         value = value_in(tree, f"{section}.{key}")
@@ -161,7 +164,8 @@ def _text_of(tree: Tree) -> tuple[str, Any] | None:
 
 
 def _without(tree: Tree, paths: Sequence[str], prefix: str = "") -> Tree:
-    """Copy `tree` without the keys and sections at these dotted paths."""
+    """Return `tree` without the keys and sections at these dotted paths; `prefix` is its own
+    path."""
     return {
         key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -184,7 +188,7 @@ def _merge_keys(base: Tree, layer: Tree) -> Tree:
 
 
 def _read_chain(source: str | Path) -> Tree:
-    """Read `source` and merge it over the layer that it extends, over that one's, and so on."""
+    """Read `source` and everything that it extends, in turn, and return them merged."""
     layers: list[Tree] = []
     labels: dict[str, str] = {}  # location → how messages call it, in the order of extension
     folder, named_by = Path(), ""
@@ -211,7 +215,8 @@ def _read_chain(source: str | Path) -> Tree:
 
 
 def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
-    """Return (location, label for messages, bytes) for `source`; a file is relative to `folder`."""
+    """Read a preset, or a file relative to `folder`. Return (location, name for messages, bytes).
+    `named_by` begins error messages. Raises ConfigError if it cannot be read."""
     name = str(source)
     if not name:
         raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")
@@ -233,7 +238,7 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
 
 
 def _configuration_in(folder: Path) -> str:
-    """Describe the way from a folder, of a run or a model perhaps, to its configuration."""
+    """Return a hint how to get a configuration from a folder, for an error message."""
     if (folder / "config.toml").is_file():
         return f"its configuration is {printable(str(folder / 'config.toml'))}"
     if (folder / "config.json").is_file():
@@ -245,9 +250,10 @@ def _configuration_in(folder: Path) -> str:
 
 
 def _read_file(path: Path, label: str) -> bytes:
-    """Read a regular file that is as small as a configuration; ConfigError for another.
+    """Return a regular file's bytes. Raises ConfigError, which begins with `label`, if it is
+    another kind of file or larger than LARGEST_FILE_BYTES.
 
-    A pipe is opened without waiting for a writer, and nothing endless is read.
+    A pipe is opened without waiting for a writer.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -274,8 +280,8 @@ def _not_found(path: Path, label: str) -> str:
 
 
 def parse_toml(text: bytes, label: str) -> Tree:
-    """Parse a TOML file's top-level table; ConfigError, which begins with `label`, for invalid TOML
-    and for more than DEEPEST levels."""
+    """Parse TOML, UTF-8 bytes, into nested dicts. Raises ConfigError, which begins with `label`,
+    for invalid TOML and for more than DEEPEST levels."""
     found = _TOO_DEEP.search(text)
     if found is not None:
         line = text[: found.end()].count(b"\n") + 1
@@ -302,7 +308,7 @@ def parse_toml(text: bytes, label: str) -> Tree:
 
 
 def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
-    """True if tables and lists in `value` are nested more than `n_levels` deep."""
+    """Return True if tables and lists in `value` are nested more than `n_levels` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -313,7 +319,7 @@ def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
 
 
 def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, list[str]]:
-    """Return the overrides as one layer, and the dotted paths among them that the schema lacks."""
+    """Return overrides as nested dicts, and the dotted paths that are not in the schema."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     pairs: Sequence[tuple[str, Any]]

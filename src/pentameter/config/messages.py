@@ -1,6 +1,6 @@
-"""Messages that refuse a configuration, one sentence per problem: path, value, rule, way out.
+"""Error messages that refuse a configuration, a sentence per problem: path, value, rule, remedy.
 
-pydantic finds the problems; the words are these, as its own name no path, value or near key.
+pydantic finds the problems; its own messages name no path, value or similar key.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ finding the nearest known one takes a while for each."""
 def problems(
     error: ValidationError | None, asked: dict[str, Any], unknown: Iterable[str] = ()
 ) -> tuple[list[str], int]:
-    """Return sentences about everything wrong in `asked`, and the number of problems: the paths
-    `unknown` to the schema, and pydantic's errors. One sentence stands for all beyond
-    MOST_PROBLEMS."""
+    """Return sentences about everything wrong in the nested dict `asked`, and the number of
+    problems. `error` is pydantic's, None if it found nothing; `unknown` are dotted paths that the
+    schema lacks. One sentence stands for all beyond MOST_PROBLEMS."""
     sayings = {path: partial(_unknown_key, path) for path in unknown}
     for detail in error.errors(include_url=False, include_input=False) if error else ():
         if detail["type"] == "extra_forbidden":
@@ -72,7 +72,8 @@ def problems(
 
 
 def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
-    """Return the sentence for pydantic's error at `path`: a leaf, a section, or several keys."""
+    """Return the sentence for one of pydantic's errors (`detail`), which is at the dotted path
+    `path`."""
     if path not in leaves() and detail["type"] == "value_error":
         return str(detail["ctx"]["error"])  # our own validators name their paths
     value = value_in(asked, path)
@@ -94,8 +95,8 @@ def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
 def _wrong_in_table(
     path: str, tables: Sequence[Any], inside: tuple[int | str, ...], keys: Mapping[str, Any]
 ) -> str:
-    """Return the sentence for an error in a list of tables: `inside` the list it is at a number and
-    perhaps a key; `keys` have their JSON schemas."""
+    """Return the sentence for an error in `tables`, a list of tables at `path`. `inside` is the
+    table's index and perhaps a key; `keys` maps each possible key to its JSON schema."""
     number, *rest = inside or (0,)
     path, table = f"{path}[{number}]", tables[int(number)]
     if not rest or not isinstance(table, dict):
@@ -108,7 +109,7 @@ def _wrong_in_table(
 
 
 def _unknown_key(path: str) -> str:
-    """Return the sentence for a path that the schema lacks, with the nearest that it has."""
+    """Return the sentence for a dotted path that the schema lacks, with the most similar one."""
     path = shortened(printable(path))
     section = path.rpartition(".")[0]
     for leaf in leaves().values():  # of a table in a list, `data.sources.0.pth`
@@ -140,7 +141,7 @@ def _nearest_path(path: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Format `value` for an error: TOML-like, printable, short."""
+    """Return `value` as short, printable text for an error message, as in TOML."""
     if value is None:
         return ABSENT
     if isinstance(value, bool):
@@ -153,12 +154,13 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """Truncate `text` if it would fill the screen."""
+    """Truncate `text` to LONGEST_VALUE_SHOWN characters."""
     return text if len(text) <= LONGEST_VALUE_SHOWN else text[: LONGEST_VALUE_SHOWN - 1] + "…"
 
 
 def _known_path(location: tuple[int | str, ...]) -> str:
-    """Return the longest path in the schema that begins pydantic's location."""
+    """Return the longest dotted path in the schema with which pydantic's location begins; "" if
+    none."""
     parts = [str(part) for part in location]
     for n_parts in range(len(parts), 0, -1):
         path = ".".join(parts[:n_parts])

@@ -24,7 +24,8 @@ NAME_IN_WORDS = (
 
 
 def checked_name(name: str) -> str:
-    """Return `name` in NFC; ValueError if it is no name."""
+    """Return a run's name in Unicode's NFC form. Raises ValueError if it is too long or has
+    characters that no name may have."""
     name = normalize("NFC", name)
     is_short = len(name) <= LONGEST_NAME and len(name.encode()) <= LONGEST_NAME_BYTES
     if not (name and name[0].isalnum() and is_short and all(map(_is_of_names, name))):
@@ -33,8 +34,8 @@ def checked_name(name: str) -> str:
 
 
 def name_of(text: str) -> str:
-    """Make a name from a text, such as a file's name: characters that no name has become `-`;
-    `text` if nothing is left."""
+    """Return a valid run name made from any text: other characters become `-`. If nothing is left,
+    return "text"."""
     kept = "".join(c if _is_of_names(c) else "\0" for c in normalize("NFC", text))
     name = re.sub("\0+", "-", kept).lstrip("._-")
     name = name.encode()[:LONGEST_NAME_BYTES].decode(errors="ignore")[:LONGEST_NAME]
@@ -42,6 +43,6 @@ def name_of(text: str) -> str:
 
 
 def _is_of_names(character: str) -> bool:
-    """True for letters, digits, the marks that some alphabets write letters with, and `.`, `_`,
+    """Return True if a name may have this character: letters, digits, combining marks, `.`, `_` and
     `-`."""
     return character.isalnum() or character in "._-" or category(character).startswith("M")

@@ -11,11 +11,11 @@ from pentameter.errors import ConfigError
 def split_overrides(
     arguments: Sequence[str], own_options: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Separate a verb's own arguments from overrides, each in the order given.
+    """Return a verb's own arguments, and the configuration overrides, each in the order given.
 
-    Every option but `own_options` (`{"run-dir", "resume", "help"}`) is an override, so that one
-    with a forgotten section (`--n-layers 4`) reaches the loader, which knows the right path. After
-    `--` everything is the verb's own.
+    Every option that is not in `own_options` (`{"run-dir", "resume", "help"}`) is an override, so
+    that one with a forgotten section (`--n-layers 4`) reaches the loader, which knows the right
+    path. After `--` everything is the verb's own.
     """
     own_names = {option.replace("_", "-") for option in own_options}
     own: list[str] = []

@@ -1,4 +1,4 @@
-"""Building blocks for the schema: a section of keys, and the kinds of numbers they take."""
+"""Building blocks for the schema: a section of keys, and the kinds of numbers that they accept."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ _SECRET = re.compile(r"token|secret|sig|passw|pwd|credential|key|auth|session", 
 
 
 def is_remote(path: str | Path) -> bool:
-    """True for a URL, `scheme://…`."""
+    """Return True for a URL, `scheme://…`."""
     return isinstance(path, str) and _REMOTE.match(path) is not None
 
 
 def shown_url(url: str) -> str:
-    """Return a URL for messages: without user, password, query and fragment."""
+    """Return a URL without user, password, query and fragment, printable, for messages."""
     try:
         parts = urlsplit(url)
     except ValueError:  # half an IPv6 address
@@ -30,12 +30,12 @@ def shown_url(url: str) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Return a path for people: a URL as `shown_url` does, any other as it is."""
+    """Return a path for messages: a URL without secrets (`shown_url`), any other path as it is."""
     return shown_url(path) if is_remote(path) else path
 
 
 def last_part(path: str) -> str:
-    """Return a path's name; of a URL the last part of its path, decoded, or the host."""
+    """Return the last part of a path, or of a URL's path, decoded; the host if a URL has none."""
     if not is_remote(path):
         return PurePosixPath(path).name
     parts = urlsplit(path)
@@ -43,8 +43,8 @@ def last_part(path: str) -> str:
 
 
 def url_problem(path: str | None) -> str | None:
-    """Return the reason why a path cannot stand in a configuration, a URL with a user, a password,
-    or a key that looks like a secret; None for all others. The secret is not in it."""
+    """Return the reason that a URL may not stand in a configuration: it has a user, a password, or
+    a query key that looks like a secret. The secret is not repeated. Return None for all others."""
     if path is None or not is_remote(path):
         return None
     try:

@@ -15,10 +15,10 @@ LINE_LENGTH = 98
 
 
 def to_toml(config: Config, *, left_out_at_default: Collection[str] = ()) -> str:
-    """Return TOML that `load_config` reads back to an equal Config, every key with its meaning.
+    """Return a configuration as TOML that `load_config` reads back equal, each key with a comment.
 
-    A value that is absent is written `"none"`, so that the file means the same when a default
-    changes. Only the dotted paths `left_out_at_default` are left out if they have their default.
+    None is written `"none"`, so that the file means the same when a default changes. Only the
+    dotted paths in `left_out_at_default` are left out if they have their default.
     """
     lines = ["# Every setting of a run, resolved. `pentameter train THIS-FILE` runs it again."]
     values = values_of(config)
@@ -36,7 +36,7 @@ def to_toml(config: Config, *, left_out_at_default: Collection[str] = ()) -> str
 
 
 def toml_value(value: Any) -> str:
-    """Format `value` as TOML, which agrees with JSON; None as `"none"`, tables within a line."""
+    """Return `value` as TOML, on one line; None as `"none"`."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in value.items())} }}"
     if isinstance(value, list | tuple):
@@ -46,9 +46,9 @@ def toml_value(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a configuration file, which editors read.
+    """Return the JSON schema (draft 2020-12) of a configuration file, for editors.
 
-    Beside what `Config` takes, a file may say `extends`, and "none" for an absent value.
+    It accepts what `Config` does, and `extends`, and "none" in place of None.
     """
     schema = Config.model_json_schema()
     extends = {
@@ -63,8 +63,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _for_toml(schema: Any) -> Any:
-    """Return a JSON schema with `"none"` in the place of null, which TOML lacks, and without what
-    pydantic alone reads. No key is required of a file, which may extend another."""
+    """Return a JSON schema with "none" in place of null, which TOML lacks, and without required
+    keys, as a file may extend another."""
     if isinstance(schema, list):
         return [_for_toml(each) for each in schema]
     if not isinstance(schema, dict):
@@ -78,7 +78,7 @@ def _for_toml(schema: Any) -> Any:
 
 
 def _summary(section: type[Section]) -> str:
-    """Return the first paragraph of a section's docstring, on one line."""
+    """Return the first paragraph of a section's docstring, as one line."""
     return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
 
 
@@ -88,12 +88,12 @@ def _row(*cells: str) -> str:
 
 
 def _shown(default: Any) -> str:
-    """Format a default as code: the word for an absent value, a dash if the key is required."""
+    """Return a default as Markdown code: `none` for None, a dash if the key is required."""
     return f"`{ABSENT if default is None else '–' if default is ... else toml_value(default)}`"
 
 
 def reference_page() -> str:
-    """Write docs/configuration.md: every section and key with default, accepted values and
+    """Return docs/configuration.md: every section and key with default, accepted values and
     meaning."""
     lines = [
         "# Configuration",

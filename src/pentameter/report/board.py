@@ -1,4 +1,4 @@
-"""The runs in a folder, followed while they train: rows for a growing table, and live pages."""
+"""The runs in a folder, read again as they change: rows for `watch`'s table, and rendered pages."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ MOST_COMPARED = 50
 SPARK_BINS = 60
 """Bins of a sparkline; each has its lowest and its highest loss."""
 SPARK_POINTS = 400
-"""Points that are appended to a sparkline before it is thinned again."""
+"""Most points of a sparkline; beyond, it is made anew from SPARK_BINS bins."""
 MOST_PAGES = 20
-"""Pages that are kept."""
+"""Rendered pages kept in memory; beyond, all are dropped."""
 FRESH_SECONDS = 1.0
-"""A table or a page younger than this is given again, as it is."""
+"""Age in seconds below which the table or a page is returned again without reading the folder."""
 RENDER_SHARE = 0.3
-"""Largest part of the time in which a page is drawn anew: its run may be computing here."""
+"""Largest fraction of the time spent on rendering a page: its run may be computing on this
+machine."""
 WATCHED = ("metrics.jsonl", "config.toml", "plan.json", "run.lock", "samples", "checkpoints")
-"""What changes in a run folder when there is something new to show."""
+"""Entries of a run folder of which one changes whenever there is something new to display."""
 LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoints", "samples")
-"""Any of them tells that a folder without `RUN_FILES` was a run."""
+"""Files and folders that show that a folder without RUN_FILES held a run."""
 
 
 @dataclass
 class _Followed:
-    """A run folder, its row and sparkline, and the board version at which they last changed."""
+    """One run folder: its events, table row and sparkline, and the Board's version at which they
+    last changed."""
 
     folder: Path
     events: EventReader
@@ -54,13 +56,14 @@ class _Followed:
     row: dict[str, Any] = field(default_factory=dict)
     changed_at: int = 0
     spark: list[tuple[int, int, float]] = field(default_factory=list)
-    """(version at which it was appended, step, loss)."""
+    """Points of the loss curve: (Board version at which it was added, step, loss)."""
     spark_began_at: int = 0
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A page, when it was drawn, by the monotonic clock, and how many seconds that took."""
+    """A rendered page, its version, the time (monotonic clock) at which it was rendered, and the
+    seconds that this took."""
 
     version: str
     page: str
@@ -68,12 +71,13 @@ class _Drawn:
     seconds: float
 
     def is_fresh(self) -> bool:
-        """Return whether it is too early to draw it again."""
+        """Return True if it is too early to render the page again."""
         return time.monotonic() - self.at < max(FRESH_SECONDS, self.seconds / RENDER_SHARE)
 
 
 class Board:
-    """The runs in `folder`, one per sub-folder, each read again when its files change.
+    """The runs in `folder`, one per sub-folder, each read again when its files change. Its version
+    is an int that rises with every change.
 
     Thread-safe. Links are not followed out of the folder.
     """
@@ -91,8 +95,9 @@ class Board:
         self._drawing = threading.Lock()
 
     def news(self, session: str, after: int) -> dict[str, Any]:
-        """Return all rows that changed since version `after`, each with its new sparkline points;
-        all rows if `session` belongs to another Board. Raises StorageError."""
+        """Return, as JSON for the table, the run names, the columns and the rows that changed since
+        version `after`, each with its new sparkline points. All rows if `session` is another
+        Board's, as after a restart. Raises StorageError."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -112,8 +117,8 @@ class Board:
             }
 
     def version(self, names: Sequence[str]) -> str:
-        """Return a text that differs once `page` would. Raises ConfigError for a name that is no
-        run's."""
+        """Return a string that changes whenever `page` for these run names would. Raises
+        ConfigError for an unknown name."""
         with self._lock:
             self._refresh()
             known = [self._known(name) for name in names]
@@ -122,8 +127,8 @@ class Board:
         return drawn.version if drawn is not None and drawn.is_fresh() else newest
 
     def page(self, names: Sequence[str], live: str) -> str:
-        """Return one run's report, or several runs' comparison; its script polls `live` for the
-        version. Raises ConfigError for an unknown name or a broken run."""
+        """Return HTML: one run's report, or several runs' comparison. Its script polls the address
+        `live` for a new version. Raises ConfigError for an unknown name or an unreadable run."""
         asked = tuple(names)
         with self._drawing:  # one at a time: drawing takes a core that the run may want
             version, old = self.version(names), self._pages.get(asked)
@@ -155,7 +160,8 @@ class Board:
             return followed.run.record
 
     def _refresh(self) -> None:
-        """Read changed runs again, at most once in `FRESH_SECONDS`."""
+        """Read changed runs and raise the version, at most once in FRESH_SECONDS. Raises
+        StorageError."""
         if time.monotonic() - self._read_at < FRESH_SECONDS:
             return
         names = _run_names(self.folder)
@@ -179,8 +185,8 @@ class Board:
 
 
 def check_runs_folder(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is a folder that may have runs in it; StorageError if it
-    cannot be read."""
+    """Raise ConfigError if `folder` does not exist or is itself a run; StorageError if it cannot be
+    read."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; watch takes one with runs in it")
     with storage_errors(folder, "read"):
@@ -192,7 +198,8 @@ def check_runs_folder(folder: Path) -> None:
 
 
 def _run_names(folder: Path) -> list[str]:
-    """Return the names of run folders, broken ones included, sorted. Raises StorageError."""
+    """Return the run folders' names in `folder`, broken ones included, sorted, at most MOST_RUNS.
+    Raises StorageError."""
     with storage_errors(folder, "read"):
         names = [name for name in os.listdir(folder) if name[0] != "."]
     return sorted(name for name in names if _looks_like_run(folder / name))[:MOST_RUNS]
@@ -209,7 +216,8 @@ def _looks_like_run(folder: Path) -> bool:
 
 
 def _update(each: _Followed, version: int) -> bool:
-    """Read a run again if anything in its folder changed; return whether anything did."""
+    """Read a run again if its files changed, and set `changed_at` to `version`; return True if they
+    did. Errors go into its row."""
     signature = _signature(each.folder)
     is_locked = each.run is not None and each.run.record.locked
     if signature == each.signature and not is_locked and not each.events.has_more:
@@ -238,7 +246,7 @@ def _update(each: _Followed, version: int) -> bool:
 
 
 def _signature(folder: Path) -> tuple[object, ...]:
-    """Return a value that changes whenever a watched file in the run folder does."""
+    """Return a value that changes whenever a file or folder in WATCHED does."""
     found: list[object] = []
     for name in WATCHED:
         try:
@@ -253,7 +261,7 @@ def _signature(folder: Path) -> tuple[object, ...]:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """Return a run's line: texts to show, and numbers to sort by."""
+    """Return a run's row as JSON: strings to display, and [number, string] pairs to sort by."""
     record, found, ended = run.record, run.results, run.outcome
     planned = found.planned_steps
     left = record.train["eta_seconds"].values[-1:] if record.locked else ()
@@ -279,13 +287,14 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _number(value: float, shown: Any) -> list[Any]:
-    """Return a number to sort by, None if unknown, and its text."""
+    """Return [value, its text], for sorting and display; the value is None if not finite. `shown`
+    formats it."""
     return [value if math.isfinite(value) else None, shown(value)]
 
 
 def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
-    """Append the points that are new to a run's sparkline, or begin it anew: thinned, if it has too
-    many, or its run was rewound."""
+    """Append the loss curve's new points to a run's sparkline, marked with `version`. If it has too
+    many or the run was rewound, make it anew from SPARK_BINS bins."""
     last = each.spark[-1][1] if each.spark else -1
     new = loss.after(last + 1)
     is_rewound = bool(each.spark) and (not len(loss) or loss.steps[-1] < last)
@@ -302,8 +311,9 @@ def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
 
 
 def _news_of(name: str, each: _Followed, after: int, columns: Sequence[str]) -> dict[str, Any]:
-    """Return a run's row with its settings for `columns`, and the sparkline points added since
-    version `after`."""
+    """Return a run's row for the table, with its settings named in `columns` (dotted paths) and the
+    sparkline points added since version `after`; `anew` is True if they replace all earlier ones.
+    """
     found = each.run.settings if each.run is not None else {}
     shown = {path: formatting.scalar(found[path]) for path in columns if path in found}
     anew = each.spark_began_at > after

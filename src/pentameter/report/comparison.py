@@ -32,32 +32,32 @@ from pentameter.train.log_files import strict
 
 @dataclass(frozen=True)
 class Column:
-    """A table column: for each run a cell, and the key by which rows are sorted."""
+    """A table column: for each run a cell's text and a sort key."""
 
     title: str
     cells: tuple[str, ...]
     keys: tuple[float | str, ...]
-    """Number, or text for what is none; NaN for an unknown number."""
+    """Sort keys: numbers (NaN if unknown), or strings."""
     path: str = ""
-    """Setting's dotted path; "" for a result."""
+    """The setting's dotted path; "" for a column of results."""
 
     @property
     def is_number(self) -> bool:
-        """Whether the cells are numbers, which stand at the right."""
+        """True if all cells are numbers, which are aligned right."""
         return all(isinstance(key, float) for key in self.keys)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compared runs, the best first."""
+    """Several runs compared: ranking, table columns and differing settings, the best run first."""
 
     ranking: Ranking
     columns: tuple[Column, ...]
-    """The ranked loss, the state, the settings that differ, and the other results that do."""
+    """Table columns: the ranked loss, the state, differing settings, then other results."""
     alike: tuple[tuple[str, str], ...]
-    """Title and value of results that are the same for all runs."""
+    """(Title, value) of results that are the same for all runs and so have no column."""
     differing: dict[str, tuple[Any, ...]]
-    """Setting → its value in each run; those that change the training first."""
+    """Dotted path → the setting's value in each run; those that change the training first."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare_runs(folders: Sequence[Path]) -> Comparison:
-    """Compare two runs or more, under way or ended.
+    """Compare the runs in two or more run folders, whether running or ended.
 
     Raises:
         ConfigError: fewer than two, one named twice, or a folder without a run.
@@ -114,7 +114,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def compare_records(records: Sequence[RecordedRun]) -> Comparison:
-    """Compare runs that were read."""
+    """Compare runs that were already read. Names that occur twice are replaced by folders."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.folder) for record in records]
@@ -143,8 +143,8 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
-    """Return settings that differ between runs with a readable config.toml; a key that an earlier
-    version's run lacks has its default."""
+    """Return dotted path → value in each run for settings that differ. A run without a readable
+    config.toml has None; a key that an earlier version's run lacks has its default."""
     known = [run.settings for run in runs if run.settings]
     paths = dict.fromkeys(path for found in known for path in found if path != "name")
     differing = {}
@@ -185,7 +185,7 @@ LOSSES_TOLD = ("best validation loss", "final validation loss")
 
 
 def _figures(ranking: Ranking) -> Iterator[Column]:
-    """Yield results with a value for any run, the ranked one first."""
+    """Yield a column for each result that any run has, the ranked loss first."""
     first = f"results.{ranking.key}"
     for title, attribute, shown in sorted(FIGURES, key=lambda figure: figure[1] != first):
         values = [attrgetter(attribute)(run) for run in ranking.runs]
@@ -200,7 +200,7 @@ def _figures(ranking: Ranking) -> Iterator[Column]:
 
 
 def _key(value: Any) -> float | str:
-    """Return a cell's sort key: a number, NaN if unknown, else text."""
+    """Return a cell's sort key: a float, NaN if the value is None or empty, else text."""
     if value is None or value == "":
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -212,7 +212,8 @@ def _key(value: Any) -> float | str:
 
 
 def render_comparison(comparison: Comparison, live: str = "", version: str = "") -> str:
-    """Render the whole page as HTML. live: address that a live page asks for its version."""
+    """Render the comparison page as HTML. live: address that the page polls for changes, "" for a
+    page in a file; version: the version rendered here."""
     return render(
         "comparison.html",
         scripts=("hover.js", "sort.js", *(("live.js",) if live else ())),
@@ -227,7 +228,8 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
 
 
 def _losses(runs: Sequence[tuple[str, RecordedRun]]) -> Iterable[dict[str, Any]]:
-    """Yield loss plots over each axis that tells the runs apart, and over the whole runs."""
+    """Yield the page's views, {label, plots}: all runs' losses over steps, and, where they differ,
+    over tokens and time, without the fall at the start; then the whole runs."""
     labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
     asked = [(labels[axis], axis, True) for axis in useful_axes(runs)]
     if hides_start(runs):

@@ -18,25 +18,25 @@ Limits = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: steps and values with equal lengths, steps rising, values finite."""
+    """A curve: steps, strictly rising, and finite values, equally many."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
     n_non_finite: int = 0
-    """Points left out because they are NaN, infinite or too large to draw."""
+    """Number of points left out because they are NaN, infinite or too large to draw."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def after(self, step: float) -> Series:
-        """Return the points from `step` on."""
+        """Return the points at `step` and later."""
         first = bisect.bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
 
 def envelope(series: Series, n_bins: int = 400) -> Curve:
-    """Return the curve with at most two points a bin, its lowest and highest, so that no spike is
-    lost."""
+    """Return the lowest and the highest point in each of `n_bins` equal bins, so that no spike is
+    lost; all points if they are few."""
     x, y = _to_arrays(series)
     if len(x) <= 2 * n_bins:
         return x, y
@@ -49,7 +49,8 @@ def envelope(series: Series, n_bins: int = 400) -> Curve:
 
 
 def smoothed(series: Series, n_points: int = 400) -> Curve:
-    """Return about `n_points` means over the middle half of a centred window.
+    """Return about `n_points` running means, each over the middle half (by value) in a centred
+    window.
 
     The window is a twentieth of the curve. Dropping its highest and lowest quarter keeps one spike
     from lifting a whole stretch. At the start the window narrows, so that it stays centred and does
@@ -76,15 +77,16 @@ def thinned(series: Series, n_points: int = 800) -> Curve:
 
 
 def evenly(n: int, n_points: int) -> np.ndarray:
-    """Return at most `n_points` evenly spaced indices below n, including the first and the last."""
+    """Return at most `n_points` evenly spaced indices below `n`, the first and the last included,
+    int64."""
     return np.unique(np.linspace(0, max(n - 1, 0), min(n, n_points)).round().astype(int))
 
 
 def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return the lowest value and a highest one that ignores a few spikes; None without values.
+    """Return y limits for several curves: the lowest value, and the highest, which for over 200
+    values is their 99.5% quantile, as that ignores a few spikes. None without values.
 
-    Every curve's first value, from which a loss starts, counts as no spike. extra: levels that must
-    be visible too.
+    Every curve's first value is always inside, as are the values `extra`.
     """
     lows, highs = list(extra), list(extra)
     for one in series:
@@ -99,14 +101,13 @@ def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits 
 
 
 SETTLED = 0.1
-"""Fraction of a run after which its loss has left its initial heights."""
+"""Fraction of a run after which its loss has left the steep fall at the start."""
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return limits without the fall at the start, if that would flatten the rest.
-
-    None if there is no such fall: the whole range is then at most twice that after the first tenth.
-    """
+    """Return y limits for the curves after their fall at the start, if that would flatten the rest:
+    if the whole range is more than twice that after the run's first SETTLED. Else None. Values
+    `extra` are inside."""
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
     after = limits(tuple(one.after(begins) for one in series), extra)
@@ -117,42 +118,42 @@ def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) ->
 
 
 def _to_arrays(series: Series) -> Curve:
-    """Return steps and values as float64 arrays, (n,) each."""
+    """Return steps and values as float64 arrays (n,)."""
     return np.asarray(series.steps, dtype=float), np.asarray(series.values, dtype=float)
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A logged loss far above those around it."""
+    """A logged loss (`value`) far above those around it."""
 
     step: int
     value: float
     usual: float
-    """Median of the values around it."""
+    """Median of the losses around it."""
 
 
 SPIKE_NEIGHBOURS = 15
-"""Values on either side that a spike is compared with."""
+"""Number of values on either side that a value is compared with."""
 
 SPIKE_SCATTERS = 6
-"""Scatters above the median from which a value is a spike."""
+"""Height above the median from which a value is a spike, in units of the scatter (see `spikes`)."""
 
 SPIKE_FRACTION = 0.01
-"""Least height of a spike above the median, as a fraction of it."""
+"""Least height of a spike above the median, as a fraction of the median."""
 
 _FEWEST_NEIGHBOURS = 3
 _WINDOWS_AT_ONCE = 1 << 16  # of a million logged steps: 16 MB
 
 
 def spikes(series: Series, most: int = 5) -> list[Spike]:
-    """Return the largest spikes, highest above their neighbours first; at most `most`.
+    """Return a curve's spikes, at most `most`, the highest above their neighbours first.
 
-    Each value is compared with the median of up to SPIKE_NEIGHBOURS values on either side. It is a
-    spike if it exceeds it by SPIKE_SCATTERS times the scatter, and by SPIKE_FRACTION of it. The
-    scatter is 1.4826 × the median absolute deviation (a normal distribution's standard deviation),
-    the larger of that around the value and that of the whole curve. Medians ignore the spikes
-    themselves. At the start the window narrows, so that it stays centred on a loss that falls; the
-    first three values are never spikes. Of neighbours that all are, the highest is told.
+    A value is compared with the median over up to SPIKE_NEIGHBOURS values on either side. It is a
+    spike if it exceeds the median by SPIKE_SCATTERS times the scatter, and by SPIKE_FRACTION times
+    the median. The scatter is 1.4826 × the median absolute deviation (a normal distribution's
+    standard deviation), in the window or over the whole curve, whichever is larger. At the start
+    the window narrows, so that it stays centred on a loss that falls; the first three values are
+    never spikes. From adjacent spikes only the highest is returned.
     """
     _, y = _to_arrays(series)
     n = len(y)
@@ -178,8 +179,8 @@ def spikes(series: Series, most: int = 5) -> list[Spike]:
 
 
 def _windows(y: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of the first, windows (n, width)) around each value but the first few, in blocks
-    of equal width; see `spikes`."""
+    """Yield windows around all values but the first few, in blocks: (index of the first value,
+    windows (n, width)). Widths grow at the start and shrink at the end."""
     n, half = len(y), SPIKE_NEIGHBOURS
     for index in range(_FEWEST_NEIGHBOURS, min(half, n)):
         yield index, y[None, : 2 * index + 1]

@@ -1,4 +1,4 @@
-"""A run's events, read from metrics.jsonl all at once, or as the file grows."""
+"""A run's events, read from metrics.jsonl all at once, or step by step as the file grows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ CURVES = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
     "tokens", "eta_seconds",
 )  # fmt: skip
-"""Fields of the `train` events that are drawn or summed up; the others are dropped."""
+"""Fields of `train` events that are kept: curves to draw or to sum up."""
 SESSIONS = ("start", "resume", "end")
 EVENTS = (*SESSIONS, "train", "eval", "checkpoint", "skip")
-"""Events that are read; hooks may record others."""
+"""Kinds of events that are kept; hooks may record others."""
 MOST_BYTES = 2**29
-"""Largest metrics.jsonl that is read at once: well over a million lines."""
+"""Largest metrics.jsonl that is read all at once: well over a million lines."""
 LONGEST_LINE_BYTES = 2**20
 MOST_UNREADABLE = 100_000
-"""Lines without an event, beyond which metrics.jsonl is another kind of file."""
+"""Lines that are no events, beyond which metrics.jsonl is taken for another kind of file."""
 MOST_EVENTS = 4000
-"""Events of a kind that are kept while following; of more, half are dropped, but no extreme."""
+"""Most events of a kind kept while following a run; beyond, half are dropped, but no extreme."""
 READ_BYTES = 2**25
-"""Most that one update reads, so that a page is not kept waiting by a long run."""
+"""Most bytes that one update reads, so that a page need not wait for a long run."""
 CHECKED_BYTES = 64
-"""Bytes before the offset that was read up to, which tell whether the file was rewound."""
+"""Number of bytes before the read offset that are compared to detect that the file was rewound."""
 
 
 def read_events(folder: Path) -> EventReader:
-    """Read all events in `folder`/metrics.jsonl. Raises StorageError."""
+    """Read all events in `folder`/metrics.jsonl; none if it is missing. Raises StorageError."""
     events = EventReader(folder, follows=False)
     while events.update() and events.has_more:
         pass
@@ -45,23 +45,22 @@ def read_events(folder: Path) -> EventReader:
 
 
 class EventReader:
-    """The events in `folder`/metrics.jsonl, brought up to date by `update`, which reads only
-    what is new.
+    """Reads the events in `folder`/metrics.jsonl; each `update` reads only new bytes.
 
-    While it `follows` a run, at most MOST_EVENTS of a kind are kept, and a last line without a
-    newline waits for its rest. Otherwise all are kept, and that line is read as it is.
+    With `follows`, at most MOST_EVENTS per kind are kept, and a last line without a newline waits
+    for its rest. Otherwise all events are kept, and such a line is read as it is.
     """
 
     def __init__(self, folder: Path, *, follows: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self._follows = follows
         self.unread = ""
-        """Why the file is left out; "" if it is not."""
+        """The reason that the file is not read at all; "" if it is."""
         self._forget()
 
     def _forget(self) -> None:
         self.has_more = False
-        """Whether the last update left something to the next one."""
+        """True if the last update stopped at READ_BYTES, so that there may be more to read."""
         self.events: dict[str, list[dict[str, Any]]] = {}
         self.n_unreadable = 0
         self._offset = 0  # complete lines up to here were read
@@ -71,15 +70,15 @@ class EventReader:
         self._skips = False  # inside a line that is too long
 
     def all(self) -> list[dict[str, Any]]:
-        """Return the kept events: sessions first, in file order, then the other kinds, each in
-        order."""
+        """Return the events kept: first start, resume and end in file order, then each other kind
+        in order."""
         sessions = self.events.get("session", [])
         others = (events for kind, events in self.events.items() if kind != "session")
         return [*sessions, *(event for events in others for event in events)]
 
     def update(self) -> bool:
-        """Read at most `READ_BYTES` of new content, and return whether there was any. Raises
-        StorageError."""
+        """Read up to READ_BYTES more. Return True if anything changed. A damaged file is noted in
+        `unread`. Raises StorageError."""
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -114,7 +113,7 @@ class EventReader:
         return changed
 
     def _goes_on(self, file: BufferedReader, n_bytes: int) -> bool:
-        """Return whether the bytes read last are still there, so that the file only grew."""
+        """Return True if the bytes read last are still in the file (n_bytes long): it only grew."""
         if n_bytes < self._offset:
             return False
         file.seek(self._offset - len(self._before))
@@ -154,7 +153,8 @@ class EventReader:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a metrics.jsonl line, None without one."""
+    """Return a metrics.jsonl line's event, None if it has none; `train` events with only the fields
+    in CURVES."""
     try:
         event = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -167,9 +167,9 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return about half the events. From every four `train` or `eval` events in a row, the lowest
-    and the highest loss stay, so that no spike and no best is lost; other kinds lose their older
-    half. The first and the last always stay."""
+    """Return about half the events (all one kind). From every four `train` or `eval` events in a
+    row, those with the lowest and the highest loss stay, so that no spike and no best is lost;
+    other kinds lose their older half. The first and the last event always stay."""
     if events[0]["event"] not in ("train", "eval"):
         return [events[0], *events[len(events) // 2 :]]
     kept = [events[0]]
@@ -181,8 +181,8 @@ def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def portable(value: object, n_levels: int = DEEPEST) -> Any:
-    """Return `value`, from TOML or JSON, without anything that a page, JSON or a float cannot hold:
-    integers beyond 64 bits become floats, dates text, and tables below `n_levels` "…"."""
+    """Return a value from TOML or JSON in a form that any page or JSON reader can hold: integers
+    beyond 64 bits become floats, dates text, and tables below `n_levels` levels "…"."""
     if isinstance(value, dict | list) and not n_levels:
         return "…"
     if isinstance(value, dict):
@@ -197,13 +197,13 @@ def portable(value: object, n_levels: int = DEEPEST) -> Any:
 
 
 def as_table(value: object) -> dict[str, Any]:
-    """Return `value` if it is a table, else an empty one: files may be damaged."""
+    """Return `value` if it is a dict, else an empty one: files may be damaged."""
     return value if isinstance(value, dict) else {}
 
 
 def number(value: object) -> float:
-    """Return `value` as a float, NaN if it is none. `"NaN"` and `"inf"` are strict JSON's
-    spellings."""
+    """Return `value` as a float; NaN if it is no number or numeric text (JSON has "NaN" and "inf"
+    as text)."""
     if type(value) is float:  # nearly all are: a long run has a million of them
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):

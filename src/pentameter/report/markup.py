@@ -35,11 +35,11 @@ def render(
     live_version: str = "",
     **values: Any,
 ) -> str:
-    """Render a file in `templates/`; every text among `values` is escaped.
+    """Render a file in `templates/` as HTML or SVG; every text among `values` is escaped.
 
     scripts: files in `templates/` that become the page's one script. live: address that the page
-    polls for its version; "" for a page in a file, which may connect to nothing. live_version: the
-    version that is rendered now.
+    polls for a new version; "" for a page in a file, which may connect to nothing. live_version:
+    the version rendered now.
     """
     script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -64,7 +64,7 @@ def render(
 
 @functools.cache
 def _environment() -> Environment:
-    """Return the templates and their filters, compiled once a process."""
+    """Return the Jinja environment for `templates/`, made once per process."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -87,19 +87,20 @@ def _environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Return `value` with characters that HTML forbids replaced, unless it is markup already."""
+    """Return text with characters that HTML forbids replaced; markup and other values stay as they
+    are."""
     if isinstance(value, Markup) or not isinstance(value, str | Path):
         return value
     return str(value).translate(_PRINTED)
 
 
 def _sort_key(value: float | str) -> str:
-    """Return a cell's key as an attribute for sorting; "" if unknown."""
+    """Return a sort key as text for an HTML attribute; "" for a number that is not finite."""
     return value if isinstance(value, str) else f"{value:.9g}" if math.isfinite(value) else ""
 
 
 def _dotted(path: str) -> Markup:
-    """Return a setting's path with break opportunities after its words, for narrow columns."""
+    """Return a setting's path with line break opportunities after dots and underscores, escaped."""
     text = escape(_visible(path))
     return text.replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
 

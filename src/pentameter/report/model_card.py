@@ -1,7 +1,7 @@
-"""The model card beside an export: README.md, which hubs show, and the picture of its loss.
+"""The model card beside an export: README.md, which hubs display, and the run's loss as a picture.
 
-It tells of a path its name alone, and of the machine nothing. What only the author knows, the
-license, the name on a hub, the base model, is given.
+A path is given by its last part only, and nothing is told about the machine. The license, the name
+on a hub and the base model, which only the author knows, are arguments.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SETTINGS = (
     *("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "schedule.name"),
     *("train.precision", "seed"),
 )
-"""Keys of the settings most needed to train the model again; the layout is none of them."""
+"""Dotted paths of the settings most needed to train the model again, without the layout."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_DATA = re.compile(r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@[^/]+)?(/.*)?")
 PLACES = {"val": "validation"}
-"""Split → its name for readers; others are called what they are."""
+"""Split → its name on the card; other splits keep theirs."""
 
 
 def card_files(
@@ -49,13 +49,13 @@ def card_files(
     license_id: str | None = None,
     repository: str | None = None,
 ) -> dict[str, bytes]:
-    """Render the card for a model exported to a library, file name → content: README.md, and
-    loss.png where the model lies in its run folder.
+    """Render the card for a model exported for `library`. Return file name → content: README.md,
+    and loss.png if the model lies in its run folder.
 
-    license_id: as hubs know it ("apache-2.0"); without one, the card says that none is granted.
-    repository: `owner/name` on a hub, for the commands that open the model; else they say FOLDER.
+    license_id: as hubs know it ("apache-2.0"); None: the card says that none is granted.
+    repository: `owner/name` on a hub, for the commands that open the model; None: they say FOLDER.
 
-    Raises ConfigError for a model that no Hugging Face family can express.
+    Raises ConfigError for a model that no Hugging Face architecture can express.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -98,7 +98,8 @@ def card_files(
 
 
 def _run_of(stored: StoredModel) -> RecordedRun | None:
-    """Read the run whose folder holds the model's checkpoint; None for any other model."""
+    """Read the run whose folder holds the model's checkpoint; None for a model outside a run
+    folder."""
     if stored.checkpoint is None or stored.path.parent.name != "checkpoints":
         return None
     folder = stored.path.parent.parent
@@ -106,7 +107,7 @@ def _run_of(stored: StoredModel) -> RecordedRun | None:
 
 
 def _picture(record: RecordedRun) -> bytes | None:
-    """Draw the run's losses as PNG; None without any."""
+    """Return the run's losses as PNG; None if it has none."""
     figure = loss_figure(record)
     if figure is None:
         return None
@@ -121,13 +122,13 @@ def _n_parameters(config: Config) -> int:
 
 
 def _n_adapters(stored: StoredModel) -> int:
-    """Count the parameters of the run's adapters."""
+    """Count the parameters in the model's LoRA adapters, 0 without any."""
     tensors = {} if stored.adapters is None else stored.adapters.tensors
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
 def _data(config: Config) -> Iterator[str]:
-    """Yield one line per text that the model was trained on."""
+    """Yield a Markdown line for each corpus or data set that the model was trained on."""
     data = config.data
     if data.sources:
         total = sum(source.weight for source in data.sources)
@@ -141,20 +142,21 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _named(path: str) -> str:
-    """Name a text: a data set of the Hub by its address there, any other by the path's name."""
+    """Return Markdown that names a text: a Hugging Face data set by owner/name, else the path's
+    last part."""
     found = HUB_DATA.fullmatch(path)
     return f"the data set `{found['name']}`" if found else f"`{_code(last_part(path))}`"
 
 
 def _hub_data(config: Config) -> list[str]:
-    """List the data sets of the Hub that the model was trained on."""
+    """Return the Hugging Face data sets that the model was trained on, owner/name each, sorted."""
     paths = [source.path for source in config.data.sources or (config.data,)]
     found = [HUB_DATA.fullmatch(path) for path in paths if path is not None]
     return sorted({match["name"] for match in found if match})
 
 
 def _settings(stored: StoredModel) -> dict[str, str]:
-    """Map the settings most needed to train the model again to their values as text."""
+    """Return the settings in SETTINGS and the adapters', dotted path → value as text."""
     values = values_of(stored.config)
     settings: dict[str, Any] = {key: values[key] for key in SETTINGS}
     if stored.adapters is not None:
@@ -165,7 +167,7 @@ def _settings(stored: StoredModel) -> dict[str, str]:
 
 
 def _seen(stored: StoredModel) -> str:
-    """Say how long the model was trained, as its checkpoint records it; "" for no training."""
+    """Return the training's length, "step 5,000, 1,000,000 tokens"; "" for a model without any."""
     if stored.checkpoint is None or not stored.step:
         return ""
     tokens = stored.checkpoint.state.get("tokens")
@@ -174,8 +176,8 @@ def _seen(stored: StoredModel) -> str:
 
 
 def _numbers(record: RecordedRun, step: int) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each evaluation of the model's step: the text's name, loss, perplexity, bits per byte.
-    An evaluation of an earlier or later step is of other weights."""
+    """Yield (split, loss, perplexity, bits per byte), as text, for each evaluation at the model's
+    step; those at other steps had other weights."""
 
     def shown(each: Evaluation) -> tuple[str, str, str, str]:
         return (
@@ -189,7 +191,8 @@ def _numbers(record: RecordedRun, step: int) -> Iterator[tuple[str, str, str, st
 
 
 def _best(stored: StoredModel) -> str:
-    """Say the run's best validation loss, as its checkpoint records it; "" if it does not."""
+    """Return a phrase with the run's best validation loss; "" if the checkpoint does not record
+    one."""
     best = None if stored.checkpoint is None else stored.checkpoint.state.get("best")
     if not isinstance(best, dict) or not isinstance(best.get("loss"), float):
         return ""
@@ -201,7 +204,7 @@ def _best(stored: StoredModel) -> str:
 
 
 def _code(text: str) -> str:
-    """Replace characters that cannot stand between backquotes in a line of Markdown."""
+    """Replace by "?" the characters that would break inline code in a Markdown table."""
     return "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)
 
 

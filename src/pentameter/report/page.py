@@ -1,4 +1,4 @@
-"""A run's page, report.html, which needs no network."""
+"""A run's report, report.html, one file that needs no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
-    """Render the whole page as HTML. live: address that a live page asks for its version."""
+    """Render the report as HTML. live: address that the page polls for changes, "" for a page in a
+    file; version: the version rendered here."""
     found, validation = settings(record.config), record.validation_losses()
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
@@ -76,7 +77,7 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
 
 
 def _subtitle(record: RecordedRun) -> str:
-    """Summarize model, data and device in a line."""
+    """Return a line that names model size, data, device and precision, as far as known."""
     model, data = as_table(record.config.get("model")), settings(record.config)
     words = ["GPT"]
     if {"n_layers", "d_model", "n_heads"} <= model.keys():
@@ -93,7 +94,7 @@ def _subtitle(record: RecordedRun) -> str:
 
 
 def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
-    """Return (name, value, detail) for each known figure in the summary."""
+    """Return (name, value, detail), all text, for each known result in the report's summary."""
     found, floor = results(record), entropy_rate(record) or NAN
     step = f"at step {formatting.whole(found.best_step)}"
     planned = f"of {found.planned_steps:,}" if found.planned_steps else ""
@@ -124,7 +125,8 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
-    """Yield the loss in two views, each drawn for wide and for narrow windows."""
+    """Yield the loss plot's views, after the start and the whole run: {label, wide, narrow}, the
+    latter two as SVG for wide and narrow windows."""
     best = record.best()
     description = "Training and validation loss over steps"
     if best is not None:
@@ -143,7 +145,8 @@ def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
 
 
 def _loss_note(record: RecordedRun) -> str:
-    """Say which losses could not be drawn and how many lines could not be read."""
+    """Return a note about losses that are not finite and lines that could not be read; "" if
+    none."""
     notes = []
     n_bad = record.train["loss"].n_non_finite + record.validation_losses().n_non_finite
     if n_bad:
@@ -155,15 +158,16 @@ def _loss_note(record: RecordedRun) -> str:
 
 
 def _data_command(record: RecordedRun, step: int) -> str:
-    """Return the command that shows the batch a step read; "" for batches from a user's function,
-    which only the user can call."""
+    """Return the command that prints a step's batch; "" if batches came from the user's
+    function."""
     if as_table(record.plan.get("data")).get("batches") is not None:
         return ""
     return f"pentameter data {shlex.quote(str(record.folder))} --step {step}"
 
 
 def _groups(values: Mapping[str, Any], general: str) -> Iterable[tuple[str, list[tuple[str, str]]]]:
-    """Yield (title, settings): top-level values under `general`, then each section."""
+    """Yield (section, [(key, value as text), …]) for a nested table; top-level values under the
+    title `general`."""
     top = {key: value for key, value in values.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in values.items() if isinstance(value, dict)}
     for title, content in ({general: top} | sections).items():
@@ -172,7 +176,7 @@ def _groups(values: Mapping[str, Any], general: str) -> Iterable[tuple[str, list
 
 
 def _as_text(key: str, value: object) -> tuple[str, str]:
-    """Return a key and its value as text; its unit moves from the key to the value."""
+    """Return key and value as text; the units _bytes and _flops move from the key to the value."""
     if key.endswith("_bytes") and isinstance(value, int):
         return key.removesuffix("_bytes"), formatting.size(value)
     if key.endswith("_flops") and isinstance(value, int | float):

@@ -1,4 +1,5 @@
-"""A plan's page (verdict, memory, time, schedule, mesh), and a picture of its scaling."""
+"""A page about a planned run (verdict, memory, time, schedule, mesh), and a plot that shows how it
+scales."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ MOST_MESH_ROWS = 64
 
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
-    """Say in a line whether the plan fits, how long it takes and, at a price per device-hour, its
-    cost."""
+    """Return a line: whether the run fits in memory, a step's time, MFU, and if the steps are known
+    the run's time and, at `price` per device-hour, its cost."""
     fits = (
         f"fits with {size(estimate.spare_bytes)} to spare"
         if estimate.fits
@@ -43,8 +44,8 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
 
 
 def first_advice(estimate: Estimate) -> str | None:
-    """Return the setting whose change saves most time, and how much; None if none that fits
-    does."""
+    """Return the changed setting that saves most time, and how much, in words; None if none that
+    fits in memory saves 1%."""
     change = first_change(estimate)
     if change is None:
         return None
@@ -54,13 +55,15 @@ def first_advice(estimate: Estimate) -> str | None:
 
 
 def recomputed(estimate: Estimate) -> str:
-    """Return " · recomputes …", to end a line with; empty without recomputation."""
+    """Return " · recomputes block", for example, to append to a line; "" without activation
+    checkpointing."""
     how = estimate.plan.config.train.activation_checkpoint
     return "" if how is None else f" · recomputes {how}"
 
 
 def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
-    """Return (name, bytes, remark) for each memory component on the fullest rank."""
+    """Return (name, bytes, remark) for each memory component on the fullest rank, zero ones left
+    out."""
     memory = estimate.memory
     parts = [
         ("weights", memory.weights_bytes, ""),
@@ -74,7 +77,8 @@ def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
 
 
 def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
-    """Return (name, seconds, fraction, remark) for each visible part of a step's time."""
+    """Return (name, seconds, fraction, remark) for each part of a step's time: compute, bubble,
+    exposed communication, optimizer. Tiny ones are left out."""
     time, links = estimate.time, estimate.links()
     parts = [("compute", time.compute, "")]
     if estimate.plan.layout.pipeline > 1:
@@ -93,8 +97,8 @@ def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
 
 
 def layout_rows(found: Found) -> list[tuple[str, ...]]:
-    """Return each found layout's name, micro-batch, recomputation, seconds, MFU and spare memory,
-    as text."""
+    """Return, for each layout that a search found, its name, micro-batch size × number,
+    recomputation, seconds per step, MFU and spare memory, as text."""
     return [
         (
             str(estimate.plan.layout),
@@ -111,7 +115,8 @@ def layout_rows(found: Found) -> list[tuple[str, ...]]:
 def write_plan_page(
     path: Path, estimate: Estimate, found: Found | None = None, price: float | None = None
 ) -> Path:
-    """Write an estimate's page to `path` and return `path`. Raises StorageError."""
+    """Write the page about a planned run to `path` and return `path`. found: a search's result to
+    list; price: money per device-hour. Raises StorageError."""
     plan, cluster = estimate.plan, estimate.cluster
     usable = cluster.usable_bytes
     peak = ("peak", estimate.device_bytes, f"of {size(usable)} usable")
@@ -161,7 +166,8 @@ def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
 
 
 def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
-    """Yield ranks, nodes, layers and parameters for each coordinate along the pipeline."""
+    """Yield (ranks, nodes, layers, parameters per rank), as text, for each coordinate along the
+    pipeline."""
     plan, layout = estimate.plan, estimate.plan.layout
     each = layout.world_size // layout.pipeline
     for coordinate in range(min(layout.pipeline, MOST_MESH_ROWS)):
@@ -192,16 +198,17 @@ def _mesh_note(estimate: Estimate) -> str:
 
 
 def write_scale_figure(path: Path, name: str, points: Sequence[ScalePoint]) -> Path:
-    """Write a picture, tokens per second and efficiency over device counts, to `path`; return
-    `path`.
+    """Plot tokens per second and efficiency over device counts into `path`; return `path`.
 
-    The suffix names the format: .svg, .png or .pdf. Raises ConfigError for another, StorageError.
+    The suffix sets the format: .svg, .png or .pdf. Raises ConfigError for another, and
+    StorageError.
     """
     return save_figure(scale_figure(name, points), path)
 
 
 def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
-    """Draw tokens per second for the best and for simpler layouts, next to their efficiency."""
+    """Plot tokens per second over device counts, for the best layout, the best without pipeline and
+    data parallelism alone, next to their efficiency (1 for the first point)."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     base = 0.0

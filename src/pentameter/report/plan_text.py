@@ -1,4 +1,4 @@
-"""A plan for a terminal: verdict, memory, time, a search's best layouts."""
+"""A planned run as text for a terminal: verdict, memory, time, and a search's best layouts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pentameter.report.plan_page import (
 BAR = 28
 """Width of a bar, in characters."""
 LAYOUT_WIDTH = 50
-"""Width of a layout's line in a table, in characters."""
+"""Characters per line of a layout's name in a table."""
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "bold"}
-"""Table settings: columns without lines between them."""
+"""Arguments of rich's Table for columns without lines between them."""
 
 
 def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
-    """Return an Estimate as renderables: verdict, memory, time, and a search's result if
-    `found`."""
+    """Return rich renderables: verdict, memory, time, and a search's layouts (`found`) or, if None,
+    advice. price: money per device-hour, None to leave the cost out."""
     plan, cluster = estimate.plan, estimate.cluster
     header = Text()
     header.append(plan.config.name, style="bold")
@@ -69,7 +69,8 @@ def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> l
 
 
 def _bar_table(title: str, rows: Iterable[tuple[str, str, float, str, str]]) -> Table:
-    """Return a table with a bar in each row (name, value, bar's fraction, remark, bar's style)."""
+    """Return a table with a bar in each row. Rows are (name, value, bar's fraction, remark, bar's
+    style)."""
     table = Table(**PLAIN)
     table.add_column(title, no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
@@ -81,7 +82,7 @@ def _bar_table(title: str, rows: Iterable[tuple[str, str, float, str, str]]) -> 
 
 
 def _bar(share: float) -> str:
-    """Draw a bar in block characters, to an eighth, for a fraction from 0 to 1."""
+    """Draw a bar in block characters, precise to an eighth, for a fraction from 0 to 1."""
     eighths = max(0, min(BAR * 8, round(share * BAR * 8)))
     whole, part = divmod(eighths, 8)
     return "█" * whole + ("", *"▏▎▍▌▋▊▉")[part]
@@ -98,12 +99,13 @@ def _found_table(found: Found) -> Table:
 
 
 def _wrap_layout(layout: str) -> str:
-    """Wrap a layout into lines that end with a comma, so that each can be copied."""
+    """Break a layout's name into lines that end with a comma, so that it can be copied."""
     return textwrap.fill(layout.replace(",", ", "), LAYOUT_WIDTH).replace(", ", ",")
 
 
 def _search_summary(found: Found) -> str:
-    """Say why the best layout beats the next, and how far the search went."""
+    """Return lines about a search: the reasons that the best layout beats the next, and candidate
+    counts."""
     best, *others = found.estimates
     lines = []
     if others:
@@ -119,7 +121,8 @@ def _search_summary(found: Found) -> str:
 
 
 def scale_table(points: list[ScalePoint]) -> Table:
-    """Return growing clusters' best layouts as a table: speed, efficiency, MFU."""
+    """Return a table with the best layout for each cluster size: tokens per second, efficiency,
+    MFU."""
     table = Table(**PLAIN)
     for title in ("devices", "tokens/s", "efficiency", "MFU"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -30,21 +30,22 @@ NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
-"""Horizontal axes for several runs' losses, with their labels."""
+"""Horizontal axes for several runs' losses → their labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Validation loss": lambda record: record.validation_losses(),
     "Training loss, smoothed": lambda record: record.train["loss"],
 }
-"""Losses that can be drawn for several runs in one figure."""
+"""Title → function from a run to the loss curve, for figures with several runs."""
 THINNEST_POINTS = 1.5
-"""Thinner lines, in points, are noise behind a curve, grid or marks."""
+"""Line width, in points, from which a line is a curve that shows values on hover; thinner ones are
+noise, grid or marks."""
 DASHES = ((), (5, 2), (1.5, 1.5), (7, 1.5, 1.5, 1.5))
-"""Line styles: lengths drawn and left out, in units of the line's width."""
+"""Line styles in matplotlib's form: lengths drawn and left out, in line widths."""
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours by role. Blue and orange differ for every kind of colour vision."""
+    """Colours by role. Blue and orange can be told apart with any colour vision."""
 
     ink: str = "#1c2430"
     muted: str = "#66707f"
@@ -60,12 +61,12 @@ LIGHT = Palette()
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
 RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 6))
-"""Run colours on a comparison page; they stand for --run-1 to --run-5, which differ for every kind
-of colour vision."""
+"""Placeholder colours for runs on a comparison page; `page_svg` replaces them by the CSS variables
+--run-1 to --run-5, which can be told apart with every kind of colour vision."""
 RUN_STYLES = tuple(
     (colour, dashes) for dashes in DASHES for colour in range(1, len(RUN_COLOURS) + 1)
 )
-"""Number of its colour, and dashes, of each run that is drawn by itself; further ones are pale."""
+"""(number of the run colour, from 1, dashes) for each run in order; further runs are drawn pale."""
 _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
     colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
 }
@@ -78,10 +79,10 @@ def loss_figure(
     palette: Palette = LIGHT,
     settled: bool = False,
 ) -> Figure | None:
-    """Draw training and validation loss over steps, the best marked; None without a loss.
+    """Plot training and validation loss over steps, the best marked; None if the run has no loss.
 
-    A known `entropy_rate` (grammar corpus) becomes the floor line. `settled` hides the fall at the
-    start above the axis and says so; None if there is no fall.
+    A known entropy rate (grammar corpus) is drawn as a line. `settled` cuts off the fall at the
+    start and notes so; None if there is no such fall.
     """
     train, validation = record.train["loss"], record.validation_losses()
     floor = entropy_rate(record)
@@ -119,7 +120,8 @@ def loss_figure(
 
 
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
-    """Return (key, title, figure) for each other curve with values."""
+    """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
+    norm, speed, MFU."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
@@ -159,8 +161,8 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
 
 
 def _mfu_per_token(record: RecordedRun) -> float | None:
-    """Return MFU ÷ tokens per second if it is the same throughout, so that one curve shows both;
-    None if it changes, as on a resume on another device, or is unknown."""
+    """Return MFU ÷ tokens per second if it is constant, so that one curve shows both; None if it
+    changes, as after a resume on another device, or is unknown."""
     speed, mfu = (record.train[key] for key in ("tokens_per_second", "mfu"))
     if not len(mfu) or speed.steps != mfu.steps or min(speed.values) <= 0:
         return None
@@ -172,7 +174,8 @@ def _mfu_per_token(record: RecordedRun) -> float | None:
 def _add_mfu_axis(
     axes: Axes, per_token: float, percent: PercentFormatter, palette: Palette
 ) -> None:
-    """Add an MFU axis at the right, for a curve in tokens per second."""
+    """Add an MFU axis at the right, beside tokens per second; per_token: MFU ÷ tokens per
+    second."""
 
     def to_mfu(speed: Any) -> Any:  # numbers or arrays of them
         return speed * per_token
@@ -190,10 +193,10 @@ def _add_mfu_axis(
 def overlay_figure(
     loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
 ) -> Figure | None:
-    """Draw one loss (a key in LOSSES) for all runs over an axis (a key in AXES), styled by
-    RUN_STYLES; None if no run has values. The page has the legend.
+    """Plot one loss (a key in LOSSES) for all runs, (label, run) each, over an axis (a key in
+    AXES), in RUN_STYLES and without a legend; None if no run has values.
 
-    `settled` hides a fall at the start above the axis, and says so.
+    `settled` cuts off the fall at the start, if there is one, and notes so.
     """
     curves = [LOSSES[loss](record) for _, record in runs]
     whole = limits(tuple(curves))
@@ -223,15 +226,16 @@ def overlay_figure(
 
 
 def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
-    """Return whether a figure for these runs hides the fall at the start above its axis."""
+    """Return True if `overlay_figure` would cut off the fall at the start for any loss in these
+    runs."""
     return any(
         settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
     )
 
 
 def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
-    """Return axes that show the runs differently: tokens if their steps differ in length, time if
-    it is known."""
+    """Return the keys in AXES over which to plot the runs: steps; tokens, if their steps differ in
+    tokens; training time, if known for all."""
     found = ["step"]
     if len({record.start.get("tokens_per_step") for _, record in runs}) > 1:
         found.append("tokens")
@@ -243,7 +247,7 @@ def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
 
 
 def _axis_values(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
-    """Return each step's position on an axis, interpolated from metrics.jsonl, (n,)."""
+    """Return each step's position on the axis (a key in AXES), interpolated, (n,)."""
     if axis == "step":
         return steps
     series = record.train[axis]
@@ -251,7 +255,7 @@ def _axis_values(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarra
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format that the suffix names (svg, png, pdf); return `path`.
+    """Write a figure, in the format that the suffix names (svg, png, pdf); return `path`.
 
     Raises ConfigError for another suffix, StorageError if it cannot be written.
     """
@@ -266,7 +270,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
-    """Return a figure drawn with the PAGE palette as an SVG element for use inside a page.
+    """Return a figure, drawn with the palette PAGE, as an SVG element for use inside an HTML page.
 
     name: unique on the page, letters and hyphens; element ids start with it. description: for
     readers who cannot see the figure; plain words without markup.
@@ -298,7 +302,8 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def _hover_attribute(figure: Figure) -> str:
-    """Return the SVG attribute `data-hover` with a drawn figure's curves; "" without any.
+    """Return the SVG attribute `data-hover`, JSON from which a script shows values on hover; "" for
+    a figure without curves.
 
     It holds the plot's corners in SVG units, both axes' limits, and each curve's label, colour and
     points.
@@ -334,19 +339,20 @@ def _is_curve(line: Line2D) -> bool:
 
 
 def _rounded(array: object) -> list[float | int]:
-    """Round numbers to five digits: more cannot be seen, and a page has tens of thousands."""
+    """Round an array to five significant digits: a page has many thousands."""
     numbers = [float(f"{value:.5g}") for value in np.asarray(array, dtype=float)]
     return [int(number) if number.is_integer() else number for number in numbers]
 
 
 def _note_hidden_start(axes: Axes, highest: float, palette: Palette) -> None:
-    """Write over the axis that curves begin above its top."""
+    """Write above the plot that curves begin at `highest`, beyond its top."""
     words = f"↑ begins at {highest:.2f}, above this axis"
     axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 
 
 def entropy_rate(record: RecordedRun) -> float | None:
-    """Return the lowest possible loss, nats per token, if the run's start event has it."""
+    """Return the data's entropy rate, the lowest possible loss in nats per token; None if
+    unknown."""
     rate = record.start.get("entropy_rate")
     return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
 
@@ -357,7 +363,7 @@ def _clip_norm(record: RecordedRun) -> float | None:
 
 
 def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
-    """Return a figure and its single plot over steps, in the page's style."""
+    """Return a new figure and its single plot, with steps as x axis, in the page's style."""
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="none")
@@ -378,7 +384,8 @@ def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Fig
 
 
 def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None = None) -> None:
-    """Draw every value faintly under the running mean; few values as one marked line."""
+    """Draw all values faintly and their running mean over them; fewer than 30 as one line with
+    markers."""
     if not len(series):
         return
     if len(series) < 30:
@@ -392,7 +399,7 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
 def _draw_marks(
     axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
 ) -> None:
-    """Draw a dotted line at each resume."""
+    """Draw a dotted vertical line at each resume, with a legend entry if `labelled`."""
     steps = [step for step, mark, _ in record.marks if mark == "resume"]
     for index, step in enumerate(steps[:50]):  # more would hide the curve
         axes.axvline(
@@ -402,7 +409,7 @@ def _draw_marks(
 
 
 def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
-    """Set the y axis to `span`, logarithmic if wider than a factor of 30.
+    """Set the y axis to `span` (low, high), logarithmic if high > 30 × low.
 
     The x axis starts at 0 unless the run begins far from it.
     """

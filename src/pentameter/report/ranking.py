@@ -15,18 +15,17 @@ from pentameter.report.results import Results, RunOutcome, outcome, results
 from pentameter.report.settings import Settings, settings
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing", "data.evaluations")
-"""Beginnings of keys in [data] that do not change the held-out text."""
+"""Prefixes of [data] keys that may differ between runs without changing the held-out text."""
 UNKNOWN_NOISE = 0.005
-"""Lead, as a fraction of the loss, below which nobody is named where no seed was repeated. The seed
-alone moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
+"""Relative lead in loss below which no run is called best if no seed was repeated. The seed alone
+moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
 STUDENT_T = (12.71, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23)
-"""Student's t for 1, 2, … degrees of freedom: a difference of as many standard errors, or more, is
-chance in one case of twenty. Beyond the last it falls to 1.96."""
+"""Student's t for 1, 2, … degrees of freedom (two-sided, 5%); with more it falls to 1.96."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One compared run and its label on the page."""
+    """One compared run, with its label on the page."""
 
     label: str
     record: RecordedRun
@@ -36,54 +35,52 @@ class Run:
 
 
 def compared_run(label: str, record: RecordedRun) -> Run:
-    """Return a run that was read, with its results, its outcome and its settings."""
+    """Return a recorded run with its results, outcome and settings, labelled for a comparison."""
     return Run(label, record, results(record), outcome(record), settings(record.config))
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Finished runs that train alike but for their seed, or a run that stands alone."""
+    """Finished runs that differ only in their seed, or a single run."""
 
     runs: tuple[Run, ...]
-    """One for each seed, the lowest loss first."""
+    """One run per seed, the lowest loss first."""
     mean: float
     deviation: float
-    """Standard deviation between seeds; NaN for a run alone."""
+    """Standard deviation between seeds; NaN for a single run."""
 
     @property
     def label(self) -> str:
-        """The best run's name, and the number of seeds."""
+        """The best run's label, and the number of seeds if there are several."""
         first = self.runs[0].label
         return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Compared runs, the best first, and the verdict about the best."""
+    """Runs ranked by a loss, and a verdict whether one is best."""
 
     runs: tuple[Run, ...]
-    """Ranked by `key`, those without a value last; in the order given if losses do not compare."""
+    """Runs by rising loss, those without one last; in the order given if losses do not compare."""
     measure: str
     """Title of the ranked loss."""
     key: str
-    """Its field in `Results`."""
+    """The ranked loss's field in `Results`."""
     is_ranked: bool
-    """Whether the losses compare at all."""
+    """False if runs were evaluated on different text, so that losses do not compare."""
     repeats: tuple[Repeats, ...]
-    """Groups with two seeds or more."""
+    """Groups of runs that differ only in their seed, two or more each."""
     leaders: frozenset[str]
-    """Labels of the best run, and of its other seeds; empty where the lead may be noise."""
+    """Labels of the best run and its other seeds; empty if its lead may be noise."""
     verdict: str
-    """Sentence about the best run; "" where none has a loss."""
+    """A sentence that names the best run or says why none is; "" if fewer than two have a loss."""
     noise: str
-    """Sentence about what the seed alone moves; "" where losses do not compare."""
+    """A sentence about the loss's deviation between seeds; "" if losses do not compare."""
 
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
-    """Rank runs, given the paths of differing settings.
-
-    Losses per token are compared if tokens are equal, bits per byte if only the text is.
-    """
+    """Rank runs by loss per token, or by bits per byte if their tokenizers differ. `differing` are
+    the differing settings' dotted paths; runs on different text are not ranked."""
     texts = [
         path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
     ]
@@ -115,7 +112,8 @@ def _loss(run: Run, key: str, unknown: float = math.nan) -> float:
 
 
 def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
-    """Group finished runs that differ in their seed alone; every other run stands alone."""
+    """Group finished runs that differ only in their seed; every other run is a group by itself.
+    key: the loss's field in `Results`."""
     groups: dict[str, dict[object, Run]] = {}
     for index, run in enumerate(ranked):
         same, seed = _training(run), run.settings.get("seed")
@@ -131,7 +129,8 @@ def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
 
 
 def _training(run: Run) -> str:
-    """Return a text that is equal for runs that train alike but for their seed."""
+    """Return a string that is equal for runs that differ only in their seed, name, layout or
+    output."""
     ends = ("train.steps", "train.epochs", "train.patience")
     return json.dumps(
         {
@@ -146,7 +145,8 @@ def _training(run: Run) -> str:
 
 
 class _Noise:
-    """The deviation between seeds, pooled over all groups."""
+    """The loss's standard deviation between seeds, pooled over all groups; NaN if no seed was
+    repeated."""
 
     def __init__(self, repeats: Sequence[Repeats]) -> None:
         self.n_groups = len(repeats)
@@ -155,14 +155,15 @@ class _Noise:
         self.deviation = math.sqrt(squares / self.freedom) if self.freedom else math.nan
 
     def bound(self, n: int, m: int, loss: float) -> float:
-        """Return the largest difference between the means of n and of m runs that may be chance."""
+        """Return the largest difference between n runs' and m runs' mean losses that may be chance;
+        `loss` sets the scale if no seed was repeated."""
         if not self.freedom:
             return UNKNOWN_NOISE * abs(loss)
         t = STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1]
         return t * self.deviation * math.sqrt(1 / n + 1 / m)
 
     def sentence(self, measure: str) -> str:
-        """Describe the noise in a sentence or two."""
+        """Return a sentence or two about the deviation between seeds; `measure` names the loss."""
         if not self.freedom:
             return (
                 "Noise is unknown: no two finished runs differ in their seed alone. "
@@ -178,7 +179,8 @@ class _Noise:
 
 
 def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[frozenset[str], str]:
-    """Return the leading runs' labels, and a sentence that names them or says why not."""
+    """Return the leading runs' labels (none if the lead may be chance), and a sentence with the
+    reason. `groups` are sorted by mean loss."""
     if len(groups) == 1:
         only = groups[0]
         return frozenset(), f"The runs differ in their seed alone: {measure} {only.mean:.4f} ± " + (
@@ -212,7 +214,7 @@ def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[fr
 
 
 def _resolved(one: Repeats, other: Repeats) -> bool:
-    """Return whether two losses differ by more than their precisions' rounding."""
+    """Return True if two mean losses differ by more than their precision's rounding."""
     runs = (*one.runs, *other.runs)
     words = {word for run in runs for word in run.results.precision.split()}
     # Below it the order of sums decides, as on another layout.

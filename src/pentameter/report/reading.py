@@ -1,4 +1,4 @@
-"""A run folder read into values, whatever its state: half a line, half a run, foreign files.
+"""A run folder read into a RecordedRun, whatever its state: half a line, half a run, foreign files.
 
 Only regular files with bounded size are read, and no link is followed: the folder may come from
 elsewhere, and its page goes to others. `unread` names the files left out.
@@ -34,7 +34,7 @@ from pentameter.report.event_reader import (
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
 RUN_FILES = ("config.toml", "metrics.jsonl")
-"""Files that identify a run folder; one is enough."""
+"""Files that mark a run folder; one is enough."""
 JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
 SAMPLE_BYTES = 2**20
 LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
@@ -43,7 +43,8 @@ LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values com
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics from one pass over a split."""
+    """Metrics from one evaluation on a split at a step; `loss` in nats per token, NaN if
+    unknown."""
 
     step: int
     split: str
@@ -51,12 +52,12 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float
     accuracy: float = NAN
-    """Fraction of questions answered right; NaN for text."""
+    """Fraction of questions answered right; NaN for an evaluation on text."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Text sampled after a step; `omitted_characters` were cut from its end here."""
+    """Text sampled after a step; `omitted_characters` were cut off at its end."""
 
     step: int
     text: str
@@ -65,18 +66,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as recorded in its folder; every field may be empty."""
+    """Everything that a run folder records; any field may be empty."""
 
     folder: Path
     start: dict[str, Any]
-    """Values from its latest start."""
+    """Values of the latest start or resume event."""
     starts: tuple[dict[str, Any], ...]
     """Start and resume events, in order."""
     train: dict[str, Series]
-    """Curve by name: CURVES, and elapsed_seconds, the time spent in steps."""
+    """Curve by name: those in CURVES, and `elapsed_seconds`, the training time."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, kind, reason) for each resume and skip."""
+    """(step, "resume" or "skip", reason) for each such event."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
@@ -84,23 +85,23 @@ class RecordedRun:
     training_seconds: float
     unreadable_lines: int
     unread: tuple[str, ...]
-    """Files left out, each with the reason."""
+    """Reasons for which files were not read, one each."""
     config: dict[str, Any]
     plan: dict[str, Any]
     environment: dict[str, Any]
     samples: tuple[Sample, ...]
     log_tail: str
     locked: bool
-    """Whether a process works on it; False once it has ended."""
+    """True while a process trains this run."""
 
     @property
     def name(self) -> str:
-        """Configuration's name, else the folder's."""
+        """The configuration's name, else the folder's."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
     def validations(self) -> list[Evaluation]:
-        """Evaluations on the validation split, in order."""
+        """Evaluations on the validation split, by step."""
         return [each for each in self.evaluations if each.split == "val"]
 
     def validation_losses(self) -> Series:
@@ -108,13 +109,14 @@ class RecordedRun:
         return _series([(each.step, each.loss) for each in self.validations])
 
     def best(self) -> Evaluation | None:
-        """Return the validation with the lowest loss."""
+        """Return the evaluation with the lowest validation loss; None without a finite one."""
         finite = [each for each in self.validations if math.isfinite(each.loss)]
         return min(finite, key=lambda each: each.loss, default=None)
 
 
 def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
-    """Read everything in a run folder; metrics.jsonl only unless its `events` are given.
+    """Read everything in a run folder. `events` are those already read from its metrics.jsonl; None
+    reads them.
 
     Raises:
         StorageError: the folder does not exist or cannot be read. Missing or damaged files inside
@@ -129,7 +131,8 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
-    """Assemble a RecordedRun from a run's files and events."""
+    """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
+    skipped."""
     folder, train = files.folder, _latest(events, "train")
     sessions = [e for e in events if e["event"] in SESSIONS]
     starts = [e for e in sessions if e["event"] != "end"]
@@ -191,13 +194,13 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a file that identifies a run folder is there. Raises OSError."""
+    """Return True if a file in RUN_FILES is in `folder`. Raises OSError."""
     return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raise ConfigError, naming runs inside if there are any, unless the folder holds a run;
-    StorageError if it cannot be read."""
+    """Raise ConfigError unless the folder holds a run; the message names runs in its sub-folders.
+    Raises StorageError if it cannot be read."""
     with storage_errors(folder, "read"):
         if holds_run(folder):
             return
@@ -209,30 +212,30 @@ def check_run_folder(folder: Path) -> None:
 
 
 class _RunFiles:
-    """A run folder's files, by name. A damaged one reads as empty and adds a line to `unread`; a
-    missing one reads as empty. Methods raise StorageError if an intact file cannot be read."""
+    """Reads a run folder's files by name. Missing and damaged files read as empty; a damaged one
+    adds a line to `unread`. Methods raise StorageError if an intact file cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unread: list[str] = []
 
     def text(self, name: str, max_bytes: int) -> str:
-        """Return a file's text, if it has at most `max_bytes`; bytes that are not UTF-8 are
-        replaced."""
+        """Return a file's text; bytes that are not UTF-8 are replaced. Empty if larger than
+        `max_bytes`."""
         with self._collect_errors():
             content = read_regular(self.folder / name, max_bytes=max_bytes)
             return content.decode("utf-8", errors="replace")
         return ""
 
     def tail(self, name: str, n_characters: int) -> str:
-        """Return the last `n_characters` from a text file with any length."""
+        """Return a text file's last `n_characters`, whatever its size."""
         with self._collect_errors(), open_regular(self.folder / name) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * n_characters))  # UTF-8's longest
             return file.read().decode("utf-8", errors="replace")[-n_characters:]
         return ""
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return the top-level table in a TOML or JSON file."""
+        """Return a TOML or JSON file's content as a dict."""
         is_toml = name.endswith(".toml")
         text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
@@ -247,7 +250,8 @@ class _RunFiles:
 
     @contextmanager
     def _collect_errors(self) -> Iterator[None]:
-        """Note the body's CorruptError instead of raising it; ignore a missing file."""
+        """A context manager that adds the block's CorruptError to `unread`, and ignores a missing
+        file."""
         try:
             yield
         except MissingFileError:
@@ -257,8 +261,8 @@ class _RunFiles:
 
 
 def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
-    """Return events with this kind, sorted by step; for a repeated step with equal values at
-    `keys`, the later event."""
+    """Return the events named `kind`, sorted by step. If several have the same step and equal
+    values at `keys`, as after a resume, only the last counts."""
     latest = {
         (_integer(event["step"]), *(str(event.get(key)) for key in keys)): event
         for event in events
@@ -268,7 +272,7 @@ def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[st
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
-    """Return the curve through points with rising steps."""
+    """Return the curve through (step, value) points, without non-finite values."""
     finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
     return Series(
         tuple(step for step, _ in finite),
@@ -278,7 +282,7 @@ def _series(points: list[tuple[int, float]]) -> Series:
 
 
 def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
-    """Return the training seconds up to each line: tokens between two lines over the later one's
+    """Return the training time up to each `train` event, in seconds: tokens since the last event ÷
     tokens per second, accumulated."""
     points: list[tuple[int, float]] = []
     total, previous_tokens = 0.0, 0
@@ -292,7 +296,8 @@ def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
 
 
 def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield written checkpoints, each with `kept`: whether its folder still exists."""
+    """Yield the `checkpoint` events, each with its folder's `name` and `kept`: True if it still
+    exists."""
     for event in _latest(events, "checkpoint"):
         name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
         kept = name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
@@ -307,7 +312,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _samples(files: _RunFiles) -> Iterator[Sample]:
-    """Yield the texts in samples/, sorted by step."""
+    """Yield the texts in samples/, sorted by step, each cut to MAX_SAMPLE_CHARACTERS."""
     folder = files.folder / "samples"
     if folder.is_symlink():
         files.unread.append(f"{folder} is a symbolic link, which could lead anywhere")

@@ -1,4 +1,4 @@
-"""A run's results: its figures, and its outcome in one word and one sentence."""
+"""A run's results (losses, speed, memory), and its outcome in a word and a sentence."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from pentameter.report.reading import Evaluation, RecordedRun
 from pentameter.train.log_files import EndKind
 
 STILL_FALLING = 0.002
-"""Relative decrease from one evaluation to the next that counts as falling."""
+"""Relative change of the validation loss between evaluations that counts as falling or rising."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """A run's figures; NaN, None or "" if unknown."""
+    """A run's results; NaN, None or "" if unknown."""
 
     best_loss: float
-    """Validation loss, nats per token."""
+    """Lowest validation loss, nats per token."""
     best_step: int | None
     final_loss: float
-    """Last validation's loss, nats per token."""
+    """Validation loss at the last evaluation, nats per token."""
     perplexity: float
-    """At the best step."""
+    """Validation perplexity at the best step."""
     bits_per_byte: float
-    """At the best step."""
+    """Validation bits per byte at the best step."""
     further: dict[str, float]
-    """What `[[data.evaluations]]` gave at the best step (the last without validation), by title:
-    `NAME accuracy` for questions, `NAME loss` for text."""
+    """Results of `[[data.evaluations]]` at the best step (without validation, at the last): `NAME
+    accuracy` for questions, `NAME loss` for text."""
     train_loss: float
-    """Mean over the last twentieth of the logged steps."""
+    """Mean training loss over the last twentieth of the logged steps, nats per token."""
     steps: int
     planned_steps: int | None
     tokens: int
     training_seconds: float
     tokens_per_second: float
-    """Median."""
+    """Median over the logged steps."""
     mfu: float
-    """Median."""
+    """Median over the logged steps, a fraction."""
     peak_memory_bytes: float
     parameters: int | None
     layout: str
-    """Each start's value in turn, if a resume changed it; the next two likewise."""
+    """The layout; if a resume changed it, all in turn, as "a → b". Precision and device
+    likewise."""
     precision: str
     device: str
 
@@ -65,7 +66,7 @@ def _further(record: RecordedRun, best: Evaluation | None) -> dict[str, float]:
 
 
 def results(record: RecordedRun) -> Results:
-    """Return a run's figures, whether under way or ended."""
+    """Return a run's results so far."""
     best, validation = record.best(), record.validation_losses()
     loss = record.train["loss"].values
     memory = record.train["peak_memory_bytes"].values
@@ -94,13 +95,14 @@ def results(record: RecordedRun) -> Results:
 
 
 def _history(record: RecordedRun, key: str) -> str:
-    """Return a start value's history over resumes: "data=2,zero=3 → data=1"."""
+    """Return the value at `key` in start and resume events, changes in turn: "data=2,zero=3 →
+    data=1"."""
     values = [str(start[key]) for start in record.starts if start.get(key)]
     return " → ".join(value for value, _ in itertools.groupby(values))
 
 
 def planned_steps(record: RecordedRun) -> int | None:
-    """Return the planned step count, None if unknown."""
+    """Return the step count that the run is to reach, None if unknown."""
     planned = record.start.get("steps") or record.plan.get("steps")
     return planned if isinstance(planned, int) else None
 
@@ -118,7 +120,7 @@ def _median(record: RecordedRun, key: str) -> float:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Badge label, its CSS class (good, bad, live), and a sentence."""
+    """A run's state as a label, the label's CSS class (good, bad, live or ""), and a sentence."""
 
     label: str
     kind: str
@@ -126,7 +128,8 @@ class RunOutcome:
 
 
 def outcome(record: RecordedRun) -> RunOutcome:
-    """Return a run's outcome, so far as its folder tells."""
+    """Return a run's outcome: finished, failed, stopped, stopped early, running, interrupted or not
+    started."""
     made = progress(record)
     at = f"step {made}"
     if record.end is None:
@@ -151,8 +154,8 @@ def outcome(record: RecordedRun) -> RunOutcome:
 
 
 def _end_kind(kind: object, reason: str) -> EndKind:
-    """Return why a run ended; for an earlier version's run, which did not record it, from the
-    reason's wording."""
+    """Return how a run ended; for a run by an earlier version, which did not record it, derive it
+    from `reason`."""
     if kind in list(EndKind):
         return EndKind(str(kind))
     if reason == "completed":
@@ -183,8 +186,8 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
 
 
 def _best(record: RecordedRun) -> str:
-    """Return a sentence's end, "; the best validation loss is …", and whether it falls or rises
-    since; "" without training."""
+    """Return a clause to append, "; the best validation loss is …", and whether it has fallen or
+    risen since; "" for a run without training."""
     best, losses = record.best(), record.validation_losses()
     if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
         return ""

@@ -1,4 +1,4 @@
-"""A run folder's training data, opened as the run reads it, without a model."""
+"""A run's training data, opened from its folder without a model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from pentameter.report.reading import check_run_folder
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's configuration, its data set and its batches."""
+    """A run's configuration, data set and batches."""
 
     config: Config
     dataset: Dataset
     batches: TrainingBatches
     first_step: int
-    """The first step that this folder's run made; above 1 where it branched off from another."""
+    """Number of the first step made in this folder, 1 unless the run branched off from another's
+    checkpoint."""
 
     @property
     def source_names(self) -> list[str]:
-        """Each data set's corpus or path, as the configuration names it."""
+        """Corpus or path of each data source, as configured."""
         data = self.config.data
         return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
 
     def batch_index(self, step: int) -> int:
-        """Return the batch index for a step in metrics.jsonl: `step` - 1.
+        """Return the index for a step's batch: steps count from 1, as in metrics.jsonl, batches
+        from 0.
 
-        metrics.jsonl numbers steps from 1, batches count from 0. Raises ConfigError for a step that
-        this run does not make.
+        Raises ConfigError for a step outside the run, or one made by the run that it branched off
+        from.
         """
         n_steps = self.config.train.steps
         assert n_steps is not None  # a run's config.toml has it
@@ -58,7 +60,7 @@ class RunData:
 
 
 def open_run_data(folder: Path) -> RunData:
-    """Open a run's data from the shards that it trains on; nothing is prepared.
+    """Open a run's data from the token shards that it trains on; nothing is tokenized.
 
     Raises ConfigError if the folder holds no run, or one with batches from the user's code;
     CorruptError if the shards are missing or changed.
@@ -95,7 +97,8 @@ def open_run_data(folder: Path) -> RunData:
 
 
 def _opened(recorded: Path, run_folder: Path) -> Dataset:
-    """Open shards at their recorded path, else under the same name in this machine's cache."""
+    """Open token shards at their recorded path, else by the same name in this machine's cache.
+    Raises CorruptError if they are in neither."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
         if is_stream(folder):
             return open_stream(folder, NoSource(folder), verify=False)

@@ -1,4 +1,4 @@
-"""A run's settings, and those that its user chose."""
+"""A run's settings, and the ones that its user chose."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Settings = dict[str, Any]
 TEXT_KEYS = ("data.corpus", "data.path", "data.sources")
 
 LEFT_OPEN = (None, "auto", "epoch")
-"""Preset values that the Plan, or a run's machine, replaces."""
+"""Values in a preset that are replaced when a run is planned."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The nearest preset, and the settings that differ from it."""
+    """The preset nearest to a run's settings, and the settings that differ."""
 
     preset: str
     before: Settings
-    """Preset's value for each differing setting; values that follow from others are left out."""
+    """Dotted path → the preset's value, for each setting that the user must have changed."""
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Return config.toml's values by dotted path: the schema's keys in its order, then unknown
-    ones."""
+    """Return the values in config.toml by dotted path: known keys in the schema's order, then
+    unknown ones."""
     found = dict(flatten(config))
     for path, leaf in leaves().items():
         if found.get(path) == ABSENT and ABSENT in leaf.expected.split():
@@ -44,10 +44,11 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """Return the run's settings that differ from the nearest preset's; None without settings.
+    """Return the nearest preset, and the run's settings that differ from it; None without known
+    settings.
 
-    config.toml does not record its source. The nearest preset is that with the fewest differing
-    settings; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
+    The nearest preset has the fewest differing settings, as config.toml does not record its source.
+    `rows_per_epoch`, from plan.json (None if unknown), resolves a preset that counts epochs.
     """
     if not found.keys() & leaves().keys():
         return None
@@ -96,8 +97,8 @@ def _presets() -> tuple[Config, ...]:
 
 
 def _with_data_of(preset: Config, found: Settings) -> Config:
-    """Return `preset` with a run's text: settings that suit only its own text then follow from that
-    choice."""
+    """Return `preset` with the text that a run's settings name, so that settings that suit only the
+    preset's text are reset."""
     text = {path: found[path] for path in TEXT_KEYS if found.get(path) not in (None, ABSENT)}
     try:
         return load_config(preset, text)
@@ -106,7 +107,8 @@ def _with_data_of(preset: Config, found: Settings) -> Config:
 
 
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
-    """Return settings as a run folder would have them, if the Plan can be made."""
+    """Return a configuration's settings with derived values filled in, as in a run folder; without
+    them if it cannot be planned."""
     vocab_size = found.get("model.vocab_size")
     with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged
         config = make_plan(config, vocab_size, rows_per_epoch).portable_config
@@ -118,7 +120,8 @@ def _plain(value: Any) -> Any:
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for each leaf in nested tables; tables in lists go by index."""
+    """Yield (dotted path, value) for each value in nested tables; an index counts tables in a
+    list."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")

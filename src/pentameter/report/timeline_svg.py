@@ -1,7 +1,7 @@
-"""A pipeline's schedule as an SVG picture: each rank's passes over time.
+"""A pipeline's schedule as an SVG picture: each rank's forward and backward passes over time.
 
-The passes are those that the run executes (`estimating/timeline.py`), with durations on the
-cluster's devices.
+The passes are those that the run executes (`estimating/timeline.py`), with predicted durations on
+the cluster's devices.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pentameter.formatting import duration
 from pentameter.report.markup import render
 
 LEFT, TOP, WIDTH, ROW_PITCH = 92.0, 76.0, 1096.0, 26.0
-"""Drawing's corner and width inside the picture, 1,200 wide, and the distance between rows, in SVG
-units."""
+"""The plot's left and top edges and width in the picture (1,200 wide), and the distance between
+rows, in SVG units."""
 MOST_LABELLED = 4000
-"""Number of passes up to which each shows its micro-batch's number."""
+"""Number of passes up to which each is labelled with its micro-batch."""
 KINDS = {
     "forward": ("forward", "#4878a8", "#7ba3cc"),
     "backward": ("backward", "#5c9e6c", "#93c4a0"),
     "backward_input": ("backward, of inputs", "#5c9e6c", "#93c4a0"),
     "backward_weight": ("backward, of weights", "#b98b3e", "#d9b878"),
 }
-"""Pass's kind → name, and colours for a rank's first and other stages, in turn."""
+"""Kind of pass → name, and two colours that alternate between a rank's stages."""
 
 
 def timeline_svg(estimate: Estimate) -> str:
-    """Draw a pipelined estimate's schedule, one row per rank."""
+    """Return as SVG the schedule predicted for a layout with a pipeline, one row per rank."""
     spans, layout = estimate.time.spans, estimate.plan.layout
     passes = [span for rank in spans for span in rank]
     end = max(span.end for span in passes)
@@ -59,7 +59,8 @@ def timeline_svg(estimate: Estimate) -> str:
 def _drawn(
     spans: Sequence[Span], scale: float, pipeline: int
 ) -> Iterator[tuple[float, float, str, str, str]]:
-    """Yield (x, width, colour, description, label) for each pass that takes time."""
+    """Yield (x, width, colour, description, label) for each pass on a rank that takes time. scale:
+    SVG units per second; pipeline: the layout's pipeline ranks."""
     for span in spans:
         seconds, done = span.end - span.start, span.done
         if seconds > 0:

@@ -1,8 +1,9 @@
-"""HTTP server for `watch`: read-only pages about one folder's runs, for browsers on this machine.
+"""HTTP server for `watch`: read-only pages about the runs in a folder, for browsers on this
+machine.
 
 There is no login. It listens only at the given address, and answers only requests whose Host is an
-IP address or this machine's name, because a foreign page whose domain resolves to this machine (DNS
-rebinding) sends its own. Runs are looked up by name, so no request text ever becomes a path.
+IP address or this machine's name: a foreign page whose domain resolves to this machine (DNS
+rebinding) sends its own name. Runs are looked up by name, so no request text ever becomes a path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEADERS = {
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Server for the runs in `folder`; `serve_forever` answers requests until `shutdown`.
+    """HTTP server for the runs in `folder`; `serve_forever` answers requests until `shutdown`.
 
     Raises ConfigError if host and port cannot be bound.
     """
@@ -50,7 +51,7 @@ class WatchServer(ThreadingHTTPServer):
         self.server_activate()
 
     def accepts(self, host: str) -> bool:
-        """Return whether a request's Host is an IP address, or a name of this machine."""
+        """Return True if a request's Host header is an IP address, or a name of this machine."""
         name = host_name(host)
         try:
             ipaddress.ip_address(name)
@@ -59,18 +60,19 @@ class WatchServer(ThreadingHTTPServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Stay silent about browsers that close their connection."""
+        """Print nothing if a browser closes its connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests; every other method is refused by the base class."""
+    """Answers GET requests; the base class refuses other methods with status 501."""
 
     server: WatchServer
     timeout = 30
     server_version, sys_version = "pentameter", ""
 
     def do_GET(self) -> None:
-        """Answer one request."""
+        """Answer a request with a page or JSON; 403 for a foreign Host, 404 for an unknown run, 500
+        for one that cannot be read."""
         if not self.server.accepts(self.headers.get("Host", "")):
             self._send(
                 HTTPStatus.FORBIDDEN, "Refused: the Host of this request is not this machine."
@@ -108,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConfigError(f"there is no page {asked.path}; the first one is /")
 
     def _send_live(self, names: list[str], address: str, query: dict[str, list[str]]) -> None:
-        """Send the runs' page, or only its version if the query asks for that."""
+        """Send the runs' page, or only its version if the query asks for that (for polling)."""
         live = f"{address}{'&' if '?' in address else '?'}version=1"
         if "version" in query:
             version = {"version": self.server.board.version(names)}
@@ -127,4 +129,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a page asks every two seconds."""
+        """Log nothing, as every open page polls every two seconds."""

@@ -1,5 +1,5 @@
-"""The HTTP application: OpenAI's routes, event streams, a guard against other sites' pages, and a
-server whose stop loses nothing.
+"""The HTTP application: routes with OpenAI's interface, event streams, a guard against other sites'
+pages, and a server that answers running requests before it stops.
 
 Nothing from a prompt or an answer is ever logged.
 """
@@ -62,9 +62,9 @@ _PAGE_HEADERS = {
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
-    """Return the application for a worker, which is closed with it.
+    """Return the FastAPI application that serves a worker's models; the worker is closed with it.
 
-    hosts: names by which a browser may reach it, without ports; None for any.
+    hosts: names (without port) that the Host header may have, None for any.
     """
 
     @asynccontextmanager
@@ -84,12 +84,13 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     @app.get("/")
     async def page() -> Response:
-        """The page for a browser, which asks the routes below."""
+        """Return the HTML page for a browser, which sends requests to the routes below."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
     async def health() -> Response:
-        """Say whether requests are taken."""
+        """Return the server's status and texts in progress; 200 while requests are taken,
+        else 503."""
         status = "stopping" if worker.is_stopping else "ok" if worker.is_alive else "failed"
         n_texts = {name: each.n_texts for name, each in worker.models.items()}
         body = {"status": status, "models": list(worker.models), "texts": n_texts}
@@ -103,17 +104,17 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """Describe a model."""
+        """Describe the model `name`; 404 if it is not served."""
         return JSONResponse(_described(_chosen(worker, name)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        """Continue prompts."""
+        """Continue one or more prompts."""
         return await _answer(worker, limits, CompletionRequest, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer the last message in a conversation."""
         return await _answer(worker, limits, ChatRequest, request)
 
     return app
@@ -131,7 +132,8 @@ def _described(served: ServedModel) -> dict[str, Any]:
 
 
 def _chosen(worker: Worker, name: str | None) -> ServedModel:
-    """Return the model that a request names; the only one, if it names none."""
+    """Return the model named `name`; for None the only one. Raises RequestError (404) if there is
+    none."""
     if name is None and len(worker.models) == 1:
         return next(iter(worker.models.values()))
     if name is None or name not in worker.models:
@@ -152,7 +154,8 @@ async def _answer(
     kind: type[CompletionRequest] | type[ChatRequest],
     http: Request,
 ) -> Response:
-    """Answer a request for text, whole or as a stream. If its sender leaves, it is cancelled."""
+    """Parse a request (its body is a `kind`), queue its texts and return the answer, whole or as a
+    stream. If the client disconnects, writing stops. Raises RequestError."""
     try:
         body = json.loads(await http.body())
     except (ValueError, RecursionError) as error:  # of json, or of UTF-8
@@ -186,7 +189,8 @@ async def _answer(
 
 
 async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
-    """Collect a request's complete texts, by choice index."""
+    """Wait for a request's texts to end and return each, complete, by choice index. Raises
+    TakesTooLongError after `seconds`."""
     found: dict[int, Piece] = {}
     async for pieces in job.pieces(seconds):
         for index, piece in pieces:
@@ -195,7 +199,7 @@ async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
 
 
 async def _disconnected(http: Request) -> None:
-    """Return once the sender has left."""
+    """Return once the client has disconnected."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -203,7 +207,9 @@ async def _disconnected(http: Request) -> None:
 async def _events(
     worker: Worker, job: Job, form: _Form, seconds: float, *, with_usage: bool
 ) -> AsyncIterator[str]:
-    """Yield a stream's server-sent events; an error after the first becomes the last event."""
+    """Yield a streamed answer as server-sent events, with token counts at the end if `with_usage`.
+    An error, also after `seconds`, becomes the last event. When the stream is closed, writing
+    stops."""
     n_tokens: Counter[int] = Counter()
     try:
         for index in form.openings():
@@ -228,7 +234,8 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _described_error(error: Exception, limits: Limits | None) -> RequestError:
-    """Translate an exception during generation into the error that the client gets."""
+    """Return the RequestError to send to the client for an exception during generation. With
+    `limits`, the message names the time limit."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, TakesTooLongError):
@@ -242,7 +249,8 @@ def _described_error(error: Exception, limits: Limits | None) -> RequestError:
 
 @dataclass
 class _Form:
-    """OpenAI's JSON for a job's answer: a completion, or a chat completion."""
+    """Builds OpenAI's JSON for a job's answer: a chat completion if `is_chat`, else a
+    completion."""
 
     job: Job
     is_chat: bool
@@ -252,7 +260,7 @@ class _Form:
         self._id, self._created = prefix + uuid.uuid4().hex, int(time.time())
 
     def shell(self, choices: list[dict[str, Any]], *, is_chunk: bool = True) -> dict[str, Any]:
-        """Return a chunk, or the whole answer, around its choices."""
+        """Return the JSON object around `choices`: one streamed event, or the whole answer."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
@@ -266,7 +274,8 @@ class _Form:
         }
 
     def usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
-        """Return token counts: each prompt once, and every token that was drawn."""
+        """Return token counts: every prompt counts once, though it has several answers. n_tokens:
+        tokens generated for each text."""
         prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
         drawn = sum(n_tokens)
         return {
@@ -276,11 +285,13 @@ class _Form:
         }
 
     def openings(self) -> Sequence[int]:
-        """Return the choice indices whose streams begin with an opening event."""
+        """Return the choice indices that begin with an event for the role: all in a chat, else
+        none."""
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
-        """Return one streamed event for a choice."""
+        """Return one streamed event for the choice `index`, with new text; `is_first` adds the
+        role."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         if self.is_chat:
             choice["delta"] = {"role": "assistant", "content": ""} if is_first else {}
@@ -291,7 +302,7 @@ class _Form:
         return self.shell([choice | {"logprobs": self._logprobs(index, piece)}])
 
     def whole(self, pieces: dict[int, Piece]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole answer, given each choice's complete text by index."""
         choices = []
         for index, piece in sorted(pieces.items()):
             message = {"role": "assistant", "content": piece.text}
@@ -325,7 +336,8 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _rivals(chance: TokenChance) -> dict[str, float]:
-    """Map token text → log-probability; if several tokens have one text, the likeliest counts."""
+    """Return token text → log-probability; if several tokens have one text, the likeliest
+    counts."""
     return dict(reversed(chance.rivals))
 
 
@@ -356,18 +368,19 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that refuses pages of other sites, bodies that are no JSON, and large ones.
+    """Middleware that refuses requests from other sites' pages, bodies that are not JSON, and
+    bodies above `body_bytes`.
 
-    A browser sends a page's requests to any address, this machine's own too. So the Host header
-    must name this server (a foreign name may resolve to 127.0.0.1), a page's Origin must be the
-    server itself, and a body must say that it is JSON, which a form cannot.
+    A browser sends any page's requests to any address, also to this machine's own. So the Host
+    header must be in `hosts` (a foreign name may resolve to 127.0.0.1; None allows any), a page's
+    Origin must be this server, and Content-Type must be JSON, which an HTML form cannot send.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, body_bytes: int) -> None:
         self._app, self._hosts, self._most = app, hosts, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request that may pass, or refuse it."""
+        """Pass an ASGI request on, or answer it with 403, 413 or 415."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -418,8 +431,8 @@ def _too_large(most: int) -> RequestError:
 
 
 def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds: float) -> int:
-    """Serve a worker's models at a bound socket until a signal asks to stop; running requests then
-    have `grace_seconds` to end. Return the exit code: 0 if every request was answered or told."""
+    """Serve a worker's models at a bound socket until SIGINT or SIGTERM; running requests then have
+    `grace_seconds` to end. Return the exit code: 0, or 1 if a second SIGINT cut requests off."""
     is_local = bound.getsockname()[0] in LOOPBACK
     app = create_app(worker, limits, LOOPBACK if is_local else None)
     bound.listen()  # whoever reads the line may connect
@@ -430,7 +443,8 @@ def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our stop: new requests are refused, running ones end or are told."""
+    """uvicorn's server with another stop: new requests are refused with 503, and running ones that
+    do not end within `grace_seconds` get an error."""
 
     def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
         seconds = int(grace_seconds) + 5  # what hangs after it was told is cut off
@@ -443,7 +457,8 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM; unlike uvicorn's, the signal does not kill afterwards."""
+        """A context manager in which SIGINT and SIGTERM stop the server; unlike uvicorn's, it does
+        not raise the signal again afterwards."""
         loop = asyncio.get_running_loop()
         stops = (signal.SIGINT, signal.SIGTERM)
         for number in stops:
@@ -455,7 +470,8 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop with grace at the first signal, at once at the second SIGINT."""
+        """Refuse new requests and stop after the grace at the first signal, at once at a second
+        SIGINT."""
         if not self._worker.is_stopping:
             self._worker.is_stopping = True
             why = "the server stops, and the time to end this request is up"

@@ -1,8 +1,8 @@
-"""Continuous batching: texts join and leave between two passes, and never change each other.
+"""Continuous batching: texts start and end between two model passes, and never change each other.
 
-Each step first reads pieces from new texts, up to a token budget, then takes one token for every
-text being written, in one pass. The other texts decide only how fast a text is written; its content
-depends on its own request alone (see `passes.py`).
+Each step first reads prompts in pieces, up to a token budget, then writes one token for every other
+text in one pass. Other texts only affect the speed; a text's content depends on its own request
+alone (see `passes.py`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passe
 
 @dataclass(eq=False)
 class _Writing:
-    """A text in a slot, its window into the text so far, and the number of tokens already
-    cached."""
+    """A text that has a cache slot: its window (the tokens that the model sees), and how many are
+    already cached."""
 
     continuation: Continuation
     slot: int
     window: list[int]
     n_cached: int = 0
     n_in_pieces: int = 0
-    """First tokens of the window that are read in pieces."""
+    """First tokens in the window that are read in pieces; the rest one by one."""
     n_used: int = 0
-    """Most tokens of the slot that were ever written."""
+    """Largest number of the slot's positions ever written, to be cleared."""
 
     @property
     def n_to_read(self) -> int:
-        """Tokens that pieces have still to read."""
+        """Tokens still to be read in pieces."""
         return max(0, self.n_in_pieces - self.n_cached)
 
 
 class Batcher:
-    """Texts waiting for a slot and texts in one. Not safe for several threads."""
+    """Queues texts, gives each a cache slot when one is free, and writes them all together. Not
+    safe for several threads."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -51,23 +52,23 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if no text waits or is written."""
         return not self._waiting and not self._writing
 
     def add(self, continuation: Continuation) -> None:
-        """Queue a text behind those that wait for a slot."""
+        """Queue a text, behind those that wait for a slot."""
         self._waiting.append(continuation)
 
     def cancel(self, continuation: Continuation) -> None:
-        """Leave a text out from now on, and free its slot; nothing if it has ended."""
+        """Drop a text and free its slot; does nothing if it has ended."""
         if continuation in self._writing:
             self._release(continuation)
         elif continuation in self._waiting:
             self._waiting.remove(continuation)
 
     def step(self) -> list[tuple[Continuation, Piece]]:
-        """Advance every text in a slot, and return a Piece for each text that has a new token or
-        failed."""
+        """Advance every text that has a slot, and return (text, newly written Piece) for each that
+        got a token or failed."""
         while self._free and self._waiting:
             self._begin(self._waiting.popleft())
         logits: dict[Continuation, Floats] = {}
@@ -101,7 +102,8 @@ class Batcher:
         self._see(writing)
 
     def _see(self, each: _Writing) -> None:
-        """Move a window to the text's end: by one token, or to its new start."""
+        """Move a text's window to its end: append the last token or, if the window must start
+        later, begin it anew with nothing cached."""
         prompt, written = each.continuation.asked.prompt, each.continuation.tokens
         n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
         if each.window and n_seen == len(each.window) + 1:
@@ -116,7 +118,8 @@ class Batcher:
         each.n_used = max(each.n_used, each.n_cached)
 
     def _draw(self, logits: dict[Continuation, Floats]) -> list[tuple[Continuation, Piece]]:
-        """Draw each text's next token from its logits (V,)."""
+        """Sample each text's next token from its logits (V,), V the vocabulary size. A text with
+        non-finite logits gets an error."""
         pieces: list[tuple[Continuation, Piece]] = []
         groups: dict[object, list[Continuation]] = {}
         for continuation, of_text in logits.items():

@@ -1,4 +1,4 @@
-"""One text that a model writes: its tokens, the part that may be shown, and the reason it ended.
+"""One text that a model writes: its tokens, the part that can be sent already, and why it ended.
 
 V is the vocabulary size.
 """
@@ -17,38 +17,39 @@ from pentameter.generation.loop import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not know; OpenAI's number."""
+"""Log-probability sent in place of minus infinity, which JSON lacks; OpenAI's number."""
 _DRAWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A token that was drawn, with its logarithmic probability and its likeliest rivals'."""
+    """A sampled token with its log-probability and the likeliest tokens'."""
 
     text: str
     logprob: float
     """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
     rivals: Sequence[tuple[str, float]]
-    """(text, logarithmic probability) of the likeliest tokens, falling."""
+    """(text, log-probability) of the likeliest tokens, falling."""
     offset: int
-    """Characters of the text before the token's."""
+    """Number of characters in the text before this token."""
 
 
 @dataclass
 class Piece:
-    """Newly shown text; the last piece carries the finish reason."""
+    """Newly written text to send; the last piece has a finish reason or an error."""
 
     text: str = ""
     chances: list[TokenChance] = field(default_factory=list)
     n_tokens: int = 0
-    """Tokens that were drawn so far."""
+    """Tokens sampled so far, over all pieces."""
     finish_reason: str | None = None
-    """`stop` (the text ended itself, or by a stop string), `length`, or None: it goes on."""
+    """`stop` (an end token or a stop string), `length` (max_tokens), or None while the text goes
+    on."""
     error: Exception | None = None
-    """What ended it instead."""
+    """The error that ended the text; None without one."""
 
     def joined(self, later: Piece) -> Piece:
-        """Return this piece and its successor as one."""
+        """Return this piece and the following one, `later`, as one."""
         return Piece(
             self.text + later.text,
             self.chances + later.chances,
@@ -60,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that determines a text, besides the model."""
+    """One requested text: everything that determines it besides the model."""
 
     prompt: Tokens
     """Token ids (n,), at least one."""
@@ -68,20 +69,22 @@ class Asked:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     sample: int = 0
-    """Its number among the texts for one prompt and seed."""
+    """Index among the texts for the same prompt and seed."""
     ends: Collection[int] = frozenset()
-    """Tokens that end the text; they are not shown."""
+    """Token ids that end the text; not part of it."""
     stop: Sequence[str] = ()
-    """Strings that end the text; neither they nor what follows is shown."""
+    """Strings that end the text; it is cut before them."""
     n_rivals: int | None = None
-    """Rivals of each token to report; None to report no probabilities at all."""
+    """Number of likeliest tokens to report with each token; None to report no probabilities
+    at all."""
     follows_text: bool = True
-    """Whether the reader has the prompt before them: words are then separated from it."""
+    """True if the text is displayed behind its prompt: a space that separates words is then
+    kept."""
 
 
 class CachedDecoder:
-    """A tokenizer's `decode` that remembers short sequences: texts are decoded two tokens at a
-    time, and the same ones come again and again."""
+    """A tokenizer's `decode` with a cache: texts are decoded two tokens at a time, and the same
+    pairs come again and again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._remembered = lru_cache(maxsize=1 << 16)(tokenizer.decode)
@@ -92,7 +95,7 @@ class CachedDecoder:
 
 
 class Continuation:
-    """The text that follows a prompt, while it grows."""
+    """One requested text (`asked`) while it is written."""
 
     def __init__(self, asked: Asked, tokenizer: Decodes) -> None:
         self.asked = asked
@@ -108,7 +111,8 @@ class Continuation:
 
     @property
     def uniform(self) -> float:
-        """The uniform number by which the next token is drawn."""
+        """The number in [0, 1) that samples the next token; a function from seed, sample and
+        position."""
         asked, number = self.asked, len(self.tokens) % _DRAWS_AT_ONCE
         if number == 0:
             first = len(asked.prompt) + len(self.tokens)
@@ -117,8 +121,8 @@ class Continuation:
         return float(self._uniforms[number])
 
     def push(self, token: int, logits: Floats) -> Piece:
-        """Take the next token, drawn from logits (V,), and return the text that may be shown
-        now."""
+        """Append a token, sampled from logits (V,), and return the text that can be sent now. Sets
+        `finish_reason` if the text ends."""
         offset = len(self._text)
         self.tokens.append(token)
         self._text += self._detokenizer.push(token)
@@ -142,8 +146,8 @@ class Continuation:
         return self._shown()
 
     def _shown(self) -> Piece:
-        """Return the text and tokens settled since the last call, without any that a stop string
-        may yet remove."""
+        """Return new text and tokens since the last call, holding back an end that could become a
+        stop string."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)

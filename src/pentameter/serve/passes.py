@@ -1,13 +1,14 @@
-"""A GPT's passes over the slots of one cache, in which no token's result depends on other slots.
+"""Model passes over a key-value cache with a slot per text, in which no token's result depends on
+other slots.
 
 A text must not change with the texts beside it, to the last bit. Matmul kernels round differently
-with the number of rows (their blocks are other ones), and so does attention with the number of keys
-that it reads. So a pass has one of few shapes:
+with the number of rows (they choose other blocks), and so does attention with the number of keys
+that it reads. So only few shapes are used:
 
 - `read` takes a piece of one text. Its shape follows from the text's length alone.
-- `write` takes the newest token of each text, one for each slot. Its rows are padded to a batch
-  size, its keys to a number, of which `find_shapes` has seen on this machine, with this model, that
-  they give the same bits. Where not even a single shape does, each text has a pass of its own.
+- `write` takes one new token for each text. Rows and keys are padded to numbers for which
+  `find_shapes` has found, on this machine and with this model, that they give the same bits. If
+  there are none, each text has a pass of its own.
 
 Shapes: B slots, T tokens, H heads, G KV heads, S keys, K head size, V vocabulary (unpadded).
 """
@@ -31,40 +32,40 @@ from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
 
 PIECE_TOKENS = 64
-"""Most tokens of a text that one pass reads, so that texts being written wait little for it."""
+"""Most prompt tokens read in one pass, so that texts being written wait little for it."""
 _PIECE_UNIT = 16
-"""Divisor of a pass's padded tokens; a shorter rest goes to the next multiple."""
+"""A piece's tokens are padded to a multiple of this."""
 _LEAST_PIECE = 4
-"""Tokens from which on the rest of a text has a pass of its own; fewer go with those written."""
+"""Least number of last tokens that are read as a piece; fewer are written one by one."""
 _KEY_UNIT, _MOST_KEY_SIZES = 64, 16
-"""Divisor of the keys that a piece reads; most numbers of keys that `write` chooses from, multiples
-of _PIECE_UNIT."""
+"""The keys that a piece reads are padded to a multiple of the first; the second is the largest
+number of key counts that `write` chooses from."""
 _CHECKED_SEEDS = 2
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes between which `write` may choose without changing a bit, ascending."""
+    """Padded shapes from which `write` chooses, all with the same bits; each tuple ascends."""
 
     batch_sizes: tuple[int, ...]
-    """Numbers of slots, the largest being all; (1,) for a pass to each text."""
+    """Numbers of slots in a pass, the last being all; (1,) if each text has its own pass."""
     key_sizes: tuple[int, ...]
-    """Numbers of keys, the largest being all."""
+    """Numbers of keys read, the last being all."""
 
 
 def hiding(
     hidden_after: Tensor, distance: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the attention mask (T, S) to add to scores: -∞ for keys in `hidden_after` (T, S) and
-    those whose `distance` (T, S) reaches the window, else 0."""
+    """Return the attention mask (T, S) to add to scores: -∞ for keys that `hidden_after` (T, S,
+    bool) hides, and for those at a `distance` (T, S) ≥ `window` (None: no window); else 0."""
     hidden = hidden_after if window is None else hidden_after | (distance >= window)
     zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
     return zeros.masked_fill_(hidden, float("-inf"))
 
 
 class Slots:
-    """A GPT and a cache with a slot for each text. It takes the model over: its attention reads
-    these slots from now on."""
+    """A GPT with a key-value cache for `n_slots` texts. The model's attention is replaced to read
+    these slots, so it must not be used otherwise."""
 
     def __init__(self, model: GPT, vocab_size: int, n_slots: int) -> None:
         weight = next(model.parameters())
@@ -92,19 +93,19 @@ class Slots:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes in all cached keys and values."""
+        """Bytes that all cached keys and values take."""
         return sum(each.numel() * each.element_size() for each in (*self._keys, *self._values))
 
     def clear(self, slot: int, n_tokens: int) -> None:
-        """Zero the first n_tokens in a slot, for its next text: masked keys count 0 times, and a
-        NaN would outlive that."""
+        """Zero a slot's first n_tokens positions for its next text: masked keys have weight 0, but
+        a NaN would spread all the same."""
         for each in (*self._keys, *self._values):
             each[slot, :, : _rounded_up(n_tokens, _KEY_UNIT)] = 0
 
     @torch.inference_mode()
     def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
-        """Read a text's `tokens`, numbered from `start` in its window, into a slot, and return the
-        logits (V,) after the last."""
+        """Read `tokens` into a slot, at positions from `start` on. Return the logits (V,) after the
+        last."""
         T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
@@ -116,8 +117,8 @@ class Slots:
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
-        """Take one more token for several texts, {slot: (token, its position in the window)}, and
-        return each slot's logits (V,)."""
+        """Read one more token for several texts. rows: slot → (token, its position in the window).
+        Return slot → logits (V,)."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -125,8 +126,8 @@ class Slots:
         return {slot: logits[slot] for slot in rows}
 
     def _write(self, rows: dict[int, tuple[int, int]], first: int, n_rows: int) -> Floats:
-        """Return logits (n_rows, V) for consecutive slots from `first` on; slots missing in `rows`
-        are padding, and keep nothing."""
+        """Return logits (n_rows, V) from a pass over n_rows slots from `first` on; slots missing in
+        `rows` (slot → token, position) are padding, and keep nothing."""
         tokens, numbers, write_at = [0] * n_rows, [0] * n_rows, [self._n_keys - 1] * n_rows
         for slot, (token, number) in rows.items():
             tokens[slot - first], numbers[slot - first] = token, number
@@ -142,8 +143,8 @@ class Slots:
         return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
 
     def _pass(self, tokens: Tensor, positions: Tensor, numbers: Tensor, asked: slice) -> Floats:
-        """Return logits (n, V) for the slice `asked` in tokens (1, T). Each token has its number
-        among `positions` (T,), and sees keys up to its own entry in `numbers` (T,)."""
+        """Return logits (n, V) for the slice `asked` in tokens (1, T). positions (T,) are the
+        model's positions; each token attends to keys up to its entry in numbers (T,)."""
         key = torch.arange(self._n_seen, device=self._device)
         self._masks: dict[int | None, Tensor] = {}
         self._hidden_after = key > numbers[:, None]  # (T, S)
@@ -162,8 +163,8 @@ class Slots:
         return logits.to("cpu", torch.float64).numpy()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this pass's k and v (1, G, T, K), and return all keys and values that its slots
-        hold, (B, G, S, K) each."""
+        """Store a layer's new keys and values, (1, G, T, K) each, and return all that the pass's
+        slots hold, (B, G, S, K) each. Called by attention."""
         seen = []
         for stored, new in ((self._keys[layer], k), (self._values[layer], v)):
             of_pass = stored[self._slots]
@@ -186,8 +187,8 @@ class Slots:
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return attention's output (1, H, T, K): a piece attends to its own text, other tokens
-        each to their own slot."""
+        """Return attention's output (1, H, T, K). In a piece, tokens attend to their common slot,
+        else each to its own."""
         if not self._is_piece:
             q = q.transpose(0, 2)  # (B, H, 1, K)
         n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
@@ -200,7 +201,8 @@ class Slots:
         return y if self._is_piece else y.transpose(0, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return `hiding` for layers with this window, broadcastable to scores (B, G, n, T, S)."""
+        """Return the mask for layers with this window (None: none), which broadcasts to scores (B,
+        G, n, T, S), n the heads per KV head."""
         if window not in self._masks:
             mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
@@ -210,8 +212,8 @@ class Slots:
 
     @torch.inference_mode()
     def find_shapes(self) -> Shapes:
-        """Find by trial the shapes for which `write` gives every row the same bits, in any slot and
-        beside any rows, and use only these from now on. All slots are zero afterwards."""
+        """Find by trial the padded shapes with which `write` gives every row the same bits, in any
+        slot and beside any other rows; use and return them. All slots are zero afterwards."""
         whole, everyone = self.shapes, self.n_slots
         _make_up([*self._keys, *self._values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
@@ -230,8 +232,9 @@ class Slots:
     def _agree(
         self, batch_sizes: Sequence[int], n_keys: int, seeds: Iterable[int], moves: Sequence[int]
     ) -> bool:
-        """Return whether passes with these shapes reproduce, bit for bit, the logits that the
-        largest shape gives made-up rows, also with rows moved by each number in `moves`."""
+        """Return True if passes with each batch size and n_keys keys give made-up rows the same
+        bits as the largest shape does, also if rows are moved to other slots by each number in
+        `moves`."""
         last = min(n_keys, self.context_length) - 1
         for seed in seeds:
             rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
@@ -244,8 +247,8 @@ class Slots:
         return True
 
     def _tried(self, rows: Sequence[tuple[int, int]], n_keys: int) -> Floats:
-        """Return logits (n, V) from a pass over n rows padded to n_keys keys, and leave the slots
-        as they were."""
+        """Return logits (n, V) from a pass over n rows (token, position), padded to n_keys keys;
+        the slots are restored."""
         slots = torch.arange(len(rows), device=self._device)
         numbers = torch.tensor([number for _, number in rows], device=self._device)
         stored = [*self._keys, *self._values]
@@ -259,7 +262,8 @@ class Slots:
 
 
 def _make_up(stored: Sequence[Tensor]) -> None:
-    """Fill keys and values (B, G, S, K) with made-up numbers, the same for each block along S."""
+    """Fill keys and values (B, G, S, K) with made-up numbers that repeat along S every
+    _KEY_UNIT."""
     index = torch.arange(len(stored) * stored[0][0, :, :_KEY_UNIT].numel())
     drawn = bits(make_key("serve", "keys"), index.int()).view(len(stored), -1)
     for each, pattern in zip(stored, drawn, strict=True):
@@ -268,8 +272,8 @@ def _make_up(stored: Sequence[Tensor]) -> None:
 
 
 def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tuple[int, int]]:
-    """Return made-up (token, position) pairs for n_rows texts, with positions up to `last`, the
-    highest and 0 included."""
+    """Return made-up (token, position) pairs, one per row, with positions from 0 to `last`, both
+    included."""
     drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * n_rows).int())
     tokens, lengths = drawn.view(2, -1).tolist()
     numbers = [last, 0, *(length % (last + 1) for length in lengths)]
@@ -277,14 +281,14 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many leading tokens `Slots.read` takes; the rest, fewer than _LEAST_PIECE, are
-    written one at a time."""
+    """Return how many leading tokens in a window are read in pieces; the rest, fewer than
+    _LEAST_PIECE, are written one by one."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
 
 
 def passed_tokens(n_tokens: int) -> int:
-    """Return the padded number of tokens that a pass for n_tokens computes."""
+    """Return the padded token count for a pass over n_tokens."""
     return _rounded_up(n_tokens, _PIECE_UNIT)
 
 

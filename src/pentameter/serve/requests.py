@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form: their fields, their limits, and the texts that they ask for."""
+"""Requests in OpenAI's form: their fields and limits, translated into texts to write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls",
 }  # fmt: skip
-"""Standard fields that change nothing here."""
+"""OpenAI's fields that are accepted and change nothing."""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "presence_penalty": (0, None),
@@ -39,16 +39,16 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Standard fields that are not supported → values that ask for nothing, and pass."""
+"""OpenAI's fields that are not supported → values that ask for nothing, which are accepted."""
 
 LONGEST_STOP, MOST_STOPS = 256, 16
 MOST_RIVALS = 20
 COMPLETION_TOKENS = 16
-"""Default of a completion's `max_tokens`, which is OpenAI's."""
+"""OpenAI's default for a completion's `max_tokens`."""
 
 
 class RequestError(Exception):
-    """A request that is refused, with an HTTP status and OpenAI's description."""
+    """A refused request: message, HTTP status, and OpenAI's `param` and `code`."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -68,23 +68,23 @@ class Limits:
     """The most that one request may ask for."""
 
     max_tokens: int
-    """Most new tokens of a text."""
+    """Largest number of new tokens in a text."""
     seconds: float
-    """Longest time that a request may take, waiting included."""
+    """Longest time for a request, waiting included."""
     body_bytes: int
     texts: int = 16
-    """Most texts: prompts times `n`."""
+    """Largest number of texts: prompts times `n`."""
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent."""
+    """OpenAI's `stream_options`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     include_usage: bool | None = False
 
 
 class _Request(BaseModel):
-    """Fields common to both requests."""
+    """Fields common to completions and chat completions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -102,7 +102,8 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
-        """Drop ignored and neutral fields; raise RequestError for unsupported and unknown ones."""
+        """Return the body's fields without ignored and neutral ones. Raises RequestError for an
+        unknown field, or an unsupported one that asks for something."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
         known = [*cls.model_fields, *IGNORED, *NEUTRAL]
@@ -125,16 +126,17 @@ class _Request(BaseModel):
 
     @property
     def n_each(self) -> int:
-        """Texts for each prompt."""
+        """Number of texts for each prompt."""
         return self.n or 1
 
     @property
     def asks_for_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream is to end with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def stops(self) -> tuple[str, ...]:
-        """Return the strings that end a text; RequestError if they are too many or too long."""
+        """Return the strings that end a text. Raises RequestError if they are too many or too
+        long."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MOST_STOPS or not all(0 < len(each) <= LONGEST_STOP for each in stops):
             raise RequestError(
@@ -146,8 +148,8 @@ class _Request(BaseModel):
     def _asked(
         self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
     ) -> list[Asked]:
-        """Return n texts for one prompt, ids (n_tokens,), with further fields for `Asked`.
-        RequestError if the prompt or max_tokens is too long."""
+        """Return the `n` texts requested for one prompt with token ids (n_tokens,); `fields` are
+        passed on to Asked. Raises RequestError if the prompt or max_tokens is too long."""
         if len(ids) > served.context_length:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
@@ -171,13 +173,14 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    """Body for /v1/completions."""
+    """JSON body for /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
     def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
-        """Return the requested texts: n for each prompt in turn."""
+        """Return the requested texts, `n` for each prompt in turn. Raises RequestError beyond the
+        limits, or for a prompt that cannot be encoded."""
         tokenizer = served.tokenizer
         prompts: list[Any]
         match self.prompt:
@@ -217,21 +220,21 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn in a conversation; a template may read further fields."""
+    """One message in a conversation; a chat template may read further fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: str | list[ContentPart] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as templates read it, its content one text."""
+        """Return the message as a dict for chat templates, its content joined into one string."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {**self.model_dump(exclude_none=True), "content": text}
 
 
 class ChatRequest(_Request):
-    """Body for /v1/chat/completions."""
+    """JSON body for /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -239,7 +242,8 @@ class ChatRequest(_Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
     def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
-        """Return the n answers that are asked for."""
+        """Return the `n` requested answers. Raises RequestError beyond the limits, without a chat
+        template, or for messages that it refuses."""
         tokenizer = served.tokenizer
         if tokenizer.chat is None:
             raise RequestError(
@@ -272,7 +276,8 @@ class ChatRequest(_Request):
 
 
 def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
-    """Return the request that a JSON body makes; RequestError, which names the field, if none."""
+    """Return a JSON body parsed as `kind`. Raises RequestError, naming the field, if it is
+    invalid."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -283,7 +288,8 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
 
 
 def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:
-    """Return a prompt's token ids (n,); RequestError if the tokenizer refuses it."""
+    """Return token ids (n,) for a prompt, a string or ids. Raises RequestError if the tokenizer
+    refuses it."""
     try:
         if isinstance(prompt, str):
             return encode_prompt(served.tokenizer, prompt)

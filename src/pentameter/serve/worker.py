@@ -1,8 +1,8 @@
 """The thread that computes for all served models, and the requests that wait for it.
 
-Loading and computing stay in this one thread: OpenMP gives each computing thread its own pool, and
-two pools on the same cores cost a quarter of the speed. Requests live in the event loop. They send
-commands to the thread, and receive new text at most once per step.
+Loading and computing stay in this one thread: OpenMP gives each computing thread a pool of its own,
+and two pools on the same cores cost a quarter of the speed. Requests live in the event loop. They
+send commands to the thread, and receive new text at most once per step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pentameter.serve.continuation import Asked, CachedDecoder, Continuation, Pi
 from pentameter.serve.passes import Slots
 
 STREAM_SECONDS = 0.05
-"""Least seconds between two events of a stream: a reader sees no difference, and the processor
+"""Least seconds between two events in a stream: readers see no difference, and the processor
 computes tokens meanwhile."""
 
 
@@ -39,23 +39,23 @@ _Result = TypeVar("_Result")
 
 
 class ServerBusyError(Exception):
-    """No room for another request; its message says why."""
+    """The queue is full, or the server is stopping; the message says which."""
 
 
 class TakesTooLongError(Exception):
-    """A request's time is up."""
+    """A request has reached its time limit."""
 
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model with its batcher, as requests name it."""
+    """A served model under the name that requests give, with its tokenizer, cache and Batcher."""
 
     name: str
     tokenizer: Tokenizer
     slots: Slots
     created: int = field(default_factory=lambda: int(time.time()))
     n_texts: int = 0
-    """Texts that are written or wait; counted in the event loop."""
+    """Texts queued or being written; changed in the event loop only."""
 
     def __post_init__(self) -> None:
         self.batcher, self.decoder = Batcher(self.slots), CachedDecoder(self.tokenizer)
@@ -64,7 +64,7 @@ class ServedModel:
         self._lock = threading.Lock()
 
     def described(self) -> str:
-        """Return how texts are written, for people."""
+        """Return a line to print: context, slots, cache size, and whether texts share passes."""
         shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
         how = (
             "each in a pass of its own: on this machine, passes over several round differently"
@@ -78,8 +78,9 @@ class ServedModel:
         )
 
     def render(self, asked: AskedText) -> str:
-        """Render messages by the tokenizer's template, in a process that stays for the next ones;
-        errors as `Rendering.text`. For any thread."""
+        """Return messages as a prompt, rendered by the tokenizer's chat template in a child process
+        that is kept. Raises ConfigError for messages that the template refuses. Safe for any
+        thread."""
         with self._lock:
             if self._rendering is None:
                 assert self.tokenizer.chat is not None
@@ -91,7 +92,7 @@ class ServedModel:
                 raise
 
     def close(self) -> None:
-        """End the process that renders."""
+        """End the child process that renders chat templates."""
         with self._lock:
             self._close_rendering()
 
@@ -103,17 +104,18 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Job:
-    """A request's texts, while they are written."""
+    """The texts that one request asked for, while they are written."""
 
     served: ServedModel
     texts: list[Continuation]
     n_left: int
-    """Texts that have not ended."""
+    """Number of texts that have not ended."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Record new pieces by text index. Call it in the event loop."""
+        """Add new pieces, (text index, Piece) each, for `pieces` to yield. Call it in the event
+        loop."""
         for index, piece in pieces:
             self._pieces.append((index, piece))
             if piece.finish_reason or piece.error:
@@ -122,9 +124,10 @@ class Job:
         self._news.set()
 
     async def pieces(self, seconds: float) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield new pieces until all texts have ended, joined to one piece per text.
+        """Yield lists of (text index, Piece), each text's new pieces joined, until all texts have
+        ended.
 
-        Raises TakesTooLongError after `seconds`, and any error that ended a text.
+        Raises TakesTooLongError after `seconds`, and the error that ended a text.
         """
         ends_at = time.monotonic() + seconds
         while self.n_left or self._pieces:
@@ -149,21 +152,24 @@ class Job:
 
 
 class Worker:
-    """The thread that computes for all served models, in turn. It runs from now on until `close`,
-    and serves once an event loop is named, for which it needs its models."""
+    """The thread that computes for all served models in turn, started at once and ended by `close`.
+    Beyond the models' slots, at most `most_waiting` texts per model wait.
+
+    Add models and call `use_running_loop` before the first request.
+    """
 
     def __init__(self, *, most_waiting: int) -> None:
         self.models: dict[str, ServedModel] = {}
         self._most_waiting = most_waiting
         self.is_stopping = False
-        """Whether no request is taken any more."""
+        """True once new requests are refused."""
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._jobs: dict[Continuation, tuple[Job, int]] = {}  # of the thread
         self._thread = threading.Thread(target=self._run, name="pentameter-serve", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function in the thread, and return its result, or raise its error."""
+        """Call a function in the thread, wait, and return its result or raise its error."""
         result: Future[_Result] = Future()
 
         def command() -> None:
@@ -176,20 +182,20 @@ class Worker:
         return result.result()
 
     def add(self, model: ServedModel) -> None:
-        """Serve a model; before requests come."""
+        """Serve a further model; only before the first request."""
         self.models[model.name] = model
 
     def use_running_loop(self) -> None:
-        """Send the thread's news to the running event loop."""
+        """Deliver new text to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread computes."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Fail the texts still under way, and end the thread."""
+        """End unfinished texts with an error, then the thread and the models' child processes."""
         self.is_stopping = True
         self.fail_all("the server stops")
         self._commands.put(None)
@@ -198,8 +204,8 @@ class Worker:
             served.close()
 
     def submit(self, served: ServedModel, asked: Sequence[Asked]) -> Job:
-        """Queue a request's texts. Raises ServerBusyError if the queue is full, or the server
-        stops."""
+        """Queue a request's texts and return them as a Job. Raises ServerBusyError if the queue is
+        full or the server is stopping."""
         if self.is_stopping:
             raise ServerBusyError("the server is stopping; ask again once it is back")
         most = served.n_slots + self._most_waiting
@@ -214,14 +220,14 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Stop writing a request's texts; does nothing once it has ended."""
+        """Stop writing a request's texts; does nothing once they have ended."""
         if job.n_left:
             job.served.n_texts -= job.n_left
             job.n_left = 0
             self._commands.put(lambda: self._cancel(job))
 
     def fail_all(self, why: str) -> None:
-        """End every request with a ServerBusyError."""
+        """End all texts with a ServerBusyError that has the message `why`."""
         self._commands.put(lambda: self._fail(list(self._jobs), ServerBusyError(why)))
 
     # -- in the thread ---------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class Worker:
         self._tell([(text, Piece(n_tokens=len(text.tokens), error=error)) for text in texts])
 
     def _tell(self, pieces: Sequence[tuple[Continuation, Piece]]) -> None:
-        """Send pieces to their requests, in one call into the event loop."""
+        """Deliver pieces to their jobs, in one call into the event loop."""
         by_job: dict[Job, list[tuple[int, Piece]]] = {}
         for text, piece in pieces:
             job, index = self._jobs[text]
@@ -286,8 +292,8 @@ class Worker:
 
 
 def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
-    """Make a loaded model ready to serve, and find its passes' shapes by trial. The module is taken
-    over, and must compute nothing else from now on."""
+    """Give a loaded model a cache with `n_slots` slots and find its padded shapes by trial. The
+    module must compute nothing else from now on."""
     model, tokenizer = loaded.model, loaded.tokenizer
     assert isinstance(model, GPT)  # no other is loaded without its function
     slots = Slots(model, tokenizer.vocab_size, n_slots)

@@ -15,8 +15,8 @@ from pentameter.machine.this_cluster import this_cluster
 
 @dataclass(frozen=True)
 class BestLayout:
-    """The fastest layout that fits, as an Estimate, and the number of candidates it was chosen
-    from."""
+    """The fastest layout that fits in memory, with its predicted step time and memory (`estimate`),
+    and `n_candidates`, the number of layouts it was chosen from."""
 
     estimate: Estimate
     n_candidates: int
@@ -43,9 +43,11 @@ class BestLayout:
 
 
 def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: int) -> BestLayout:
-    """Search for the fastest layout: `world_size` processes, `local_size` on each such machine.
+    """Search for the layout with the shortest predicted step on this machine's devices.
+    `world_size` is the number of processes, `local_size` that on each machine; `sizes` gives the
+    vocabulary and the rows per epoch.
 
-    Raises ConfigError if no layout fits.
+    Raises ConfigError if no layout fits in memory.
     """
     cluster, _ = this_cluster(world_size, local_size)
     found = search(config, cluster, sizes.vocab_size, sizes.rows_per_epoch, n_best=2)

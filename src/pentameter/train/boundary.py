@@ -1,7 +1,7 @@
-"""The boundary between two steps: what a run does there, if it is due.
+"""The actions between two optimizer steps, if they are due: evaluate, sample, end, save.
 
-What is due follows from the step and the saved state alone, so a resumed run does exactly what is
-left to do at its boundary.
+Whether they are due follows from the step and the saved state alone, so a resumed run does exactly
+those that are still to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 @dataclass
 class Boundary:
-    """The actions between two steps. Their methods are collective, and are called in one order:
+    """The actions between two steps. Methods are collective (every rank calls them), in this order:
     evaluate, sample, end, save, test."""
 
     run: TrainingRun
@@ -33,7 +33,9 @@ class Boundary:
     _has_lost_a_sample: bool = field(default=False, init=False)
 
     def evaluate_if_due(self) -> None:
-        """Evaluate the run's splits. Raises TrainingFailedError for a loss that is not finite."""
+        """If due (`train.eval_interval`), evaluate every split, update the best loss and call
+        `on_eval` hooks. Do nothing further if a stop signal came. Raises TrainingFailedError if a
+        loss is not finite."""
         run, state, interval = self.run, self.run.state, self.run.config.train.eval_interval
         assert not isinstance(interval, str)  # resolved by the plan
         if not state.is_due(interval, state.last_eval_step, run.plan.steps):
@@ -58,7 +60,8 @@ class Boundary:
             self.hooks.call("on_eval", run, replace(metrics, best=best))
 
     def sample_if_due(self) -> None:
-        """Sample a text, print it and write it into the run folder."""
+        """If due (`train.sample_interval`), sample a text; rank 0 prints it, writes it into the run
+        folder and calls `on_sample` hooks. Non-finite logits or a failed write only warn."""
         run, state, train = self.run, self.run.state, self.run.config.train
         assert train.sample_interval != "auto"  # resolved by the plan
         due = state.is_due(train.sample_interval, state.last_sample_step, run.plan.steps)
@@ -94,8 +97,12 @@ class Boundary:
         self.hooks.call("on_sample", run, SampledText(state.step, text))
 
     def end_if_due(self, step_seconds: float) -> RunEnd | None:
-        """Return the end of the run if it ends at this step, else None. Ranks ask each other for
-        signals, and again by PROMPT_SECONDS of steps that take `step_seconds` (0: unknown)."""
+        """Return the end of the run if it ends at this step, else None: after a stop signal on any
+        rank, the last step, too many evaluations without a new best, or a hook's stop.
+
+        `step_seconds` is the latest step's time (0: unknown): it sets how many steps may pass until
+        the ranks compare signals again, about PROMPT_SECONDS.
+        """
         run, state, patience = self.run, self.run.state, self.run.config.train.patience
         end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
         took = step_seconds or PROMPT_SECONDS  # a first step may compile
@@ -112,7 +119,8 @@ class Boundary:
         return None
 
     def save_if_due(self, end: RunEnd | None) -> None:
-        """Save the run if it is due at this step, or as the run comes to its `end`."""
+        """Save a checkpoint if one is due at this step, or if the run ends here (`end` is not
+        None), and print the store's warnings."""
         interrupted = end is not None and end.kind == EndKind.SIGNAL
         new_best, self._new_best = self._new_best, False
         self.checkpoints.save_if_due(
@@ -123,7 +131,7 @@ class Boundary:
         self.checkpoints.say_warnings()
 
     def test(self) -> None:
-        """Evaluate the test split once, at the end of a run that has one."""
+        """Evaluate the held-out test split, if there is one, and call `on_eval` hooks."""
         metrics = evaluate_test(self.run, self._is_stopping)
         if metrics is not None:
             self.hooks.call("on_eval", self.run, metrics)

@@ -40,8 +40,9 @@ from pentameter.processes.world import World
 
 @dataclass(frozen=True)
 class Compute:
-    """The choices for one run. MFU is measured against `ceiling_flops` (FLOPs per second): the
-    published dense peak for a GPU, else the best matmul rate ever measured on this machine."""
+    """The device, precision, compilation and kernels chosen for one run. `ceiling_flops`, per
+    device and second, is the rate that MFU is measured against: a GPU's published dense peak, else
+    the best matmul rate ever measured on this machine."""
 
     device: torch.device
     device_name: str
@@ -51,19 +52,21 @@ class Compute:
     compile_reason: str
     ceiling_flops: float
     native_kernels: tuple[native.Name, ...]
-    """The libraries in `fused_cpu/native.py` that the step uses; they round differently."""
+    """Names of the C++ kernel libraries (`fused_cpu/native.py`) that a CPU step uses; results
+    depend on them, as they round differently."""
     n_threads: int
     """Threads per process for arithmetic on the CPU."""
     fused_dropout: bool = False
-    """True if a GPU applies attention dropout in kernels, without writing the attention weights
-    out."""
+    """True if a GPU's attention kernels apply dropout, without materializing the attention weights.
+    """
     fused_dropout_obstacle: str | None = None
-    """Why a GPU that applies attention dropout writes the weights out nonetheless, or None."""
+    """The reason that a GPU with attention dropout must materialize the attention weights; None if
+    it need not."""
     measured: Ceiling | None = None
-    """The measured ceiling; None if a peak is published."""
+    """The measured matmul rate; None if a peak is published."""
     measure_again: Callable[[], Ceiling] | None = None
-    """A function that measures the ceiling once more, in this process alone, and keeps the best;
-    None if a peak is published."""
+    """A function that measures the matmul rate once more, in this process alone, and returns the
+    best so far; None if a peak is published."""
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory, in bytes, that the run has held so far: GPU memory, or on a CPU
@@ -74,7 +77,7 @@ class Compute:
         return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
     def environment(self) -> Mapping[str, Any]:
-        """Return versions, devices and choices, for environment.json."""
+        """Return the content of environment.json: versions, devices and these choices."""
         return {
             **environment(self.device),
             "precision": self.precision,
@@ -87,11 +90,11 @@ class Compute:
 
 
 def choose_compute(plan: Plan, world: World | None = None) -> Compute:
-    """Choose the Compute for `plan` on this machine. On a CPU, also tune this process's memory
-    allocator.
+    """Choose device, precision, compilation and kernels for `plan` on this machine; on a CPU also
+    tune this process's memory allocator. `world` None means a single process.
 
-    Collective: rank 0 chooses precision and compilation for the whole `world`. If one rank cannot
-    compile or use a kernel, no rank does, since different machines must not compute differently.
+    Collective: rank 0 chooses precision and compilation for all. If one rank cannot compile or use
+    a kernel, no rank does, since different machines must not compute differently.
     """
     world = world or World()
     train = plan.config.train
@@ -154,8 +157,8 @@ def _choose_compile(
     capabilities: Capabilities,
     n_devices: int,
 ) -> tuple[bool, str]:
-    """Return whether to compile, and why. `n_devices` devices do the run's arithmetic together (a
-    CPU counts as one)."""
+    """Return whether to compile the step, and the reason in words. The cost is weighed against the
+    run's FLOPs per device; `n_devices` devices share them (a CPU counts as one)."""
     train = plan.config.train
     obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:
@@ -172,8 +175,9 @@ def _choose_compile(
 def _choose_kernels(
     plan: Plan, precision: str, capabilities: Capabilities, world: World
 ) -> tuple[str, tuple[native.Name, ...]]:
-    """Choose how a compiled step runs on a CPU. Return a phrase for the reason to compile, and the
-    native kernels to use. Collective: all ranks in `world` use a kernel, or none does."""
+    """Load the native kernels for a compiled step on a CPU. Return a phrase to append to the reason
+    for compiling, and the names of the loaded kernels. Collective: all ranks use a kernel, or none
+    does."""
     if (obstacle := plan.fused_obstacle) is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
     products, model = arithmetic(precision).products, plan.config.model
@@ -201,9 +205,9 @@ def _choose_kernels(
 def _dropout_obstacle(
     plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
 ) -> str | None:
-    """Return why a GPU's kernels cannot apply attention dropout. Return None if they can, and if
-    they have agreed with attention that writes the weights out. Collective: all ranks in `world`
-    use the kernels, or none does."""
+    """Return the reason that this GPU's kernels cannot apply attention dropout, or None if they can
+    and gave the same results as attention with materialized weights. Collective: all ranks use the
+    kernels, or none does."""
     model = plan.config.model
     obstacle = dropout_kernel_obstacle(model, plan.layout, precision)
     if obstacle is not None:
@@ -216,8 +220,8 @@ def _dropout_obstacle(
 
 
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
-    """Raise ConfigError, with the nearest settings that fit, if the Plan's peak exceeds the
-    device's memory, or its offloaded tensors exceed the machine's memory."""
+    """Raise ConfigError, naming settings that fit, if the run's predicted peak exceeds the device's
+    memory, or its offloaded tensors the host's. `local_size` processes share a CPU's memory."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
     precision, fused_dropout = compute.precision, compute.fused_dropout
     state = plan_state_bytes(plan).state_bytes
@@ -251,7 +255,9 @@ def _too_large(
     n_sharing: int,
     fitting: Sequence[str],
 ) -> str:
-    """Return the error message for a run that needs more memory than there is, with remedies."""
+    """Return the error message for a run that needs more memory than there is: `needed` bytes in
+    the fullest process, `there` bytes on the device `where`, shared by `n_sharing` processes.
+    `fitting` are settings that would fit, the best first."""
     whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
     if n_sharing == 1:
         whose = f"{needed / 1e9:,.1f} GB, "

@@ -1,8 +1,9 @@
-"""The console: a scrolling log, a live line on a terminal, and the same text in log.txt.
+"""The console: lines that scroll, on a terminal a live line below them, and log.txt with the same
+text.
 
-In a run with several ranks, rank 0 prints. On every other machine one rank prints its step lines,
-too, and any rank prints a warning that rank 0 does not have; both begin with the rank's number.
-Everything that a rank does not print is in its own log.
+With several ranks, rank 0 prints. On every other machine one rank also prints its step lines, and
+any rank prints warnings that rank 0 does not have; both begin with the rank's number. Each rank
+logs everything in a file of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from pentameter.train.log_files import LogFile, any_folder
 REFRESH_SECONDS = 0.1
 
 COLUMN = " │ "
-"""The rule between two columns of a line."""
+"""The separator between two columns of a line."""
 
 
 class Console:
-    """The terminal and the log file for one rank; everything that a run prints goes through it."""
+    """One rank's terminal and log file, a context manager; everything that a run prints goes
+    through it."""
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
@@ -68,8 +70,8 @@ class Console:
             self._log.close()
 
     def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
-        """Write everything said so far, and from now on, to the file `path`. If somebody removes
-        the file it is put back, unless `check_folder` raises StorageError."""
+        """Begin to log to the file `path`, first with all lines printed so far. If somebody removes
+        the file, it is written again, unless `check_folder` raises StorageError."""
         with suppress(OSError):  # LogFile warns about it, once
             path.parent.mkdir(exist_ok=True)
         self._log = LogFile(path, self.say, check_folder)
@@ -78,22 +80,20 @@ class Console:
         self._pending.clear()
 
     def say(self, text: str, *, of_machine: bool = False) -> None:
-        """Print a line and log it. A sample's control characters must not reach a terminal.
-
-        Rank 0 prints the line. With `of_machine`, one rank on every other machine prints it, too.
-        """
+        """Log a line on this rank, and print it on rank 0. With `of_machine`, one rank on every
+        other machine prints it, too. Control characters, as a sample may have, are replaced."""
         self.say_columns([text], of_machine=of_machine)
 
     def say_columns(self, columns: Sequence[str], *, of_machine: bool = False) -> None:
-        """Print a line of columns as `say` does. A terminal gets the first columns, as many as it
-        has room for, and the log all of them."""
+        """Log a line made of columns, and print as many of the first as fit on the terminal.
+        `of_machine` as in `say`: one rank on every machine prints."""
         if self._world.is_main or (of_machine and self._world.local_rank == 0):
             self._print(self._fitted(columns, len(self._rank)))
         self._to_log(COLUMN.join(columns))
 
     def warn(self, warnings: Sequence[str]) -> None:
-        """Say each warning. Ranks other than 0 print only the warnings that rank 0 does not have.
-        Collective."""
+        """Print and log each warning, with "warning: " before it. Ranks other than 0 print only
+        those that rank 0 does not have. Collective."""
         told = self._world.broadcast(list(warnings))
         for warning in warnings:
             self.say(f"warning: {warning}")
@@ -102,15 +102,15 @@ class Console:
 
     @property
     def _rank(self) -> str:
-        """The beginning of a line that another rank than 0 prints."""
+        """The prefix of a printed line, "rank 3: "; empty on rank 0."""
         return "" if self._world.is_main else f"rank {self._world.rank}: "
 
     def _print(self, text: str) -> None:
         self._rich.print(Text(self._rank + _shown(text)))
 
     def _fitted(self, columns: Sequence[str], n_taken: int = 0) -> str:
-        """Return the first columns that fit in one line of a terminal, with `n_taken` cells taken
-        already; at least one column, and all if the output is no terminal."""
+        """Join the first columns that fit in one terminal line with `n_taken` cells taken already;
+        at least one, and all of them if the output is no terminal."""
         n = len(columns)
         if self._rich.is_terminal:
             room = self._rich.width - n_taken
@@ -123,16 +123,17 @@ class Console:
         return 0 if self._log is None else self._log.sync()
 
     def status(self, columns: Sequence[str], below: str = "") -> None:
-        """Replace the live line by the first columns that fit, and `below` under them, if there is
-        a terminal."""
+        """Replace the live line by the columns that fit, with `below` on the line under it. Does
+        nothing without a terminal, or within REFRESH_SECONDS since the last call."""
         now = time.monotonic()
         if now - self._last_refresh >= REFRESH_SECONDS:
             self.show(self._fitted(columns), below)
             self._last_refresh = now
 
     def show(self, text: str, below: str = "") -> None:
-        """Replace the live line at once; the next `status` may replace it at once, too. An empty
-        `text` clears it, for when its message is over and the next step may take long."""
+        """Replace the live line at once by `text`, with `below` on the line under it; the next
+        `status` is also drawn at once. An empty `text` clears it, for a message that is over. Does
+        nothing without a terminal."""
         self._last_refresh = 0.0
         if self._live is not None:
             line = Text(text, style="bold", no_wrap=True, overflow="ellipsis")
@@ -141,8 +142,8 @@ class Console:
             self._live.update(line, refresh=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show the progress in preparing data: the pass, bytes done, and bytes in total. It goes to
-        the live line, or without a terminal to a printed line now and then."""
+        """Report data preparation: `done` of `total` bytes (0: unknown) in the pass named `what`.
+        On the live line, or without a terminal in a printed line now and then."""
         if what == AWAITING and self._world.size > 1:
             what = AWAITING_A_RANK  # every rank prepares the data, and one is the first
         if self._live is None:
@@ -160,7 +161,7 @@ class Console:
 
 
 def _shown(text: str) -> str:
-    """Return `text` with control characters, which a sample may hold, replaced by U+FFFD."""
+    """Return `text` with control characters, except tabs and newlines, replaced by U+FFFD."""
     if text.isprintable():
         return text
     # Category Z has all kinds of spaces, which are harmless; Cf marks the direction of writing.

@@ -1,5 +1,5 @@
-"""The evaluations during a run: the validation split, the beginning of the training split, further
-texts and questions by name, and, at the end, the test split."""
+"""The evaluations during a run: the validation split, the first tokens of the training split,
+further texts and question sets, and, at the end, the test split."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def splits_to_evaluate(
     verify: bool,
     progress: Progress,
 ) -> Mapping[str, TokenSplit | EncodedQuestions]:
-    """Return the splits and questions for each evaluation, by name. The validation split comes
-    first, if anything is held out. The mapping is empty if `batches` are not tokens: the model does
-    not run on text then.
+    """Return each evaluation's split or encoded questions, by name, `val` first if anything is held
+    out. Empty if evaluation is off, or if `batches` (from the user's function) are not tokens: such
+    a model does not run on text. `verify` checks the shards' hashes; `progress` is called while
+    texts are tokenized.
 
-    Raises ConfigError for a split with nothing to predict, and any error from `open_dataset`,
-    `read_questions` or `encode_questions`.
+    Raises ConfigError for a split with fewer than 2 tokens, and CorruptError, StorageError or
+    ConfigError for texts and questions that cannot be read.
     """
     if config.train.eval_interval is None or not batches.are_tokens:
         return {}
@@ -70,7 +71,7 @@ def splits_to_evaluate(
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
-    """Return True if a start evaluates before its first step, so that the evaluation compiles
+    """Return True if this start evaluates before its first step, so that the evaluation is compiled
     first."""
     state, interval = run.state, run.config.train.eval_interval
     assert not isinstance(interval, str)  # resolved by the plan
@@ -78,8 +79,8 @@ def begins_with_evaluation(run: TrainingRun) -> bool:
 
 
 def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str, EvalMetrics]:
-    """Evaluate on everything in `run.evaluations`, and return the metrics by name; an empty dict if
-    stopped on the way."""
+    """Evaluate everything in `run.evaluations`, and return the metrics by name. If `should_stop`
+    returns True on the way, return an empty dict. Collective."""
     found = {}
     for name, evaluated in run.evaluations.items():
         metrics = _evaluate(run, evaluated, name, run.state.step, should_stop)
@@ -90,12 +91,11 @@ def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str,
 
 
 def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetrics | None:
-    """Evaluate the test split with the weights from the checkpoint that represents the run
-    (`best_checkpoint`), the one that `sample` and `eval` open. The engine has the last weights
-    again afterwards.
+    """Evaluate the test split with the weights that `sample` and `eval` would open (the best
+    checkpoint's, else the last). The engine has its last weights again afterwards. Collective.
 
-    Returns None if no test split is held out, evaluation is off, the batches are not tokens, or the
-    evaluation was stopped.
+    Returns None if no test split is held out, evaluation is off, the batches are not tokens, or
+    `should_stop` returned True.
     """
     split, state = run.dataset.split(TEST), run.state
     is_off = run.config.train.eval_interval is None or not run.batches.are_tokens
@@ -141,7 +141,7 @@ def _evaluate(
 
 
 def _last(run: TrainingRun) -> Checkpoint | None:
-    """Return the checkpoint from the run's last step; None if it is not complete."""
+    """Return the checkpoint saved at the run's current step; None if there is no complete one."""
     store, run_id = run.folder.store, run.folder.run_id
     with suppress(CorruptError):
         return find_checkpoint(store.folder, store.warnings, run_id=run_id, step=run.state.step)
@@ -149,7 +149,8 @@ def _last(run: TrainingRun) -> Checkpoint | None:
 
 
 def _best(run: TrainingRun) -> Checkpoint | None:
-    """Return the checkpoint that represents the run; None if there is no complete one."""
+    """Return the checkpoint with the best validation loss, else the newest; None without a complete
+    one."""
     store = run.folder.store
     with suppress(CorruptError):
         return best_checkpoint(store.folder, store.warnings, run.folder.run_id)

@@ -1,4 +1,4 @@
-"""A run's events: metrics.jsonl, and the trackers that receive the same events."""
+"""A run's events, written to metrics.jsonl and sent to the trackers (TensorBoard, W&B, trackio)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pentameter.train.trackers import Trackers, open_trackers
 
 
 class EventLog:
-    """metrics.jsonl and the trackers for the run in `folder`, which goes on after `step`. Only rank
-    0 writes."""
+    """metrics.jsonl and the trackers of the run in `folder`, whose last completed step is `step`.
+    On ranks other than 0 nothing is written."""
 
     def __init__(
         self, config: Config, folder: RunFolder, step: int, world: World, console: Console
@@ -27,25 +27,26 @@ class EventLog:
             self._trackers = open_trackers(config, folder, first_step, console.say)
 
     def write(self, event: str, **values: Any) -> None:
-        """Record one event, in the log and in every tracker."""
+        """Append an event to metrics.jsonl, and send it to every tracker; `values` include its
+        `step`."""
         if self._is_main:
             self._log.append(event_line(event, values))
             self._trackers.write(event, **values)
 
     def show_text(self, name: str, text: str, step: int) -> None:
-        """Show a text in the trackers alone."""
+        """Send a text to the trackers, under `name` at `step`; metrics.jsonl does not get it."""
         self._trackers.text(name, text, step)
 
     def sync(self) -> dict[str, Any]:
-        """Sync metrics.jsonl, and return its record for a checkpoint, which `rewind_metrics` reads:
-        `metrics_bytes`, the size in complete lines, and `metrics_unwritten`, the lines that wait
-        for the disk."""
+        """Sync metrics.jsonl to disk. Return the state that a checkpoint keeps, for
+        `rewind_metrics`: `metrics_bytes`, the size of its complete lines, and `metrics_unwritten`,
+        lines that the disk has refused so far."""
         n_bytes = self._log.sync()
         unwritten = [line.decode().rstrip("\n") for line in self._log.unwritten]
         return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
 
     def finish(self, *, failed: bool) -> None:
-        """Finish the trackers: the run has ended."""
+        """Finish the trackers as the run ends; `failed` marks it as failed."""
         self._trackers.finish(failed=failed)
 
     def close(self) -> None:

@@ -49,16 +49,16 @@ HOOK_METHODS = (
 
 @dataclass(kw_only=True, eq=False)
 class TrainingRun:
-    """The current run, which a hook reads and calls; `start_run` builds it."""
+    """The current run, passed to every hook method, to read and to call."""
 
     plan: Plan
     supplied: UserComponents
-    """The components that the user gave in place of the configured ones."""
+    """The user's own model, optimizer and batches, if given."""
     dataset: Dataset
     batches: TrainingBatches | CustomBatches
     evaluations: Mapping[str, TokenSplit | EncodedQuestions]
-    """The splits and questions that each evaluation covers, by name; `val` is the held-out
-    split."""
+    """The split or questions that each evaluation covers, by name; `val` is the validation split.
+    """
     prompt: Prompt
     """The prompt that samples continue."""
     compute: Compute
@@ -71,32 +71,34 @@ class TrainingRun:
     """The console and the log; `say` prints a line on rank 0, and logs it on every rank."""
     events: EventLog
     stop_reason: str | None = field(default=None, init=False)
-    """The reason given by a hook on this rank that asked the run to end."""
+    """The reason given by a hook on this rank that asked the run to end; None if none did."""
 
     @property
     def config(self) -> Config:
-        """The configuration with every value that the Plan derived."""
+        """The configuration with every derived value filled in."""
         return self.plan.config
 
     @property
     def run_dir(self) -> Path:
-        """The path to the run folder."""
+        """The run folder's path."""
         return self.folder.path
 
     def stop(self, reason: str) -> None:
-        """End the run after the current step, as if it were complete."""
+        """End the run after the current step, as complete; `reason` is printed and recorded. A call
+        on any rank ends it on all."""
         self.stop_reason = reason
 
     def record(self, event: str, **values: float | str | None) -> None:
-        """Add a line to metrics.jsonl, and send the event to the trackers; `values` must include
-        its step. On ranks other than 0, do nothing."""
+        """Append an event of your own to metrics.jsonl, and send it to the trackers. `values` must
+        include `step`. On ranks other than 0, do nothing."""
         self.events.write(event, **values)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step that has just completed. `step` counts completed steps, so the first is
-    1."""
+    """Metrics of an optimizer step that has just completed. `step` counts from 1; `tokens` are all
+    target tokens so far; `loss` is in nats per token; `mfu` is a fraction, None if unknown;
+    `eta_seconds` is the predicted time left."""
 
     step: int
     tokens: int
@@ -112,7 +114,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was not applied, and the reason."""
+    """A step (counted from 1) whose update was not applied, as loss or gradient norm was not
+    finite, and the reason in words."""
 
     step: int
     reason: str
@@ -120,8 +123,8 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """An epoch that has just completed. `epoch` counts completed epochs. `loss` is the mean over
-    the epoch's target tokens, each measured at the step that trained on it."""
+    """An epoch that has just completed, counted from 1. `loss` is the mean over its target tokens,
+    nats per token, each measured at the step that trained on it."""
 
     epoch: int
     step: int
@@ -134,8 +137,8 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SampledText:
-    """A prompt and its continuation, sampled from the model after `step` steps. Only rank 0 has it,
-    and only rank 0's hooks are called."""
+    """A prompt with its continuation, sampled from the model after `step` steps. Exists on rank 0
+    only, so `on_sample` is called there alone."""
 
     step: int
     text: str
@@ -151,15 +154,15 @@ class CheckpointMetrics:
     seconds: float
     """Seconds from the decision to save until the checkpoint was on disk."""
     stall_seconds: float
-    """Seconds of these for which training waited."""
+    """Seconds, included in `seconds`, for which training waited."""
     again: bool = False
-    """True if it replaces a checkpoint for the same step, which a signal had asked for too
-    early."""
+    """True if it replaces a checkpoint saved earlier at the same step."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of a run. `reason` describes it in words: a hook's reason, or a signal's name."""
+    """The end of a run: its last step, the training seconds over all starts, the kind, and `reason`
+    in words (a hook's, or a signal's name)."""
 
     step: int
     reason: str
@@ -168,13 +171,14 @@ class RunEnd:
 
 
 def is_logged(step: int, config: Config) -> bool:
-    """Return True if a step is logged: every `log.interval` steps, and the first and the last."""
+    """Return True if step `step`, counted from 1, is printed and recorded: every `log.interval`
+    steps, the first and the last."""
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
 def check_hook(hook: object) -> None:
-    """Raise TypeError for an object without hook methods, or with an `on_…` method that nothing
-    would call."""
+    """Raise TypeError for an object without any hook method, or with a method `on_…` that is none
+    (a misspelling would never be called)."""
     known = ", ".join(HOOK_METHODS)
     for name in dir(hook):
         if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):
@@ -189,21 +193,22 @@ def check_hook(hook: object) -> None:
 
 
 class Hooks:
-    """The hooks of a run, in order; `call` calls one method on every hook that has it."""
+    """A run's hooks, called in the order given."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call `hook.method(*arguments)` for each hook that defines it, in order."""
+        """Call `hook.method(*arguments)` for each hook that defines it, in order. An exception is
+        not caught."""
         for hook in self._hooks:
             function = getattr(hook, method, None)
             if function is not None:
                 function(*arguments)
 
     def tell_error(self, run: TrainingRun, error: Exception) -> None:
-        """Call `hook.on_error(run, error)` for each hook that defines it. If one raises, only warn:
-        the run ends with the first error, and the other hooks must receive it too."""
+        """Call `hook.on_error(run, error)` for each hook that defines it. An exception in one is
+        printed as a warning, so that the others are called too."""
         for hook in self._hooks:
             try:
                 Hooks((hook,)).call("on_error", run, error)

@@ -1,4 +1,4 @@
-"""The text that introduces a run before its first step: model, data, length, device."""
+"""The lines printed before a run's first step: model, data, length, device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pentameter.train.resuming import saved_layout
 
 
 def introduction(run: TrainingRun) -> list[str]:
-    """Return the lines that introduce a run before its first step."""
+    """Return the lines printed before a run's first step: model, data, length, device, and if they
+    apply layout, LoRA, initial weights, resume step and compilation."""
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data
     source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
@@ -72,7 +73,7 @@ def introduction(run: TrainingRun) -> list[str]:
 
 
 def _architecture(plan: Plan) -> str:
-    """Return the model's sizes in words, or for a custom model its origin."""
+    """Return "12 layers × 768 · 12 heads", or for the user's own model the name of its function."""
     if plan.built_by is not None:
         return plan.built_by
     model = plan.config.model
@@ -80,8 +81,8 @@ def _architecture(plan: Plan) -> str:
 
 
 def _active(plan: Plan) -> str:
-    """Return how many parameters a token is multiplied with, and how its experts are chosen; empty
-    without experts."""
+    """Return the active parameters per token and the experts chosen, ", 5,000 active · 2 of 8
+    experts a token"; empty for a model without experts."""
     model = plan.config.model
     if plan.built_by is not None or model.n_experts is None:
         return ""
@@ -89,7 +90,7 @@ def _active(plan: Plan) -> str:
 
 
 def _epochs(plan: Plan) -> str:
-    """Return the number of epochs that a run makes, in words; an empty string if unknown."""
+    """Return " = 2.5 epochs" for the run's steps; empty if an epoch's length is unknown."""
     if not plan.rows_per_epoch:
         return ""
     n_epochs = plan.steps * plan.batch_size / plan.rows_per_epoch
@@ -97,8 +98,8 @@ def _epochs(plan: Plan) -> str:
 
 
 def _target_tokens(run: TrainingRun) -> list[str]:
-    """Return a line with the number of tokens whose targets count in the loss; no line if nearly
-    all do."""
+    """Return a line with the number of tokens that count in the loss; no line if more than 99%
+    do."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.target_fraction > 0.99:
         return []
     ratio, data = run.batches.target_fraction, run.config.data
@@ -112,8 +113,8 @@ def _target_tokens(run: TrainingRun) -> list[str]:
 
 
 def _sources(run: TrainingRun) -> list[str]:
-    """Return, for each source in a mixture, a line with its weight and the number of passes over
-    it."""
+    """Return a line for each data source in a mixture: its weight in percent, tokens, and passes
+    over it."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.mixture is None:
         return []
     passes = run.batches.mixture.passes(run.plan.steps * run.plan.batch_size)
@@ -129,12 +130,8 @@ def _sources(run: TrainingRun) -> list[str]:
 
 
 def _left_out(data: DataConfig) -> str:
-    """Return, in words, how much text is read and how much there is; an empty string if all is
-    read.
-
-    The total is the size of the files. For JSONL and compressed text it is an estimate of their
-    content.
-    """
+    """Return " · reads 1 GB of 5 GB" if `data.max_bytes` cuts the text, else an empty string. The
+    total is the files' size, for JSONL and compressed text an estimate of their content."""
     if data.max_bytes is None:
         return ""
     whole = corpus_of(data.model_copy(update={"max_bytes": None})).n_bytes
@@ -144,7 +141,8 @@ def _left_out(data: DataConfig) -> str:
 
 
 def _stages(plan: Plan) -> list[str]:
-    """Return a line for each pipeline stage: its ranks, and the layers that they hold."""
+    """Return a line for each coordinate along the pipeline: its ranks and their layers; none
+    without a pipeline."""
     layout = plan.layout
     if layout.pipeline == 1:
         return []

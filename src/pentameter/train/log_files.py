@@ -1,9 +1,9 @@
-"""A run's logs, log.txt and metrics.jsonl. They grow by whole lines, and a failed write never ends
-a run.
+"""A run's append-only logs, log.txt and metrics.jsonl. They grow by whole lines, and a failed write
+never ends a run.
 
-metrics.jsonl holds one JSON object per line, with the key `event` first. `rewind_metrics` truncates
-it to the point at which a checkpoint was saved, so that a run that resumes from it appends without
-gap or repetition.
+metrics.jsonl holds one JSON object per line, with the key `event` first. When a run resumes from a
+checkpoint, `rewind_metrics` truncates the file to its content at that save, so that events are
+neither missing nor repeated.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest 
 
 
 def any_folder() -> None:
-    """Accept any folder for a log."""
+    """Do nothing: the default check for a LogFile, which accepts any folder."""
 
 
 class EndKind(StrEnum):
-    """The kinds of a run's end, as in the event `end`, next to its `reason` in words."""
+    """The kinds of end of a run, recorded in the event `end` next to its `reason` in words."""
 
     COMPLETED = "completed"
     """All steps are done."""
     PATIENCE = "patience"
     """`train.patience` evaluations in a row brought no new best loss."""
     HOOK = "hook"
-    """A hook asked for it and gave its own reason."""
+    """A hook called `stop` with its own reason."""
     SIGNAL = "signal"
-    """A signal, whose name is the reason; the same command resumes the run."""
+    """A stop signal, whose name is the reason; the same command resumes the run."""
     ERROR = "error"
 
 
 class LogFile:
-    """A file that lines are appended to; the first line creates it.
+    """A file that lines are appended to, created by the first.
 
-    If a write fails (a full disk, a missing folder), call `warn` with one line, once. Lines that
-    could not be written are kept, and written in order as soon as possible. No line follows a
-    half-written one. A file that somebody removes is put back, unless `check_folder` raises
-    StorageError because the folder no longer belongs to the run.
+    If a write fails (a full disk, a missing folder), `warn` is called with one line, once. Failed
+    lines are kept, at most MAX_UNWRITTEN, and written in order at the next chance. A half-written
+    line is cut off before another follows. If somebody removes the file, it is written again,
+    unless `check_folder` raises StorageError because the path no longer leads to the run's folder.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class LogFile:
         self._torn_at: int | None = None  # offset of a half-written line still in the file
 
     def append(self, line: str) -> None:
-        """Append a line, given without its newline."""
+        """Append a line, given without its newline. Never raises for a failed write."""
         self.unwritten.append(line.encode(errors="replace") + b"\n")
         self._attempt(self._write)
 
     def sync(self) -> int:
-        """Write and sync the remaining lines, and return the size of the complete lines in
-        bytes."""
+        """Write the lines still waiting, sync to disk, and return the size of the complete lines in
+        bytes (0 if there is no file)."""
         self._attempt(self._write_and_sync)
         with suppress(OSError):
             return self._size()
         return 0
 
     def close(self) -> None:
-        """Write the remaining lines and close the file; a further line opens it again."""
+        """Write the lines still waiting, and close the file; a later `append` opens it again."""
         if self.unwritten:
             self._attempt(self._write)
         if self._fd is not None:
@@ -130,8 +130,9 @@ class LogFile:
             raise
 
     def _at_path(self) -> int:
-        """Return a descriptor for the file that is now at `path`; reopen the file, or put it back,
-        if necessary."""
+        """Return an open descriptor for the file that is now at `path`: the one in use, a newly
+        opened one, or after a removal the file with its content written again. Raises OSError if it
+        is no regular file."""
         if self._fd is not None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
@@ -163,13 +164,14 @@ def rewind_metrics(
     unwritten: Sequence[str] = (),
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
-    """Truncate `path` to its content when a checkpoint was saved, plus the checkpoint's own event.
+    """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
+    checkpoint's own event. Later lines belong to steps that will run again.
 
-    `n_bytes` is the file's size just before the checkpoint was written; `unwritten` are the lines
-    that waited for the disk then. Later lines belong to steps that will run again, except the
-    `checkpoint` event. A kill may have prevented that line, so `checkpoint` holds its values; None
-    rewinds to the start of the run. Raises CorruptError if `path` is not a regular file, or is
-    larger than any run writes.
+    n_bytes: the file's size just before the checkpoint was written.
+    unwritten: lines that waited for the disk then.
+    checkpoint: its event's values, in case a kill prevented the line; None: rewind to the start.
+
+    Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
     """
     if not path.exists() and not unwritten:
         return
@@ -196,8 +198,8 @@ def checkpoint_event(
     seconds: float | None = None,
     stall_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Return the values for a `checkpoint` event. The path is relative to the run folder, which may
-    move. Times, in seconds, are None if no longer known."""
+    """Return the values of a `checkpoint` event. The path is made relative to the run folder, which
+    may be moved; `seconds` and `stall_seconds` are None if not known."""
     return {
         "step": step,
         "path": f"checkpoints/{path.name}",
@@ -208,7 +210,8 @@ def checkpoint_event(
 
 
 def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
-    """Return the complete line with the `checkpoint` event for `step`; None if there is none."""
+    """Return the complete line with the `checkpoint` event for `step`, newline included; None
+    without one."""
     for line in lines.splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -219,7 +222,8 @@ def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
 
 
 def event_line(event: str, values: Mapping[str, Any]) -> str:
-    """Return the line in metrics.jsonl for an event."""
+    """Return an event as a line of JSON for metrics.jsonl, without newline; NaN and infinity become
+    null."""
     return json.dumps({"event": event, **strict(values)}, ensure_ascii=False, default=str)
 
 

@@ -1,7 +1,7 @@
 """The training loop: next batch, forward-backward, clip, step, log, maybe evaluate, maybe save.
 
-The loop does not know how many devices there are: it drives an Engine. It keeps no state except
-`TrainState`: batches, dropout and learning rate are functions of the step.
+The loop does not know the number of devices: it drives an Engine (the sharded model's passes). It
+keeps no state except `TrainState`: batches, dropout and learning rate are functions of the step.
 """
 
 from __future__ import annotations
@@ -48,22 +48,27 @@ from pentameter.train.user_components import BatchFunction, OptimizerFunction, U
 
 MAX_CONSECUTIVE_SKIPS = 3
 AWAITING_TOKENS = "awaiting tokens"
-"""Action of a process whose text is still being tokenized; it may take as long as it takes."""
+"""The action that a process reports while its text is still being tokenized."""
 
 
 class Trainer:
-    """Train a configuration in its run folder, and resume from the last checkpoint there.
+    """Train a configuration in its run folder, resuming from the last checkpoint there; `fit` runs
+    it.
 
-    `fit` returns how the run ended. Arguments next to the configuration: `run_dir` (runs/NAME by
-    default), `resume` (auto, never, must, extend, or a path to a checkpoint), `init_from` (a model
-    whose weights a new run begins with) and `hooks` (see `train/hooks.py`). User components replace
-    the configured ones (see `train/user_components.py`): `model`, a function from the resolved
-    configuration to any module, or an `OwnModel`; `optimizer`, a function from parameter groups;
-    `batches`, a function from a step and batch rows. `schedule` is the learning rate as a function
-    of the step (0-based). `quiet` prints nothing but still writes log.txt. `world` names the ranks
-    that train together. Each rank has its own Trainer; all run the same loop and agree on every
-    decision in it, and rank 0 prints and writes the run folder. Raises TypeError for other
-    arguments, and for an object that is not a hook.
+    run_dir: runs/NAME by default.
+    resume: auto, never, must, extend, or the path to a checkpoint to branch off from.
+    init_from: a model whose weights a new run begins with.
+    hooks: objects with methods such as `on_step` (see `train/hooks.py`).
+    model: a function from the resolved configuration to any module, or an `OwnModel`.
+    optimizer: a function from parameter groups to an optimizer.
+    batches: a function from a step and batch rows to inputs and targets.
+    schedule: the learning rate as a function of the step, 0-based.
+    quiet: print nothing, but still write log.txt.
+    world: the ranks that train together; by default this process alone (an error under a launcher).
+    force: try a run that is predicted to exceed the memory.
+
+    Each rank has its own Trainer and runs the same loop; rank 0 prints and writes the run folder.
+    Raises TypeError for other arguments, and for an object that is not a hook.
     """
 
     def __init__(
@@ -110,12 +115,13 @@ class Trainer:
         self._hooks, self._schedule, self._quiet = tuple(hooks), schedule, quiet
 
     def fit(self) -> RunEnd:
-        """Train to the end: all steps, patience, or a hook's stop.
+        """Train until all steps are made, `train.patience` is used up or a hook stops the run, and
+        return the end. Collective.
 
         Raises InterruptedRunError if a signal stopped the run (everything is saved by then, except
         steps whose updates were skipped), TrainingFailedError if the loss stays non-finite or a
-        tensor to be saved is not finite, and the errors in `pentameter.errors` for an invalid
-        configuration, data set or folder.
+        tensor to be saved is not finite, and ConfigError, CorruptError or StorageError for an
+        invalid configuration, data set or folder.
         """
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
@@ -150,7 +156,8 @@ class Trainer:
             raise InterruptedRunError(f"{what}, whose update was skipped; {checkpoints}")
 
     def _rate(self) -> Callable[[int], float]:
-        """Return the learning rate as a function of the step, 0-based."""
+        """Return a function from the step, 0-based, to its learning rate: the user's, else the
+        configured."""
         config = self.run.config
         return self._schedule or partial(
             learning_rate, optimizer=config.optimizer, schedule=config.schedule
@@ -158,10 +165,9 @@ class Trainer:
 
 
 def reads_late(run: TrainingRun, hooks: Sequence[object]) -> bool:
-    """Return True if nobody needs a step's numbers before the next step is launched: not the next
-    step, and none of a user's `hooks`, which are called while the weights are those of their step.
-    The same on every rank, whose hooks may differ. Collective.
-    """
+    """Return True if loss and gradient norm may stay on the device while the next step is launched:
+    the update does not need them on the host, and no user hook has `on_step` or `on_skip`. The same
+    on every rank. Collective."""
     are_told = any(hasattr(hook, name) for hook in hooks for name in ("on_step", "on_skip"))
     may = may_read_late(run.engine, run.optimizer) and not are_told
     return not run.world.all_reduce_max(not may)
@@ -169,7 +175,7 @@ def reads_late(run: TrainingRun, hooks: Sequence[object]) -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was made: the number of steps completed with it, its learning rate and update."""
+    """A step that was made: its number, counted from 1, its learning rate and its update."""
 
     number: int
     rate: float
@@ -177,10 +183,10 @@ class _Step:
 
 
 class _Loop:
-    """The loop of a run. `rate` is the learning rate as a function of the step, 0-based.
+    """The loop of one run. `rate` maps the step, 0-based, to its learning rate.
 
-    If it reads `late`, a step's numbers stay on the device until `_must_read`, and nothing is done
-    between two steps before that: all that a run does there depends on them.
+    With `late`, losses and norms stay on the device for several steps, until `_must_read`, and no
+    other action (log, evaluate, save) is done between those steps.
     """
 
     def __init__(
@@ -241,9 +247,9 @@ class _Loop:
         self._unread.append(_Step(state.step, rate, update))
 
     def _must_read(self) -> bool:
-        """Return True if the numbers of the steps since the last read are needed now: the latest is
-        logged, ends an epoch, or comes before an action that is due; or ranks should ask for
-        signals. The same on every rank."""
+        """Return True if the losses and norms still on the device are needed on the host now: the
+        latest step is logged, ends an epoch or precedes an action such as a save, or ranks should
+        compare stop signals. The same on every rank."""
         run, step = self._run, self._run.state.step
         must_ask = len(self._unread) >= self._signals.steps_unasked
         if not self._late or must_ask or is_logged(step, run.config):
@@ -255,7 +261,8 @@ class _Loop:
         return ends_epoch or any(step % each == 0 for each in intervals)
 
     def _read_steps(self) -> None:
-        """Read the numbers of the steps since the last read, then count and report each."""
+        """Copy the unread steps' losses and norms to the host; then, for each step, update the
+        state and call hooks."""
         run, state, throughput = self._run, self._run.state, self._throughput
         steps, self._unread = self._unread, []
         with throughput:
@@ -278,7 +285,7 @@ class _Loop:
             self._end_epoch_if_due()
 
     def _end_epoch_if_due(self) -> None:
-        """Report the epoch that the latest step completed, if it did."""
+        """If the latest step completed an epoch, call `on_epoch` hooks and begin new sums."""
         run, state = self._run, self._run.state
         step, sums, epoch = state.step, state.epoch, run.plan.epoch(state.step)
         if epoch == run.plan.epoch(step - 1):
@@ -307,11 +314,11 @@ class _Loop:
         )
 
     def _skip(self, update: Update) -> None:
-        """Count and report an update that was not made; give up after MAX_CONSECUTIVE_SKIPS in a
-        row.
+        """Count an update that was not made and call `on_skip` hooks. Raises TrainingFailedError
+        after more than MAX_CONSECUTIVE_SKIPS in a row.
 
-        Under fp16, the loss scale is found by overflow, so those skips count only once the scale
-        can fall no further.
+        Under fp16 the loss scale is found by overflow, so such skips count only once the scale is
+        1.
         """
         run, state = self._run, self._run.state
         what, value = "loss", update.loss.mean

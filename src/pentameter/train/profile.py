@@ -28,11 +28,11 @@ MEMORY_EVENTS = 100_000
 
 
 class Profile:
-    """Profile steps `first` to `last`, both inclusive, counted from 1 as in the log.
+    """A hook that profiles steps `first` to `last`, both inclusive, counted from 1 as in the log.
 
     In the trace, each step is a span "step N". A span begins when the previous step ends, so it
-    includes an evaluation, a sample or a save between the two. Raises ConfigError for an invalid
-    window; `on_start` raises it for a window beyond the run's last step.
+    includes an evaluation, a sample or a save between the two. Raises ConfigError unless 1 ≤ first
+    ≤ last; `on_start` raises it for a window beyond the run's last step.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -54,8 +54,8 @@ class Profile:
             )
 
     def on_start(self, run: TrainingRun) -> None:
-        """Begin to record if the window begins with the next step, or if a run resumes within the
-        window."""
+        """Start recording if the window begins with the next step, or if a run resumes within it;
+        print a line if it is already past."""
         self.check(run.plan.steps)
         done = run.state.step
         if done >= self.last:
@@ -72,22 +72,24 @@ class Profile:
             self._start(run, done + 1)
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """End the step's span, and begin the next one."""
+        """End the trace's span of this step and begin the next; start or finish recording at the
+        window's ends."""
         self._turn(run, step.step)
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """Do the same as `on_step`: a step without an update is a step, too."""
+        """Do the same as `on_step`, for a step without an update."""
         self._turn(run, skip.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Write the recorded steps if the run ended within the window."""
+        """If the run ended within the window, write the steps recorded so far; if before it, say
+        so."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:
             run.console.say(f"profile: nothing recorded, the run ended before step {self.first}")
 
     def on_error(self, run: TrainingRun, error: Exception) -> None:
-        """Stop recording, and write nothing for a failed run."""
+        """Stop recording, and write nothing, as the run failed."""
         if self._recording is not None:
             self._stop()
             _forget_memory(run)
@@ -122,7 +124,7 @@ class Profile:
             self._span = None
 
     def _stop(self) -> profile:
-        """End the recording and return it; the memory history continues."""
+        """Stop the profiler and return it; the recording of allocations goes on."""
         self._end_span()
         recording, self._recording = self._recording, None
         assert recording is not None
@@ -130,8 +132,8 @@ class Profile:
         return recording
 
     def _finish(self, run: TrainingRun, last: int) -> None:
-        """Write the trace, the snapshot and the table; a disk that refuses them does not end the
-        run."""
+        """Stop recording, write the trace and on a GPU the memory snapshot, and print the longest
+        operations. A failed write is only warned about. `last` is the last recorded step."""
         if _is_on_gpu(run):
             torch.cuda.synchronize()  # else the last step's kernels would be missing
         recording = self._stop()
@@ -160,7 +162,8 @@ class Profile:
 
 
 def parse_window(text: str) -> Profile:
-    """Return the Profile for `--profile FIRST:LAST`. Raises ConfigError for an invalid window."""
+    """Return the Profile for `--profile FIRST:LAST`. Raises ConfigError if `text` has another
+    form."""
     window = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if window is None:
         raise ConfigError(f"--profile {text} must be FIRST:LAST, {_RULE}; e.g. --profile 10:13")
@@ -168,8 +171,9 @@ def parse_window(text: str) -> Profile:
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
-    """Return lines with the N_LONGEST operations by total time, excluding the operations that they
-    call."""
+    """Return a printed line for each of the N_LONGEST operations by total time, without the
+    operations that each calls. `averages` are `profile.key_averages()`; `on_gpu` ranks by device
+    time."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     rows = [
         (getattr(row, key), row.count, row.key)
@@ -185,7 +189,7 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
 
 
 def _forget_memory(run: TrainingRun) -> None:
-    """Stop recording allocations."""
+    """Stop recording GPU allocations; does nothing on a CPU."""
     if _is_on_gpu(run):
         torch.cuda.memory._record_memory_history(enabled=None)
 

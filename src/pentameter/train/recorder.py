@@ -20,10 +20,10 @@ from pentameter.train.log_files import EndKind, checkpoint_event
 
 
 class Recorder:
-    """The hook that writes events to metrics.jsonl and to trackers."""
+    """The hook that writes a run's events to metrics.jsonl and to trackers."""
 
     def on_start(self, run: TrainingRun) -> None:
-        """Record `start` for a new run, `resume` for a resumed one."""
+        """Write the event `start` for a new run, `resume` for a resumed one."""
         plan, compute, data = run.plan, run.compute, run.config.data
         # The lowest loss that any model can reach, known for one corpus only.
         entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
@@ -46,24 +46,24 @@ class Recorder:
         )
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Record `train`, if the step is to be logged."""
+        """Write the event `train` every `log.interval` steps, for the first and for the last."""
         if is_logged(step.step, run.config):
             run.events.write("train", **asdict(step))
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """Record `skip`."""
+        """Write the event `skip`."""
         run.events.write("skip", **asdict(skip))
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
-        """Record `epoch`."""
+        """Write the event `epoch`."""
         run.events.write("epoch", **asdict(metrics))
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Record `eval`."""
+        """Write the event `eval`."""
         run.events.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
-        """Record `checkpoint`, once for a step."""
+        """Write the event `checkpoint`, unless the step already has one."""
         if metrics.again:
             return
         run.events.write(
@@ -74,16 +74,17 @@ class Recorder:
         )
 
     def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
-        """Show the text in the trackers alone: the run folder has separate files for samples."""
+        """Send the text to the trackers alone: the run folder has a separate file for each
+        sample."""
         run.events.show_text("sample", sample.text, sample.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Record `end`, and finish the trackers."""
+        """Write the event `end`, and finish the trackers."""
         run.events.write("end", **asdict(end))
         run.events.finish(failed=False)
 
     def on_error(self, run: TrainingRun, error: Exception) -> None:
-        """Record `end` with the error, and finish the trackers as failed."""
+        """Write the event `end` with the error as reason, and finish the trackers as failed."""
         reason = f"error: {error}"
         run.events.write(
             "end", step=run.state.step, reason=reason, seconds=None, kind=EndKind.ERROR

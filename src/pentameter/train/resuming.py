@@ -1,9 +1,10 @@
-"""The checks whether a run may resume as requested, and the choice of its schedule.
+"""The checks whether a run may resume as requested, and the step at which its schedule begins.
+Nothing is written here.
 
-This module only reads. Step N is a function of (configuration, seed, N). A run may resume only if
-the requested configuration would have made the same steps as those already made. A schedule may
-differ in later steps. `--resume extend` begins the schedule anew at the last checkpoint, and then
-it does not cover earlier steps.
+A step's result is a function of (configuration, seed, step). So a run may resume only if the
+requested configuration would have made the same steps as those already made; its schedule may
+differ in later ones. `--resume extend` begins the schedule anew at the last checkpoint, and then it
+does not cover earlier steps.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ NEW_FOLDER = "another --run-dir or --name to start anew"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A request for a run: the arguments of `Trainer` that identify it, and the ranks that run
+    """The arguments of `Trainer` that say which run to start or resume, and the ranks that run
     it."""
 
     config: Config
-    """The configuration as the user wrote it, before the Plan."""
+    """The configuration as the user wrote it, before missing values are derived."""
     run_dir: Path
     resume: str
     """`auto` (resume a run with the same configuration, else start), `never` (only start), `must`
     (only resume), `extend` (only resume, and begin the schedule anew) or the path to a checkpoint
     to branch off from."""
     init_from: Path | None
-    """The model whose weights a run without a checkpoint begins with."""
+    """The model whose weights a run without a checkpoint begins with; None for random weights."""
     world: World
     supplied: UserComponents = field(default_factory=UserComponents)
-    """The components that the user gave in place of the configured ones."""
+    """The user's own model, optimizer and batches, if given."""
     force: bool = False
-    """True to try a run that does not fit the memory according to the Plan."""
+    """True to try a run that is predicted to exceed the memory."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
-    """Read the identity of the run in `path`: its id and the origin of its weights; None if there
-    is no run."""
+    """Read the identity of the run in `path` from plan.json: `run_id`, `parent` (the run and step
+    it branched off from, or None) and `init_from` (the model its weights came from, or None).
+    Return None if there is no run. Raises CorruptError if plan.json is missing or damaged."""
     if not (path / "config.toml").exists():
         return None
     try:
@@ -87,14 +89,15 @@ def read_identity(path: Path) -> dict[str, Any] | None:
 
 
 def step_folders(path: Path) -> list[str]:
-    """Return the names in `checkpoints/` that complete checkpoints could have, in order."""
+    """Return the names in `path`/checkpoints that complete checkpoints can have (step-…),
+    sorted."""
     names = (entry.name for entry in (path / "checkpoints").glob("step-*"))
     return sorted(name for name in names if is_step_folder(name))
 
 
 def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError if files in `path` belong to different runs, or if config.toml, whose
-    presence marks a run folder, is missing."""
+    """Raise ConfigError if `path` holds checkpoints of another run than `identity` (from
+    `read_identity`), or a run's files without config.toml, whose presence marks a run folder."""
     names = step_folders(path)
     branch = f"--run-dir NEW --resume {path}/checkpoints/step-…"
     if identity is None:
@@ -131,7 +134,7 @@ def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
 
 
 def no_checkpoint(request: RunRequest) -> ConfigError:
-    """Return the error for a run that must resume and has no checkpoint."""
+    """Return the error for `--resume must` or `extend` in a run folder without a checkpoint."""
     return ConfigError(
         f"--resume {request.resume}: there is no checkpoint in {request.run_dir}; use --resume "
         "auto to start"
@@ -142,8 +145,9 @@ def no_checkpoint(request: RunRequest) -> ConfigError:
 
 
 def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
-    """Raise ConfigError, with a list of the differences, unless the configurations in the folder
-    and in its checkpoint made the same steps as `plan` would have made."""
+    """Raise ConfigError, listing the differences, unless the configurations saved in `path` and in
+    the checkpoint make the same steps up to it as `plan`, derived from `asked`. Also if the plan
+    has fewer steps than were made. Raises CorruptError for a damaged checkpoint."""
     saved_layout(checkpoint)  # raises if the layout is unknown
     checkpoint.read("config.toml")  # raises if it is missing or damaged
     for source in (path / "config.toml", checkpoint.path / "config.toml"):
@@ -158,7 +162,8 @@ def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config
 
 
 def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:
-    """Raise ConfigError if the run would make steps before its schedule begins."""
+    """Raise ConfigError if the run would start before `schedule.start_step`, from a checkpoint
+    before it or from step 0 (`checkpoint` None)."""
     start, first = plan.config.schedule.start_step, 0 if checkpoint is None else checkpoint.step
     if first < start and checkpoint is None:
         raise ConfigError(
@@ -175,8 +180,8 @@ def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> N
 
 
 def saved_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the layout that wrote a checkpoint. Raises CorruptError if this version does not know
-    it."""
+    """Return the layout (degrees of parallelism) that wrote a checkpoint. Raises CorruptError if
+    this version does not know its keys."""
     try:
         return Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
     except TypeError as error:
@@ -186,7 +191,8 @@ def saved_layout(checkpoint: Checkpoint) -> Layout:
 
 
 def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
-    """Return True if both configurations make the same first `n_steps` steps."""
+    """Return True if both configurations make the same first `n_steps` steps: they differ at most
+    in [schedule], and there not in any learning rate so far."""
     if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
         return False
     if config_hash(found) == config_hash(asked):
@@ -201,7 +207,7 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 
 
 def _is_resolved(schedule: ScheduleConfig) -> bool:
-    """Return True if the section alone determines every learning rate, as in a run's
+    """Return True if no key that the schedule's decay needs is left to derive, as in a run's
     config.toml."""
     return all(getattr(schedule, key) is not None for key in schedule.decay_keys)
 
@@ -209,7 +215,8 @@ def _is_resolved(schedule: ScheduleConfig) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """Return the error message: the differences, in the keys that the user sets, and the remedy."""
+    """Return the error message for a run whose configuration differs: the differences, by the keys
+    that the user sets, and the remedy. `found` was read from `source`; `n_steps` steps are made."""
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""
@@ -229,7 +236,8 @@ def _refusal(
 
 
 def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
-    """Return the differences; for derived schedule keys, name the key that the user set."""
+    """Return "key: old → new" for each difference between `found` and `planned`. Schedule keys
+    derived from the run's length are replaced by train.steps, which the user set in `asked`."""
     derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
     if found.train.steps != planned.train.steps:
         derived |= _from_length(found) & _from_length(planned)
@@ -247,7 +255,7 @@ def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
 
 
 def _from_length(config: Config) -> set[str]:
-    """Return the schedule keys whose values the Plan derived from the run's length."""
+    """Return the [schedule] keys whose values were derived from train.steps."""
     steps, schedule = config.train.steps, config.schedule
     if steps is None or schedule.decay_steps != steps - schedule.start_step:
         return set()
@@ -260,11 +268,12 @@ def _from_length(config: Config) -> set[str]:
 
 
 def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
-    """Make the Plan for the requested run. Its schedule begins at the step at which the run in the
-    folder was extended, or, for `--resume extend`, at that run's last checkpoint. Collective.
+    """Plan the requested run with `plan_of`, beginning its schedule at the step at which the run in
+    the folder was extended, or, for `--resume extend`, at that run's last checkpoint. Collective.
 
-    An extension that was interrupted is recognised from the folder's configuration, and not made
-    again. Raises ConfigError if there is nothing to extend, and any error from `plan_of`.
+    An interrupted extension is recognised from the folder's config.toml, and not made again. Raises
+    ConfigError if there is nothing to extend, or if train.steps is not beyond the last checkpoint;
+    and any error from `plan_of`.
     """
     path, config, world = request.run_dir, request.config, request.world
     extends = request.resume == "extend"

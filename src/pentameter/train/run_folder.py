@@ -1,4 +1,4 @@
-"""The run folder, opened for a new run or rewound to the checkpoint from which a run resumes."""
+"""The run folder, created for a new run or rewound to the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
-"""Files that are appended to in place; any other file is replaced as a whole, even if it is a
-link."""
+"""Files that are appended to in place; any other is replaced as a whole, so that a link at its name
+is harmless."""
 WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An open run folder and the checkpoint to resume from, if there is one."""
+    """An open run folder and the checkpoint to resume from, None for a new run."""
 
     path: Path
     run_id: str
     store: CheckpointStore
     checkpoint: Checkpoint | None
     initial_weights: InitialWeights | None = None
-    """The weights from another model, for a run that begins with them and has no checkpoint yet."""
+    """Another model's weights, for a new run that begins with them; else None."""
     base_model: str | None = None
-    """The Hugging Face model that the run's weights began as."""
+    """The Hugging Face name of the model that the run's weights came from; None if they did not."""
     opened: tuple[int, int] | None = None
-    """Device and inode of the folder, as this rank sees it."""
+    """The folder's device number and inode, as this rank sees it."""
 
     def check_there(self) -> None:
-        """Raise StorageError unless `path` still leads to this run's folder. If its disk was
-        unmounted, an empty mount point has the same name, and writes would go there."""
+        """Raise StorageError unless `path` still leads to this run's folder. After an unmount, an
+        empty mount point has the same name, and files would be written there."""
         with suppress(OSError):
             if _device_and_inode(self.path) == self.opened:
                 return
@@ -86,7 +86,8 @@ class RunFolder:
             ) from error
 
     def log_path_of(self, rank: int) -> Path:
-        """Return the path of a rank's log: log.txt for rank 0, else logs/rank-00001.txt."""
+        """Return the path of a rank's log: log.txt for rank 0, else logs/rank-00001.txt, for
+        example."""
         return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     @property
@@ -96,29 +97,27 @@ class RunFolder:
 
     @property
     def log_path(self) -> Path:
-        """The path of log.txt, which holds the console's text."""
+        """The path of log.txt, rank 0's copy of the console's text."""
         return self.path / "log.txt"
 
     def write_sample(self, step: int, text: str) -> None:
-        """Write the text sampled at `step` into samples/. Raises StorageError."""
+        """Write a text sampled at `step` to samples/step-….txt. Raises StorageError."""
         self.check_there()
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Write environment.json: versions and devices for this start, and for the earlier ones.
-
-        Raises StorageError.
-        """
+        """Write environment.json: `environment` (versions and devices) for this start, and those of
+        earlier starts, which the file held before. Raises StorageError."""
         path = self.path / "environment.json"
         record = {**environment, "earlier_starts": _earlier_starts(path)}
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """Return the starts recorded in environment.json; an empty list if it is damaged, since only
-    people read it."""
+    """Return the starts recorded in environment.json, oldest first; an empty list if it is missing
+    or damaged, since only people read it."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
         starts = before.pop("earlier_starts", [])
@@ -128,12 +127,12 @@ def _earlier_starts(path: Path) -> list[Any]:
 
 
 def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
-    """Open the folder for `plan`'s run: create it, or rewind it to the checkpoint to resume from.
+    """Create the run folder, or rewind it to the checkpoint to resume from, and return it open.
 
     Collective: rank 0 does it and broadcasts the result. The caller holds the folder's lock. Raises
-    ConfigError, with the differences, if the folder holds another run, or a run on other data;
-    nothing has been changed then. It also raises ConfigError if a rank does not see the folder,
-    since each rank writes its shards of a checkpoint there.
+    ConfigError, with the differences, if the folder holds another run or one on other data; nothing
+    has been changed then. It also raises ConfigError if a rank does not see the folder, since each
+    rank writes its shards of a checkpoint there.
     """
 
     def open_it() -> tuple[RunFolder, bool]:
@@ -151,12 +150,14 @@ def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFol
 
 
 def hash_of_read(dataset: Dataset, plan: Plan, step: int) -> str:
-    """Return the sha256, in hex, of the data that a run has read after `step` steps."""
+    """Return the sha256, in hex, of the tokens that a run can have read in its first `step`
+    steps."""
     return dataset.hash_of(tokens_for(step * plan.batch_size, plan.config.model.context_length))
 
 
 def _check_other_writers(folder: RunFolder, world: World) -> None:
-    """Raise ConfigError if a rank does not see the folder, and so could not save into it."""
+    """Raise ConfigError on all ranks if one does not see rank 0's folder within VISIBLE_SECONDS,
+    and so could not save into it. Collective."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -184,8 +185,8 @@ def _holds(path: Path, run_id: str) -> bool:
 
 
 def refuse_links(path: Path) -> None:
-    """Raise ConfigError if training would write outside the run folder `path`, through a symbolic
-    link in it, or to a name that is not a file. The folder itself may be a link."""
+    """Raise ConfigError if a name that training writes to in the run folder `path` is a symbolic
+    link, or not a regular file. The folder itself may be a link."""
     for name in (*APPENDED_FILES, *WRITTEN_FOLDERS):
         entry = path / name
         if entry.is_symlink():
@@ -200,7 +201,8 @@ def refuse_links(path: Path) -> None:
 
 
 def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
-    """Open the folder on rank 0: first make every check that may refuse it, then change it."""
+    """Create or rewind the folder, on rank 0: first make every check that may refuse it, then
+    change it."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
     refuse_links(path)
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
@@ -256,7 +258,9 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
 def _check_resumes(
     request: RunRequest, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
 ) -> None:
-    """Raise ConfigError unless the run in the folder may resume, and began as this request says."""
+    """Raise ConfigError if the run in the folder, identified by `identity`, may not resume:
+    `--resume never`, or it began from another checkpoint than `parent` (None: from none) or from
+    other weights."""
     path = request.run_dir
     if request.resume == "never":
         raise ConfigError(
@@ -272,8 +276,8 @@ def _check_resumes(
 
 
 def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
-    """Open the checkpoint that the user named. Raises ConfigError, with suggestions, if it is not
-    one."""
+    """Open the checkpoint at the path `resume`. Raises ConfigError, with suggestions, if it is not
+    a checkpoint of a run, or if `init_from` also names weights."""
     if init_from is not None:
         raise ConfigError(
             f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
@@ -302,11 +306,12 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
 def _write_identity(
     path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
 ) -> None:
-    """Write plan.json, then config.toml, whose presence marks a run folder.
+    """Write plan.json (with `identity`), then config.toml, whose presence marks a run folder. A
+    file that already has the same content is left alone.
 
-    A run may resume while its disk is full. A file that already has the same content is left alone.
-    An earlier start's plan.json, which names the same run, is left too if it cannot be replaced,
-    with a line in `warnings`.
+    A run may resume while its disk is full: then, unless it `is_new`, an earlier start's plan.json,
+    which names the same run, is kept, and a line added to `warnings`. Raises StorageError
+    otherwise.
     """
     for name in ("samples", "checkpoints"):
         make_folder(path / name)
@@ -336,8 +341,9 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
-    """Truncate the logs to the point at which the checkpoint was saved, or empty them if there is
-    no checkpoint."""
+    """Truncate the logs to their sizes when the checkpoint was saved (`record`), and remove samples
+    of later steps. Without a checkpoint in this folder, empty the logs and remove those of other
+    ranks."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
         last_step, record, event = -1, None, None

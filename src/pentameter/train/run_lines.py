@@ -21,14 +21,14 @@ from pentameter.train.hooks import (
 )
 
 SLOW_STEP_SECONDS = 0.5
-"""Step time in seconds above which a line shows it next to the tokens per second."""
+"""Seconds of a step from which its line shows them, next to the tokens per second."""
 
 SPARKLINE_POINTS = 48
 """Largest number of bars in the live line's curve."""
 
 
 class RunLines:
-    """The hook that prints the run."""
+    """The hook that prints a run's lines, and updates the live line on a terminal."""
 
     def __init__(self) -> None:
         self._n_steps = 0
@@ -36,8 +36,8 @@ class RunLines:
         self._validation: EvalMetrics | None = None
 
     def on_start(self, run: TrainingRun) -> None:
-        """Print which rank this is; rank 0 has already introduced the run. Until the first step has
-        a line, the live line shows what the run is waiting for."""
+        """Print, on one rank of each further machine, its rank, machine and device; rank 0 has
+        printed the introduction. Show on the live line which action comes first."""
         world = run.world
         self._await(run, evaluates=begins_with_evaluation(run))
         if not world.is_main:
@@ -50,12 +50,12 @@ class RunLines:
             )
 
     def _await(self, run: TrainingRun, *, evaluates: bool) -> None:
-        """Show the first action in this start; it may compile for a minute."""
+        """Show the next action on the live line, an evaluation or a step, and that it compiles."""
         what = "the first evaluation" if evaluates else f"step {run.state.step + 1}"
         run.console.show(f"{what} compiles" if run.compute.compiled else what)
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Print a line for a step that is to be logged; update the live line for every step."""
+        """Update the live line; every `log.interval` steps also print a line."""
         self._n_steps += 1
         self._losses.add(step.loss)
         columns = _step_columns(
@@ -73,9 +73,9 @@ class RunLines:
         run.console.say(f"step {skip.step:>6} skipped: {skip.reason}")
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
-        """Print the epoch's mean loss and the time per step.
+        """Print the epoch's mean loss, perplexity and time per step.
 
-        Epochs shorter than `log.interval` are left out, or with a small text they would drown
+        Epochs shorter than `log.interval` steps are not printed: with a small text they would drown
         everything else; metrics.jsonl has them all.
         """
         if metrics.steps < run.config.log.interval:
@@ -90,9 +90,9 @@ class RunLines:
         )
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Print a split's metrics, and whether they are the best yet. The training split's loss is
-        in the same line as the validation loss, so that one line shows whether the model overfits.
-        """
+        """Print an evaluation's metrics, and whether the loss is the best yet. The validation line
+        is held back until the training split is evaluated, if it is, so that one line has both
+        losses."""
         if self._n_steps == 0:
             self._await(run, evaluates=False)
         if metrics.split == VALIDATION and TRAIN in run.evaluations:
@@ -119,7 +119,7 @@ class RunLines:
         )
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
-        """Show the save on the live line only: it is routine."""
+        """Show name, size and time of the save on the live line only: it is routine."""
         run.console.status(
             [f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s"]
         )
@@ -132,7 +132,8 @@ class RunLines:
 
 
 class _Curve:
-    """The losses of a run so far, as at most SPARKLINE_POINTS means of equally many steps."""
+    """The losses of a run so far, averaged to at most SPARKLINE_POINTS points, each over equally
+    many steps."""
 
     def __init__(self) -> None:
         self._points: list[float] = []
@@ -140,7 +141,7 @@ class _Curve:
         self._latest: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Add a step's loss. A curve that is full has its points joined in pairs."""
+        """Add a step's loss. When the curve is full, each pair of points is averaged into one."""
         self._latest.append(loss)
         if len(self._latest) < self._steps_per_point:
             return
@@ -153,7 +154,8 @@ class _Curve:
             self._steps_per_point *= 2
 
     def line(self) -> str:
-        """Return the curve with its first and last points as numbers; empty below two points."""
+        """Return the curve as a sparkline between its first and last points as numbers; empty if it
+        has fewer than two points."""
         if len(self._points) < 2:
             return ""
         first, last = self._points[0], self._points[-1]
@@ -163,8 +165,8 @@ class _Curve:
 def _step_columns(
     step: StepMetrics, total_steps: int, *, is_first: bool, with_perplexity: bool
 ) -> list[str]:
-    """Return the columns of a step's line, those that a narrow terminal shows first. The first step
-    of a start (`is_first`) may have compiled, so it cannot predict the time left."""
+    """Return the columns of a step's line, the most important first: a narrow terminal drops the
+    last ones. With `is_first` (it may have compiled) the time left is omitted."""
     left = "" if is_first else f" · {rough_duration(step.eta_seconds):>6} left"
     took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
     return [
@@ -181,7 +183,8 @@ def _step_columns(
 
 
 def _choice_columns(metrics: ChoiceMetrics) -> list[str]:
-    """Return the columns of a line about questions; the loss is that of the right choices."""
+    """Return the columns of a line about multiple-choice questions: accuracies, and the loss of the
+    right answers."""
     return [
         f"eval {metrics.step:>6}",
         f"{metrics.split} accuracy {metrics.accuracy:.4f}",

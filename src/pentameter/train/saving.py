@@ -61,18 +61,19 @@ from pentameter.train.run_folder import hash_of_read
 
 @dataclass
 class _PendingSave:
-    """A save that is not committed yet, and the run's state when it was planned."""
+    """A save that is planned or being written, and not committed yet."""
 
     save: Save
     is_best: bool
     is_proved: bool
-    """True once a value computed from these weights was finite."""
+    """True once a loss computed from these weights was finite, which makes the checkpoint known
+    good."""
     stall_seconds: float = 0.0
-    """Seconds that training has waited for it."""
+    """Seconds that training has waited for this save."""
 
     def commit(self, run: TrainingRun) -> Saved:
-        """Commit it once every rank has written, and note its step in the run's state. Collective;
-        raises StorageError if a rank could not write."""
+        """Wait until every rank has written, make the checkpoint visible, and note its step in the
+        run's state. Collective. Raises StorageError if a rank could not write."""
         state, progress, is_beside = run.state, run.world.progress, self.save.is_beside
         if is_beside:
             progress.note("committing", state.step)
@@ -89,35 +90,36 @@ class _PendingSave:
 
 
 class RunCheckpoints:
-    """A run's checkpoints, under the rules above. Methods are collective.
+    """A run's checkpoints, saved and removed by the module's rules. Methods are collective.
 
-    `log_ends`, called on rank 0, syncs the logs and returns the sizes to which a resumed run
-    truncates them. `on_saved` is called for each checkpoint that is on disk.
+    `log_ends` is called on rank 0; it syncs the logs and returns the sizes to which a resumed run
+    truncates them. `on_saved` is called for each checkpoint that is now on disk.
     """
 
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
         self.run, self._log_ends = run, log_ends
         self.on_saved: Callable[[CheckpointMetrics], None] = lambda _: None
         self.last_step = run.state.step
-        """The step of the newest checkpoint, 0 if there is none."""
+        """The step of the newest committed checkpoint, 0 if there is none."""
         self._is_owed = False
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
         self._old = OldCheckpoints(run)
 
     def __str__(self) -> str:
-        """Return, in words, the step from which the run would resume."""
+        """Return a clause that says from which step the same command would resume."""
         if self.last_step == 0:
             return "there is no checkpoint, so the same command starts again"
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
     def save_if_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> None:
-        """At the boundary between two steps, commit an overlapped save if it is written, and save
-        if one is due.
+        """Between two steps: commit an overlapped save that is written by now, and save if one is
+        due.
 
-        `complete` and `interrupted` say that the run ends at this step. Raises TrainingFailedError
-        for weights or optimizer state that are not finite, and StorageError if a save fails that
-        must not; earlier checkpoints are untouched then.
+        `complete` and `interrupted` say that the run ends at this step, `new_best` that its
+        evaluation was the best. Raises TrainingFailedError if weights or optimizer state are not
+        finite or replicas differ, and StorageError if a save fails and that may end the run;
+        earlier checkpoints stay.
         """
         ends = complete or interrupted
         is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
@@ -144,7 +146,8 @@ class RunCheckpoints:
             self._commit(may_fail=False, must_not_fail=ends)
 
     def _is_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> bool:
-        """Return whether to save now, by rule 3; a save that must wait is owed from then on."""
+        """Return True to save now. While updates are skipped a due save is postponed until the next
+        update, except for a complete run or a new best model."""
         state, settings = self.run.state, self.run.config.checkpoint
         assert settings.interval is not None  # resolved by the plan
         new_best = new_best and settings.keep_best
@@ -156,9 +159,12 @@ class RunCheckpoints:
         return not self._is_owed
 
     def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
-        """Commit the pending save, if there is one, once it is written, and prune. With `beside`,
-        training goes on, so the removals are overlapped with it. On failure, raise StorageError if
-        `must_not_fail`; also if `checkpoint.on_error` asks for it, unless `may_fail`."""
+        """Wait for the pending save, if any, commit it, and remove old checkpoints; with `beside`
+        these are removed in a thread while training goes on.
+
+        On failure, raise StorageError if `must_not_fail`, or if `checkpoint.on_error` asks for it
+        and not `may_fail`; else print a warning. Collective.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -178,7 +184,7 @@ class RunCheckpoints:
         )
 
     def _all_have_written(self) -> bool:
-        """Return True once every rank has written its files for the pending save."""
+        """Return True once every rank has written its files for the pending save. Collective."""
         assert self._pending is not None
         return not self.run.world.all_reduce_max(self._pending.save.is_writing)
 
@@ -195,9 +201,8 @@ class RunCheckpoints:
         return _overlaps_saves(self.run)
 
     def close(self) -> None:
-        """Finish the pending save of a run that ended with an error. A single process commits it;
-        with more ranks, which would have to take part, print that it is not saved. Not collective.
-        """
+        """After an error, finish the pending save: a single process commits it. With more ranks,
+        all of which would have to take part, print that it is not saved. Not collective."""
         self._old.await_removals()
         if self._pending is None:
             return
@@ -216,15 +221,15 @@ class RunCheckpoints:
         self._say_not_saved(pending.save.step, why)
 
     def check_copies_if_due(self) -> None:
-        """Raise TrainingFailedError if replicas differ between ranks, at the steps that
-        `train.check_copies` sets."""
+        """Every `train.check_copies` steps, compare replicas of each tensor between ranks; raise
+        TrainingFailedError if any differ."""
         state, interval = self.run.state, self.run.config.train.check_copies
         if interval is not None and state.step % interval == 0:
             self._refuse_different_copies("goes no further")
 
     def prove(self) -> None:
-        """Note that a value computed from the newest checkpoint's weights, and from those of the
-        pending save, was finite."""
+        """Mark the newest checkpoint and the pending save as known good: a loss computed from their
+        weights was finite. Older checkpoints may then be removed."""
         if self._pending is not None:
             self._pending.is_proved = True
         if self.last_step and self.run.state.proved_step != self.last_step:
@@ -232,19 +237,19 @@ class RunCheckpoints:
             self.prune(beside=self._is_asynchronous)
 
     def prune(self, *, beside: bool = False) -> None:
-        """Remove all but the newest checkpoints, the best one and the newest known good one, as
-        `OldCheckpoints.prune` does."""
+        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best and the newest
+        known good one; with `beside`, in a thread while training goes on."""
         self._old.prune(beside=beside)
 
     def say_warnings(self) -> None:
-        """Print the store's warnings since the last call."""
+        """Print the store's warnings that were not printed yet."""
         warnings = self.run.folder.store.warnings
         while warnings:
             self.run.console.say(f"warning: {warnings.pop(0)}")
 
     def give_up(self, why: str) -> NoReturn:
-        """Remove the checkpoints from which the run could not resume either, and raise
-        TrainingFailedError."""
+        """Remove the checkpoints after the newest known good one, from which the run could not
+        resume, and raise TrainingFailedError with `why` and advice."""
         self._old.await_removals()
         self._commit(may_fail=True)
         proved, store = self.run.state.proved_step, self.run.folder.store
@@ -259,7 +264,8 @@ class RunCheckpoints:
         )
 
     def _refuse_different_copies(self, consequence: str) -> None:
-        """Raise TrainingFailedError if replicas of a tensor differ between ranks."""
+        """Raise TrainingFailedError if replicas of a tensor differ between ranks. `consequence`
+        completes the message "step N …". Collective."""
         run = self.run
         wrong = different_copies(run)
         if wrong is not None:
@@ -271,7 +277,8 @@ class RunCheckpoints:
             )
 
     def _plan(self, doing: str) -> _PendingSave:
-        """Check every tensor to be saved, then plan this step's save."""
+        """Check that every tensor is finite and replicas are equal, then plan this step's save.
+        `doing` names the action in the progress report. Raises TrainingFailedError. Collective."""
         start = time.perf_counter()
         run, world = self.run, self.run.world
         world.progress.note(doing, run.state.step)
@@ -287,7 +294,7 @@ class RunCheckpoints:
 
 
 class OldCheckpoints:
-    """A run's checkpoints that are no longer kept, removed at once or while training goes on."""
+    """Removes a run's checkpoints that are no longer kept, at once or while training goes on."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -295,9 +302,9 @@ class OldCheckpoints:
         self._removals: list[Future[None]] = []
 
     def prune(self, *, beside: bool) -> None:
-        """Remove all but the newest checkpoints, the best one and the newest known good one. With
-        `beside`, removing files is overlapped with training; it may take as long as writing them.
-        """
+        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best and the newest
+        known good one. With `beside`, a thread removes the files while training goes on, which may
+        take as long as writing them. A failure only warns."""
         state, settings = self.run.state, self.run.config.checkpoint
         # The best may be unsaved because the disk was full: then the best before it is kept.
         best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
@@ -316,7 +323,8 @@ class OldCheckpoints:
             self._say_not_removed(error)
 
     def await_removals(self) -> None:
-        """Wait until pruned checkpoints are gone, as the next save counts on their disk space."""
+        """Wait until removed checkpoints are gone from disk: the next save counts on their
+        space."""
         while self._removals:
             try:
                 self._removals.pop(0).result()
@@ -328,8 +336,8 @@ class OldCheckpoints:
 
 
 def advice(run: TrainingRun) -> str:
-    """Return advice for a loss that is not finite; it names the learning rate only if an update
-    was made."""
+    """Return advice to print for a loss that is not finite; it names the learning rate only if an
+    update was made."""
     if run.state.step > run.state.consecutive_skips:  # some update was made
         return (
             "Where that ends here again, lower optimizer.learning_rate="
@@ -350,7 +358,8 @@ def advice(run: TrainingRun) -> str:
 
 
 def _overlaps_saves(run: TrainingRun) -> bool:
-    """Return True if saves are overlapped with training; the same on all ranks. Collective."""
+    """Return True if every rank has the host memory to write a checkpoint while training goes on,
+    and `checkpoint.asynchronous` allows it. Collective."""
     beside = choose_asynchronous(
         run.config.checkpoint.asynchronous,
         run.world.local_size * host_bytes_while_saving(run.plan, run.compute),
@@ -375,8 +384,8 @@ def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
 def _planned(
     run: TrainingRun, tensors: Groups, log_ends: Callable[[], Mapping[str, Any]]
 ) -> _PendingSave:
-    """Plan the save of `tensors` at this step, with all that a resumed run needs besides them.
-    `log_ends` is that of RunCheckpoints. Collective."""
+    """Return the planned save of `tensors` at this step, together with everything else that a
+    resumed run needs: state, data hash, log sizes, configuration and tokenizer. Collective."""
     state, world = run.state, run.world
     save = run.folder.store.plan(
         state.step,
@@ -405,8 +414,8 @@ def _planned(
 
 
 def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
-    """Return this rank's tensors for the groups `model` and `optimizer`, without the copies of
-    parameters that another pipeline stage owns. Collective."""
+    """Return this rank's tensors by group, `model` and `optimizer`, and name, without copies of
+    tied parameters that another pipeline stage owns. Collective."""
     engine = run.engine
     # First, as it shards what FSDP left gathered: `named` must hold the optimizer's parameters.
     model = model_state(engine.models)
@@ -419,8 +428,8 @@ def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def different_copies(run: TrainingRun) -> str | None:
-    """Compare the replicas of every parameter and of its optimizer state. Return the first
-    difference in words, the same on every rank; None if all are equal. Collective."""
+    """Compare the replicas of every parameter and of its optimizer state between ranks. Return the
+    first difference in words, the same on every rank; None if all are equal. Collective."""
     engine = run.engine
     if run.world.size == 1:
         return None
@@ -431,8 +440,9 @@ def different_copies(run: TrainingRun) -> str | None:
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
-    """Return group, name and rank for a tensor with a NaN or an infinity, the same on every rank;
-    None if all are finite. Each rank checks its own shards. Collective."""
+    """Return group, name and rank of a tensor with a NaN or an infinity, as a phrase that is the
+    same on every rank; None if all are finite. Each rank checks its own shards of `groups` (group →
+    name → tensor). Collective."""
     own = next(
         (
             f"{group} tensor {name}" + (f" on rank {world.rank}" if world.size > 1 else "")

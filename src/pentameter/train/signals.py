@@ -1,5 +1,5 @@
-"""Stop signals: the first ends a run between two steps, once it is saved; the second ends it at
-once."""
+"""Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP): the first ends a run between two steps, once it
+is saved; the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pentameter.processes.stop_signals import handling_stop_signals
 from pentameter.processes.world import World
 
 PROMPT_SECONDS = 2.0
-"""Seconds within which ranks ask each other for signals again, if they need not ask at each step.
-A step that takes longer ends first."""
+"""Seconds of steps after which ranks compare stop signals again, if they need not at each step. A
+step that takes longer ends first."""
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # codes between ranks (0: nothing): a reason, a signal's number + 2
 
 
 class _StopNow(BaseException):
-    """The error that a signal handler raises, with the signal's name. It is not an Exception, so
-    that no library's catch-all swallows it. On other ranks a collective may raise it."""
+    """Raised by the signal handler, with the signal's name. Not an Exception, so that no library's
+    catch-all swallows it. On other ranks a collective may raise it."""
 
 
 class StopSignals:
-    """The handler for STOP_SIGNALS while entered: the first asks to stop, the next exits with code
-    75.
+    """A context manager that handles STOP_SIGNALS: the first asks the run to stop, the next exits
+    with code 75.
 
-    While `nothing_to_lose` is true (preparing data, loading, compiling) the stop is immediate and
-    leaves the block as InterruptedRunError. Afterwards the signal's name is in `received`, and the
-    loop stops after the current step, once all ranks know (`agree`). The second signal may exit
-    safely at any moment: the commit protocol guarantees that checkpoints on disk are complete.
-    Python delivers signals only to the main thread; in another thread this class does nothing.
+    While `nothing_to_lose` is true (preparing data, loading, compiling) the first signal stops at
+    once, and leaves the block as InterruptedRunError. Afterwards its name is in `received`, and the
+    loop stops after the current step, once all ranks know (`agree`). The second may exit at any
+    moment: checkpoints on disk are always complete. Python delivers signals only to the main
+    thread; in another thread this class does nothing.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class StopSignals:
         self.agreed: str | None = None
         self.nothing_to_lose = True
         self.steps_unasked = 1
-        """Number of steps that take PROMPT_SECONDS, the same on every rank, since a step's time
-        was passed to `agree`."""
+        """Number of steps that may pass before the next `agree`, about PROMPT_SECONDS long; the
+        same on every rank. 1 until a step's time is known."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -62,10 +62,11 @@ class StopSignals:
     def agree(
         self, world: World, word: str | None = None, *, step_seconds: float = PROMPT_SECONDS
     ) -> str | None:
-        """Return the reason to stop, the same on every rank; None to go on.
+        """Return the reason to stop, the same on every rank; None to go on. Collective.
 
-        A signal that any rank received is in `agreed` afterwards, and comes before any rank's own
-        `word`. The slowest rank's `step_seconds` decide `steps_unasked`. Collective.
+        A signal that any rank received comes before a hook's reason (`word`, which may be given on
+        some ranks alone), and its name is in `agreed` afterwards. The slowest rank's `step_seconds`
+        set `steps_unasked`.
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
         code = number or (_HAS_WORD if word is not None else 0)

@@ -1,4 +1,5 @@
-"""Set up a run: data, Plan, run folder, engine, optimizer and state, from its configuration.
+"""Sets up a run from its configuration: data, Plan (all derived sizes and the layout), run folder,
+engine, optimizer and state.
 
 The steps that need no run folder come first (data, Plan, device, memory), so that most mistakes are
 refused before anything is written.
@@ -41,11 +42,12 @@ from pentameter.train.user_components import CustomBatches
 def start_run(
     request: RunRequest, console: Console, stack: ExitStack
 ) -> tuple[TrainingRun, RunCheckpoints]:
-    """Set up the requested run, rewind it to the checkpoint that it resumes from, and introduce it.
-    Return it with its checkpoints.
+    """Set up the requested run, rewind its folder to the checkpoint that it resumes from, and print
+    the introduction. Return the run and its checkpoints.
 
-    Rank 0 holds the run folder's lock until `stack` is closed. Collective. Raises the errors in
-    `pentameter.errors` for an invalid configuration, data set, machine or folder.
+    `stack` closes the data and the log, and releases the run folder's lock, which rank 0 holds.
+    Collective. Raises ConfigError, CorruptError or StorageError for an invalid configuration, data
+    set, machine or folder.
     """
     world = request.world
     config, warnings = with_tokenizer_beside(request.config, request.init_from)
@@ -107,7 +109,8 @@ def start_run(
 def _with_batches(
     request: RunRequest, dataset: Dataset
 ) -> tuple[RunRequest, TrainingBatches | CustomBatches]:
-    """Choose a reading order that suits the data. Return the request with it, and the batches."""
+    """Return the request and its batches (or those from the user's function). For conversations, an
+    order of windows is replaced by `documents`, and packing chosen to suit."""
     config, supplied = request.config, request.supplied
     if supplied.batches is not None:
         own = CustomBatches(supplied.batches, config, dataset.vocab_size, supplied.source)
@@ -118,7 +121,8 @@ def _with_batches(
 
 
 def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | CustomBatches) -> Plan:
-    """Make the run's Plan; `gives_logits` is False if the model is not run on text."""
+    """Derive the run's Plan (sizes, layout, schedule, everything that a run obeys); `gives_logits`
+    is False if batches are not tokens, so that nothing is sampled."""
     plan_of = partial(
         make_plan,
         vocab_size=dataset.vocab_size,
@@ -132,8 +136,8 @@ def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | Cust
 
 
 def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
-    """Choose the device and how it computes, and add to `warnings`. Raises ConfigError if the
-    Plan does not fit into its memory, unless the request forces it."""
+    """Choose the device, precision and kernels, and add to `warnings`. Raises ConfigError if the
+    run is predicted to exceed the memory, unless the request has `force`."""
     world = request.world
     compute = choose_compute(plan, world)
     warnings += compute_warnings(plan, compute, world)
@@ -143,9 +147,9 @@ def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
 
 
 def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
-    """Return the prompt that samples continue: `text`. For conversations, return a user message
-    with that text, or the first held-out question. A prompt that cannot be encoded is left out,
-    with a warning."""
+    """Return the prompt for samples: `text`, for conversations a user message with that text or the
+    first held-out question. A text that cannot be encoded adds to `warnings` and leaves the prompt
+    empty."""
     tokenizer, val = dataset.tokenizer, dataset.split("val")
     asked = None
     try:
@@ -161,11 +165,9 @@ def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
 def _build(
     request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
 ) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """Build the engine and the optimizer, and load the checkpoint to resume from or the model to
-    begin with. Return both with the state.
-
-    Each rank reads its own shards, whichever layout wrote the checkpoint. Collective.
-    """
+    """Build the engine and the optimizer, load the checkpoint to resume from or the initial
+    weights, and return all three with the state. Each rank reads its own shards, whichever layout
+    wrote the checkpoint. Collective."""
     world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
     if checkpoint is not None:
         supplied.check_same(checkpoint, plan)
@@ -196,7 +198,7 @@ def _build(
 
 
 def _introduce(run: TrainingRun) -> None:
-    """Write environment.json, and describe the run on its console. Collective."""
+    """Write environment.json on rank 0, and print the run's introduction. Collective."""
     console, folder = run.console, run.folder
     if folder.initial_weights is not None:
         for warning in folder.initial_weights.warnings:

@@ -18,18 +18,18 @@ from pentameter.train.compute import Compute
 from pentameter.train.user_components import CustomBatches
 
 FEW_WINDOWS = 8
-"""Contexts (model.context_length tokens) that a validation split should have to be reliable."""
+"""Least length of a reliable validation split, in contexts (model.context_length tokens)."""
 
 MOSTLY_PADDING = 0.5
-"""Fraction of tokens in a batch row that are not padding, below which a run warns about padding."""
+"""Fraction of a batch row's tokens that are not padding, below which a run warns."""
 
 MANY_PASSES = 10
-"""Passes over the text from which a small model without dropout may overfit."""
+"""Passes over the text from which a run without dropout or patience warns about overfitting."""
 
 
 def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) -> list[str]:
-    """Return warnings about evaluations and samples that a run cannot make. Raises ConfigError for
-    a patience without evaluations."""
+    """Return warnings about evaluations and samples that cannot be made with the user's own batches
+    or model. Raises ConfigError if `train.patience` would count such evaluations."""
     train = plan.config.train
     if not batches.are_tokens:
         if train.patience is not None:
@@ -47,8 +47,8 @@ def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) ->
 
 
 def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
-    """Return warnings about kernels that cannot be used, and about a machine that was busy while it
-    was measured. Collective: every rank gets rank 0's warning about the latter."""
+    """Return warnings about GPU kernels for attention dropout that cannot be used, and about a
+    machine that was busy while its speed was measured, the latter as on rank 0. Collective."""
     warnings = []
     if compute.fused_dropout_obstacle is not None:
         warnings.append(
@@ -67,8 +67,9 @@ def settings_warnings(
     batches: TrainingBatches | CustomBatches,
     init_from: Path | None,
 ) -> list[str]:
-    """Return warnings about settings that need more text, a longer run or other initial weights.
-    Raises ConfigError if the run waits for evaluations and nothing is held out."""
+    """Return warnings about settings that need more text, a longer run or initial weights
+    (`init_from`, None without). Raises ConfigError if `train.patience` is set and nothing is held
+    out."""
     warnings, config = [], plan.config
     train, val = dataset.split("train"), dataset.split("val")
     if config.lora.rank is not None and init_from is None:
@@ -113,7 +114,7 @@ def _validation_warnings(
     config: Config, val: TokenSplit, batches: TrainingBatches | CustomBatches
 ) -> list[str]:
     """Return a warning if a run with evaluations has little or no held-out text. Raises ConfigError
-    if nothing is held out and the run has a patience."""
+    if it has none and `train.patience` is set."""
     evaluates = config.train.eval_interval is not None and batches.are_tokens
     asked = config.data.validation_fraction > 0 or config.data.validation_path is not None
     if evaluates and asked and val.n_tokens < 2:

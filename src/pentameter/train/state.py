@@ -1,4 +1,4 @@
-"""The state of a run besides weights and optimizer, which checkpoints keep as state.json."""
+"""A run's state besides weights and optimizer, which checkpoints keep as state.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 @dataclass
 class EpochSums:
-    """Sums over the steps in the current epoch, without skipped updates."""
+    """Sums over the current epoch's steps, skipped updates excluded: loss in nats over all targets,
+    target tokens, steps, seconds."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -32,7 +33,7 @@ class EpochSums:
     seconds: NonNegativeFloat = 0.0
 
     def add(self, loss: LossSum, seconds: float) -> None:
-        """Add a step, whose loss is read."""
+        """Add a step's loss, whose numbers are already on the host, and its time."""
         self.loss += float(loss.total)
         self.n_targets += int(loss.n_targets)
         self.n_steps += 1
@@ -41,31 +42,32 @@ class EpochSums:
 
 @dataclass
 class TrainState:
-    """Everything that a run keeps from step to step except tensors: nothing else survives a
-    resume."""
+    """Everything that a run keeps from step to step except tensors; nothing else survives a resume.
+    Steps are counts of completed steps, -1 for never."""
 
     step: NonNegative = 0
     """Optimizer steps completed."""
     tokens: Count = 0
-    """Target tokens trained on."""
+    """Target tokens trained on so far."""
     train_seconds: NonNegativeFloat = 0.0
     """Seconds spent in steps, over all starts."""
     last_eval_step: StepIfAny = -1
     last_sample_step: StepIfAny = -1
     best_step: NonNegative | None = None
     saved_best_step: NonNegative | None = None
-    """The step of the newest checkpoint that was the best so far."""
+    """The step of the newest checkpoint that was the best when saved; None without one."""
     best_loss: Finite | None = None
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0
     proved_step: NonNegative | None = None
-    """The step of the newest known good checkpoint: something finite was computed from its weights.
-    See `saving.py`."""
+    """The step of the newest known good checkpoint: a loss computed from its weights was finite
+    (see `saving.py`). None without one."""
     loss_scale: LossScale = field(default_factory=LossScale)
     epoch: EpochSums = field(default_factory=EpochSums)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as checkpoints store it; readers find the best step under `best`."""
+        """Return the state as state.json holds it: every field, and `best`, {step, loss} or
+        None."""
         record = asdict(self)
         record["best"] = (
             None if self.best_step is None else {"step": self.best_step, "loss": self.best_loss}
@@ -73,17 +75,19 @@ class TrainState:
         return record
 
     def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
-        """Return True if an action is due at this step that is done every `interval` steps and at
-        the end of the run's `n_steps`. It was last done at `last_step`."""
+        """Return True if an action that is done every `interval` steps (None: never) and at the
+        run's last step, `n_steps`, is due now. False if it was done at this step already
+        (`last_step`)."""
         if interval is None or last_step == self.step:
             return False
         return self.step % interval == 0 or self.step == n_steps
 
     def record_eval(self, loss: float, *, trained: bool) -> bool:
-        """Count an evaluation, and return True if its loss is the best so far.
+        """Record an evaluation's validation loss at this step, and return True if it is the best so
+        far.
 
-        The loss of a model that is not yet `trained` is never the best: there is nothing worth
-        keeping.
+        With `trained` False (no step made, random weights) it is never the best: there is nothing
+        worth keeping.
         """
         self.last_eval_step = self.step
         if not trained or not math.isfinite(loss):
@@ -97,7 +101,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's record of its run: the hash of its data, and the sizes of its logs."""
+    """A checkpoint's record of its run's logs and data: log sizes in bytes, metrics lines that the
+    disk had refused, and the sha256 of the tokens read so far (None if not recorded)."""
 
     metrics_bytes: Count = 0
     log_bytes: Count = 0
@@ -107,7 +112,7 @@ class SavedRun:
 
 Kind = TypeVar("Kind", TrainState, SavedRun)
 _LATER = ("epoch", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
-"""Keys that checkpoints from earlier versions lack; their values are then those at the start."""
+"""Keys that checkpoints from earlier versions lack; they then have their defaults."""
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, SavedRun]:

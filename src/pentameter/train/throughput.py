@@ -20,24 +20,25 @@ from pentameter.train.compute import Compute
 from pentameter.train.hooks import StepMetrics, TrainingRun
 
 WINDOW_STEPS = 20
-"""Number of latest steps whose median predicts how long the remaining ones will take."""
+"""Number of latest steps whose median time predicts the remaining ones."""
 SMOOTHING_SHARE, SMOOTHING_SECONDS = 0.05, 10.0
-"""The predicted end follows the latest pace within this share of the time left, or within these
-seconds if they are longer; near the end within half of the time left."""
+"""Time constant for smoothing the predicted end: this fraction of the time left, or these seconds
+if longer (near the end half the time left)."""
 
 MOST_MEASUREMENTS = 3
-"""Number of times that the ceiling is measured again in a run; each takes 0.3 s."""
+"""Largest number of new measurements of the matmul rate in a run; each takes 0.3 s."""
 
 SLOW = 1.3
-"""Ratio to the planned step time above which steps count as slow."""
+"""Ratio of measured to planned step time above which steps count as slow."""
 SETTLING_STEPS, COMPARED_STEPS = 5, 20
 
 
 class Throughput:
-    """A timer for steps: `with throughput: step()`, then `end_steps`. It uses the monotonic clock,
-    so no rate is negative.
+    """A timer for steps: run each within `with throughput:`, then call `end_steps`. It uses the
+    monotonic clock, so no rate is negative.
 
-    A host that does not wait for its device ends several steps at once. Each took the mean.
+    A host that launches several steps before it waits for its device ends them together; each then
+    counts with their mean time.
     """
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
@@ -65,13 +66,13 @@ class Throughput:
 
     @contextmanager
     def reading_batch(self) -> Iterator[None]:
-        """Count the block's time as `input_seconds`."""
+        """A context manager that counts the block's time as `input_seconds`."""
         start = time.perf_counter()
         yield
         self._reading_seconds += time.perf_counter() - start
 
     def end_steps(self, n_steps: int) -> None:
-        """Divide the time since the last call among `n_steps` steps."""
+        """End `n_steps` steps: each took an equal part of the time measured since the last call."""
         self.step_seconds = self._seconds / n_steps
         self.input_seconds = self._reading_seconds / n_steps
         self._seconds = self._reading_seconds = 0.0
@@ -82,13 +83,13 @@ class Throughput:
         self._recent.extend([self.step_seconds] * n_steps)
 
     def tokens_per_second(self, n_tokens: int) -> float:
-        """Return the tokens per second in the latest step, which had `n_tokens` target tokens."""
+        """Return the rate of target tokens in the latest step, which had `n_tokens`."""
         return n_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation in the latest step: FLOPs per second, padding included, ÷ the
-        ceiling of all devices; None if that is unknown."""
+        """Model FLOPs utilization in the latest step, a fraction: FLOPs per second, padding
+        included, ÷ the peak of all devices. None if either is unknown."""
         if self._flops_per_token is None or not self._ceiling_flops:
             return None
         return self._achieved_flops / self._ceiling_flops
@@ -99,8 +100,8 @@ class Throughput:
         return model_flops(self._flops_per_token or 0, computed)
 
     def _raise_ceiling(self) -> None:
-        """Measure the ceiling again if the latest step exceeded it: the machine was busy when it
-        was measured. Afterwards the ceiling is at least the step's speed."""
+        """If the latest step was faster than the measured peak, measure that again: the machine was
+        busy then. Afterwards the peak is at least the step's FLOPs per second."""
         if self._measure_again is None or self._achieved_flops <= self._ceiling_flops:
             return
         if self._n_measured < MOST_MEASUREMENTS:
@@ -109,15 +110,15 @@ class Throughput:
         self._ceiling_flops = max(self._ceiling_flops, self._achieved_flops)
 
     def eta_seconds(self, steps_left: int) -> float:
-        """Return the predicted seconds until the run ends, with `steps_left` steps left."""
+        """Return the predicted seconds until the run ends, `steps_left` steps from now."""
         return self._countdown.seconds(self._n_steps, steps_left, median(self._recent))
 
 
 class _Countdown:
-    """The time left, smoothed: else each busy moment of the machine would move it by hours.
+    """Predicts the time left, smoothed, or a busy moment of the machine would move it by hours.
 
-    A step takes the latest pace. What is not a step (evaluations, samples, saves) is expected to
-    take as much per step as it took since the run's start in this process.
+    Each step is expected to take the latest median. Evaluations, samples and saves are expected to
+    take as much per step as they took so far in this process.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,8 @@ class _Countdown:
         self._other_seconds = 0.0
 
     def seconds(self, step: int, steps_left: int, pace: float) -> float:
-        """Return the seconds left after `step` steps of this process, a step at `pace` seconds."""
+        """Return the predicted seconds left: `step` steps are made in this process, `steps_left`
+        are to be made, each of `pace` seconds. Call it at each step; it updates the smoothing."""
         now = time.perf_counter()
         if self._first_step is None:
             self._first_step = step
@@ -147,8 +149,8 @@ class _Countdown:
 
 
 class PlannedPace:
-    """The hook that warns once if steps take longer than the Plan predicts for these devices, and
-    says which part is slow. It is silent if the devices are neither known nor measured."""
+    """The hook that warns once if steps take longer than predicted for these devices, and prints
+    which part is slow. Silent if the devices' speed is neither known nor measured."""
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
@@ -157,7 +159,7 @@ class PlannedPace:
         self._inputs: list[float] = []
 
     def on_start(self, run: TrainingRun) -> None:
-        """Plan a step on the devices of this cluster; rank 0 only."""
+        """On rank 0, predict a step's time on this cluster's devices, if their speed is known."""
         if not run.world.is_main:
             return
         cluster, is_known = this_cluster(run.world.size, run.world.local_size)
@@ -168,8 +170,9 @@ class PlannedPace:
             self._planned = Estimate(run.plan, cluster, run.compute.precision).time
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Compare the median of COMPARED_STEPS steps after the first SETTLING_STEPS, which compile
-        and settle."""
+        """After SETTLING_STEPS (which compile and settle) and COMPARED_STEPS more, compare the
+        latter's median time with the prediction; print the warning if it exceeds SLOW times that.
+        """
         planned = self._planned
         if planned is None:
             return
@@ -185,8 +188,8 @@ class PlannedPace:
 
 
 def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
-    """Return the warning for steps that take longer than planned: by how much, and which part is
-    slow."""
+    """Return the warning for steps that took `took` seconds, longer than `planned`: by how much,
+    and whether input (`waited_for_input` seconds), compute or communication is slow."""
     late = took - planned.seconds
     waiting = sum(planned.exposed.values())
     said = (

@@ -1,8 +1,8 @@
 """`train --time`: the configuration of the best model that this machine can train in a given time.
 
-A law says which size is best for how much arithmetic (`estimating/size_law.py`); a trial of real
-steps says how much of it this machine does. What follows is an ordinary configuration: the run that
-trains it depends on no clock, but for one correction (`train/time_kept.py`).
+A scaling law gives the best model size for an amount of compute (`estimating/size_law.py`); a trial
+with real steps measures this machine's speed. The result is an ordinary configuration: the run that
+trains it depends on no clock, except for one correction of its length (`train/time_kept.py`).
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from pentameter.planning.plan import auto_interval, make_plan
 from pentameter.train.trial import Pace, measure_pace
 
 Load = Callable[[Mapping[str, Any]], Config]
-"""Loads the configuration that was asked for, with these settings, by dotted path, beneath the
-user's own."""
+"""Function from settings (dotted path → value) to the user's configuration with them; the user's
+own settings take precedence."""
 
 FEWEST_STEPS = 20
-"""Steps below which a run is refused: it would have hardly begun to learn."""
+"""Steps below which a run is refused: it would hardly begin to learn."""
 TRIAL_SHARE, LONGEST_TRIAL_SECONDS = 0.03, 20.0
-"""The time for a trial: this share of what was asked, at most so many seconds."""
+"""Length of a trial: this fraction of the time asked for, but at most so many seconds."""
 SECOND_TRIAL_SHARE = 0.1
-"""A second trial, of a size that suits the measured speed better, may take this share."""
+"""Largest fraction of the time for a second trial, with a model size that suits the measured speed
+better."""
 EVALUATIONS_SHARE = 0.05
-"""Largest share of the time for evaluations, but for the first and the last."""
+"""Largest fraction of the time for evaluations, except the first and the last."""
 COOL_DOWN_SHARE, WARM_UP_SHARE = 0.4, 0.05
-"""Shares of a run in which the learning rate falls to zero, and in which it rises."""
+"""Fractions of a run in which the learning rate falls to zero, and in which it rises."""
 CPU_SHARE, GPU_SHARE = 0.25, 0.3
-"""Shares of the fastest matmul that training reaches, before it is measured."""
+"""Fractions of the matmul peak that training is expected to reach, before it is measured."""
 CLOSING_SECONDS = 4.0
-"""Processor seconds for the last checkpoint, a sample and the report."""
+"""CPU seconds for the last checkpoint, a sample and the report."""
 MOST_WAITING = 5.0
-"""Largest ratio of time to processor time that is expected of what is still to come."""
+"""Largest ratio of elapsed to CPU time assumed for the work after the last evaluation."""
 
 RECIPE: Mapping[str, Any] = {
     "model.activation": "relu2",
@@ -74,13 +75,13 @@ RECIPE: Mapping[str, Any] = {
     "schedule.min_learning_rate": 0.0,
     "data.max_bytes": None,
 }
-"""What `shakespeare-fast` was found to gain from (docs/results.md), and a schedule whose end may
-still be moved until it cools down."""
+"""Settings with which the preset `shakespeare-fast` was found to gain (docs/results.md), and the
+wsd schedule, whose end can still be moved until the learning rate falls."""
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """A time asked for, in seconds, and the moment on the monotonic clock at which it began: the
+    """The seconds asked for, and the moment from which they count, on the monotonic clock: the
     start of this process."""
 
     seconds: float
@@ -88,25 +89,26 @@ class TimeBudget:
 
     @property
     def used(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the budget began."""
         return time.perf_counter() - self.started
 
     @property
     def closing_seconds(self) -> float:
-        """Seconds to expect between the last evaluation and the end of the process: more on a
-        machine that had this process wait until now."""
+        """Seconds expected from the last evaluation to the end of the process; more on a busy
+        machine, by this process's ratio of elapsed to CPU time so far."""
         waiting = self.used / max(sum(os.times()[:4]), 1e-3)
         return CLOSING_SECONDS * min(MOST_WAITING, max(1.0, waiting))
 
     @property
     def left(self) -> float:
-        """Seconds until it is over; negative after that."""
+        """Seconds until the budget is used up; negative after that."""
         return self.seconds - self.used
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that were chosen, by dotted path, the configuration with them, and the reasons."""
+    """The chosen settings (dotted path → value), the configuration with them, and a line for each
+    reason."""
 
     settings: Mapping[str, Any]
     config: Config
@@ -121,10 +123,12 @@ def choose_for_time(
     sizes: bool,
     progress: Progress = no_progress,
 ) -> Choice:
-    """Choose settings for a run that ends with the budget, by a trial on this machine.
+    """Choose settings for a run that ends within the budget, by a trial on this machine.
 
-    `given` are the dotted paths that the user set, which are obeyed. With `sizes`, vocabulary,
-    size, batch and rate are chosen, too; else only the run's length and what follows from it.
+    load: makes the configuration for given settings.
+    given: dotted paths that the user set, which stay as they are.
+    sizes: True to choose vocabulary, model size, batch and learning rate, too, not only the length.
+
     Raises ConfigError if the time is too short to train anything.
     """
     chooser = _SizeChooser if sizes else _LengthChooser
@@ -132,7 +136,7 @@ def choose_for_time(
 
 
 class _LengthChooser:
-    """Chooses how many steps of a configuration there is time for."""
+    """Chooses the number of steps of a given model that fit into the time."""
 
     def __init__(
         self, load: Load, given: Collection[str], budget: TimeBudget, progress: Progress
@@ -142,7 +146,8 @@ class _LengthChooser:
         self._settings: dict[str, Any] = {}
 
     def choose(self) -> Choice:
-        """Open the data, measure, and return the choice."""
+        """Open the data, time some steps, and return the settings for the steps that fit. Raises
+        ConfigError if they are too few."""
         config = self._load(self._without_length())
         dataset = self._open(config)
         pace = self._measure(self._with_steps(config, FEWEST_STEPS), dataset)
@@ -152,21 +157,23 @@ class _LengthChooser:
         return open_dataset(config.data, progress=self._progress)
 
     def _without_length(self) -> dict[str, Any]:
-        """Return settings that leave the length of the run, and of its schedule, open."""
+        """Return settings that leave the lengths of the run and of its schedule open (None), unless
+        the user set them."""
         return self._obeying(
             {"train.steps": None, "train.epochs": None, "schedule.decay_steps": None}
         )
 
     def _obeying(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `settings` without those that the user gave."""
+        """Return `settings` (dotted path → value) without those that the user set."""
         return {path: value for path, value in settings.items() if path not in self._given}
 
     def _with_steps(self, config: Config, steps: int) -> Config:
-        """Return `config` with so many steps, and a warm-up and a cool-down that fit them."""
+        """Return `config` with `steps` steps, and with warm-up and cool-down that fit into them."""
         return self._load({**self._settings, **self._length(config, steps)})
 
     def _length(self, config: Config, steps: int) -> dict[str, Any]:
-        """Return the settings that make a run so many steps long."""
+        """Return the settings (dotted path → value) for a run of `steps` steps: warm-up and
+        cool-down are shortened in proportion."""
         schedule, before = config.schedule, config.train.steps
         found: dict[str, Any] = {
             **self._without_length(),
@@ -184,8 +191,9 @@ class _LengthChooser:
         return measure_pace(config, dataset, seconds)
 
     def _of_length(self, dataset: Dataset, pace: Pace, reasons: tuple[str, ...]) -> Choice:
-        """Return the choice of the steps that there is time for. Raises ConfigError if they are too
-        few."""
+        """Return the Choice with as many steps as fit into the time left at the measured `pace`; a
+        line about them is appended to `reasons`. Raises ConfigError if they are fewer than
+        FEWEST_STEPS."""
         budget, config = self._budget, self._load({**self._settings, **self._without_length()})
         closing = budget.closing_seconds + pace.evaluation_seconds
         left = budget.left - closing - pace.evaluation_seconds  # the first
@@ -227,14 +235,16 @@ class _LengthChooser:
 
 
 RESTART_SHARE = 0.3
-"""What the first step of a run takes once its trial has compiled it, as a share of the trial's."""
+"""Time of a run's first step once a trial has filled the compile cache, as a fraction of the
+trial's first step."""
 
 
 class _SizeChooser(_LengthChooser):
-    """Chooses vocabulary, size, batch and rate, too."""
+    """Chooses vocabulary, model size, batch and learning rate, too."""
 
     def choose(self) -> Choice:
-        """Choose by an expected speed, measure, and choose again if the speed is another."""
+        """Choose a size for the expected speed and time its steps; once more if the measured speed
+        suggests another. Return the Choice. Raises ConfigError if too few steps fit."""
         self._settings |= self._obeying(RECIPE)
         asked = self._load(self._settings)
         fraction = _fraction_of_cores()
@@ -277,7 +287,8 @@ class _SizeChooser(_LengthChooser):
 
     @property
     def _seconds_left(self) -> float:
-        """Seconds to train in, one at least: too few are refused once their steps are measured."""
+        """Seconds of the budget left, at least 1: a run with too few steps is refused later, once
+        their time is measured."""
         return max(1.0, self._budget.left)
 
     def _vocabulary(self, asked: Config, n_bytes: int, flops: float) -> str:
@@ -304,7 +315,9 @@ class _SizeChooser(_LengthChooser):
     def _take(
         self, chosen: Size, asked: Config, vocab_size: int, flops: float, n_unique: int
     ) -> None:
-        """Add the settings of a size that is trained for `flops` FLOPs."""
+        """Add the settings for the model size `chosen`, trained with `flops` FLOPs on `n_unique`
+        tokens of text: model, batch, dropout, weight decay and learning rate, except those that the
+        user set."""
         n_tokens = flops / self._flops_per_token(asked, chosen, vocab_size)
         passes = n_tokens / n_unique
         settings = _model_settings(chosen)
@@ -319,7 +332,8 @@ class _SizeChooser(_LengthChooser):
         self._settings |= self._obeying(settings)
 
     def _reasons(self, dataset: Dataset, n_bytes: int, speed: float) -> tuple[str, ...]:
-        """Return two lines that say why."""
+        """Return two lines to print: the reasons for the vocabulary and for the model size.
+        `n_bytes` is the text's size, 0 if already tokenized; `speed` is in FLOPs per second."""
         config = self._load({**self._settings, **self._without_length()})
         plan = make_plan(config, dataset.vocab_size)
         model, train = config.model, dataset.split("train")
@@ -338,12 +352,12 @@ class _SizeChooser(_LengthChooser):
 
 OVERFITTING_PASSES, OVERFITTING_DROPOUT = 5.0, 0.1
 DECAY_PER_PASS = 0.11
-"""From docs/results.md: a text seen nine times wants dropout of 0.1 and ten times the weight decay
-of one that is seen once."""
+"""Weight decay per pass over the text. From docs/results.md: nine passes want dropout of 0.1 and
+ten times the weight decay for one pass."""
 
 
 def _model_settings(chosen: Size) -> dict[str, Any]:
-    """Return a size's settings in [model]."""
+    """Return a model size's settings (dotted path → value)."""
     return {
         "model.d_model": chosen.d_model,
         "model.n_layers": chosen.n_layers,
@@ -353,14 +367,15 @@ def _model_settings(chosen: Size) -> dict[str, Any]:
 
 
 def _heads(d_model: int) -> int:
-    """Return a number of heads that divides a width into heads of 32 channels, or of 64 where it is
-    above 256, or of as near an even size as there is."""
+    """Return a number of heads that divides `d_model` into heads of 32 channels (64 if d_model >
+    256), or into the next larger even head size."""
     wanted = d_model // (32 if d_model <= 256 else 64)
     return next((n for n in range(max(1, wanted), 0, -1) if d_model % (2 * n) == 0), 1)
 
 
 def _fraction_of_cores() -> float:
-    """Return the fraction of its cores that this process may expect beside other programs."""
+    """Return the fraction of this process's cores that other programs leave it, by the load
+    average; 1 if unknown."""
     n_cores = len(usable_cores())
     try:
         return min(1.0, n_cores / max(1.0, os.getloadavg()[0]))
@@ -369,7 +384,8 @@ def _fraction_of_cores() -> float:
 
 
 def _expected_flops(config: Config) -> float:
-    """Return the FLOP/s to expect of training on this machine, if nothing else runs on it."""
+    """Return the FLOPs per second to expect of training on this machine, if nothing else runs on
+    it."""
     capabilities = machine_capabilities()
     device = choose_device(config.train.device, capabilities)
     precision, _ = choose_precision(config.train.precision, device, capabilities)

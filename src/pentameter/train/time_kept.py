@@ -1,9 +1,10 @@
-"""The hook that holds a run of `train --time` to its time: it says how long the run took, and
-moves the run's end once, where its rate would begin to fall, if the machine's speed has changed.
+"""The hook that holds a run of `train --time` to its time. It prints how long the run took, and
+once moves the run's end, as its learning rate would begin to fall, if the machine's speed has
+changed.
 
-Until a `wsd` schedule cools down, no step depends on how long the run will be. So the run is
-stopped there and resumed with another `train.steps`, as `--resume auto` allows: what is trained is
-still a function of the configuration in the run folder.
+Until a `wsd` schedule cools down, no step depends on the run's length. So the run is stopped there
+and resumed with another `train.steps`, as `--resume auto` allows: the result is still a function of
+the configuration in the run folder.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from pentameter.train.hooks import RunEnd, StepMetrics, TrainingRun
 from pentameter.train.time_budget import TimeBudget
 
 TOLERANCE = 0.06
-"""Share of the time by which a run may miss it before its end is moved."""
+"""Fraction of the time by which a run may miss it before its end is moved."""
 LEAST_COOL_DOWN = 20
-"""The rate falls for at least one step in so many, however late it is."""
+"""The learning rate falls for at least one step in so many of those made, however late it is."""
 WINDOW_STEPS = 50
-"""Latest steps whose median says how long the next ones take."""
+"""Number of latest steps whose median time predicts the next ones."""
 
 
 @dataclass(frozen=True)
 class MovedEnd:
-    """A new end of a run: its steps, and those in which the rate falls."""
+    """A new length for a run: all its steps, and the last of them in which the learning rate
+    falls."""
 
     steps: int
     cooldown_steps: int
 
 
 class TimeKept:
-    """Watches a run against its budget. `moved` is the new end if the run was stopped for one; at
-    most one is asked for. A run that an earlier command began has none: nobody knows how much of
-    its time is left."""
+    """Compares a run with its time budget. After a stop, `moved` is the new length to resume with,
+    else None. Only one is asked for: none if the end `is_moved` already, or if an earlier command
+    began the run, as the time it used is unknown."""
 
     def __init__(self, budget: TimeBudget, *, is_moved: bool = False) -> None:
         self._budget, self._is_moved = budget, is_moved
@@ -49,16 +51,17 @@ class TimeKept:
         self.moved: MovedEnd | None = None
 
     def on_start(self, run: TrainingRun) -> None:
-        """Note how long the start took, and whether an earlier command began the run."""
+        """Record the time that the start took, and whether an earlier command began the run."""
         self._starting_seconds = time.perf_counter() - self._made_at
         self._began_before = run.state.step > 0 and not self._is_moved
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Note how long an evaluation takes."""
+        """Record an evaluation's time."""
         self._evaluation_seconds = metrics.seconds
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Stop the run if it would end too early or too late, for `moved`."""
+        """If the run is going to miss its time by more than TOLERANCE, set `moved` and stop the
+        run."""
         self._n_steps += 1
         if self._n_steps == 1:
             return  # it may have compiled
@@ -74,7 +77,7 @@ class TimeKept:
             )
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Say how long the run took, beside the time that was asked for."""
+        """Print the time that was asked for and the time taken, unless the run is to resume."""
         if self.moved is None:
             asked, took = duration(self._budget.seconds), duration(self._budget.used)
             what = "this command alone took" if self._began_before else "took"

@@ -1,8 +1,8 @@
-"""TensorBoard, W&B and trackio: the events in metrics.jsonl, shown elsewhere as they happen.
+"""TensorBoard, W&B and trackio: services that display a run's events while it trains.
 
-A tracker receives the same events as metrics.jsonl, text samples and the resolved configuration. A
-tracker that raises is dropped with a warning: the service that watches a run must never end it, nor
-delay it for long.
+A tracker receives the events in metrics.jsonl, text samples and the resolved configuration. One
+that raises is dropped with a warning: the service that watches a run must never end it, nor delay
+it for long.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ T = TypeVar("T")
 
 FINISH_SECONDS = 8.0  # a stop signal promises to be gone within ten
 UNTOLD = ("start", "resume", "end")
-"""Events without measurements, which trackers show in their own way."""
+"""Events that trackers do not receive: they display the start and end of a run by themselves."""
 
 
 class TensorBoardTracker:
-    """Event files in RUN_DIR/tensorboard, for `tensorboard --logdir`."""
+    """Writes event files to `folder`, for `tensorboard --logdir`. Steps from `first_step` on that
+    an earlier start wrote are hidden; `configuration` is TOML, written once."""
 
     def __init__(self, folder: Path, configuration: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +43,7 @@ class TensorBoardTracker:
             self.text("config", configuration, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each curve, named "group/name", measured after `step` optimizer steps."""
+        """Add a point at `step` to each curve in `values`, "group/name" → value."""
         self._check_folder()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -50,13 +51,13 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text as a code block: TensorBoard would read it as Markdown."""
+        """Add a text at `step`, as a code block: TensorBoard would read it as Markdown."""
         self._check_folder()
         block = "".join(f"    {line}\n" for line in text.split("\n"))
         self._writer.add_text(name, block, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Write and close the file."""
+        """Write the remaining events and close the file; `failed` changes nothing here."""
         self._check_folder()
         self._writer.close()
 
@@ -68,7 +69,7 @@ class TensorBoardTracker:
 
 
 class ProjectTracker:
-    """A run in a W&B project, or a trackio one, which has the same calls as W&B."""
+    """A run in a W&B or trackio project; both modules have the same calls."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
@@ -78,11 +79,11 @@ class ProjectTracker:
         self._latest_step = 0
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add values to the run's history at `step`."""
+        """Log `values`, "group/name" → value, to the run's history at `step`."""
         self._log(dict(values), step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text as HTML, which both services can display."""
+        """Log a text at `step` as HTML, which both services display."""
         self._log({name: self._module.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def finish(self, *, failed: bool) -> None:
@@ -93,8 +94,9 @@ class ProjectTracker:
             self._run.finish()
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values at their step. A checkpoint's values may come after later steps; they are
-        logged at the latest step, as these services drop a step that goes back."""
+        """Log values at their step, unless an earlier start logged it. A checkpoint's values may
+        come after later steps; they are logged at the latest one, as these services drop a step
+        that goes back."""
         if step >= self._first_step:
             self._latest_step = max(step, self._latest_step)
             self._run.log(values, step=self._latest_step)
@@ -104,7 +106,8 @@ Tracker = TensorBoardTracker | ProjectTracker
 
 
 class Trackers:
-    """All trackers of a run; each is dropped, with a warning, at the first call that raises."""
+    """All trackers of a run, opened by `openers` (name → function). Each is dropped, with a warning
+    passed to `say`, at the first call that raises."""
 
     def __init__(
         self, openers: Mapping[str, Callable[[], Tracker]], say: Callable[[str], None]
@@ -117,10 +120,9 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, event: str, step: int = 0, **values: Any) -> None:
-        """Show an event from metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
-
-        Texts are shown likewise (why a step was skipped), except a checkpoint's path.
-        """
+        """Send an event to every tracker: its finite numbers as curves EVENT/KEY, an evaluation's
+        as SPLIT/KEY. Strings are sent as texts, such as the reason of a skipped step, except a
+        checkpoint's path. Events in UNTOLD are not sent."""
         if event in UNTOLD:
             return
         group = str(values.pop("split", event))
@@ -136,11 +138,11 @@ class Trackers:
                 self._each("text", f"{group}/{key}", value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text."""
+        """Send a text to every tracker, under `name` at `step`."""
         self._each("text", name, text, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Finish every tracker; they receive nothing afterwards."""
+        """Finish every tracker, as failed or not; they receive nothing afterwards."""
         self._each("finish", failed=failed)
         self._trackers.clear()
 
@@ -175,8 +177,8 @@ def require_trackers(log: LogConfig) -> None:
 def open_trackers(
     config: Config, folder: RunFolder, first_step: int, say: Callable[[str], None]
 ) -> Trackers:
-    """Open the trackers in the configuration, which receive steps from `first_step` on. Warn about
-    those that cannot start."""
+    """Open the trackers that `config.log` names, for events from `first_step` on. One that cannot
+    start is dropped, with a warning passed to `say`."""
     openers: dict[str, Callable[[], Tracker]] = {}
     log = config.log
     if log.tensorboard:

@@ -1,4 +1,5 @@
-"""A trial before a run: real steps of its configuration on this machine, timed."""
+"""A trial before a run: some real steps of its configuration on this machine, timed and
+discarded."""
 
 from __future__ import annotations
 
@@ -24,27 +25,28 @@ from pentameter.train.update import update_weights
 from pentameter.train.user_components import UserComponents
 
 FEWEST_STEPS, MOST_STEPS = 4, 50
-"""Steps of a trial beside the first, which compiles."""
+"""Least and largest number of steps of a trial after the first, which compiles."""
 EVALUATION_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a configuration takes on this machine."""
+    """Measured times of a configuration on this machine, and whether it was compiled."""
 
     step_seconds: float
     evaluation_seconds: float
-    """A pass over the held-out text; 0 if nothing is held out."""
+    """Seconds of a pass over the held-out text; 0 if nothing is held out."""
     first_seconds: float
-    """The first step and evaluation beyond what later ones take: they compile."""
+    """Extra seconds of the first step and evaluation over later ones, as they compile."""
     flops_per_second: float
     compiled: bool
 
 
 def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
-    """Train `config` for about `seconds` after the first step, keep nothing, and return its pace.
+    """Train `config` for about `seconds` after the first step, discard the result, and return the
+    times.
 
-    Raises ConfigError for a configuration that this machine cannot train.
+    Raises ConfigError if the configuration is invalid or exceeds this machine's memory.
     """
     config = suited_to(dataset.split("train"), config)
     batches = training_batches(config, dataset.split("train"))
@@ -83,8 +85,8 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
 
 
 def _seconds_of(act: Callable[[int], None], seconds: float) -> tuple[float, float]:
-    """Return the seconds of `act`'s first call, and the median of those after it, which are
-    repeated for about `seconds`."""
+    """Call `act` with 0, 1, … for about `seconds` after the first call. Return the seconds of the
+    first call, and the median of the others."""
     times: list[float] = []
     deadline = math.inf
     for number in itertools.count():
@@ -100,8 +102,9 @@ def _seconds_of(act: Callable[[int], None], seconds: float) -> tuple[float, floa
 
 
 def _evaluation_seconds(engine: Engine, plan: Plan, dataset: Dataset) -> tuple[float, float]:
-    """Return the seconds of a pass over the held-out text, and those that the first one takes
-    beyond it."""
+    """Return the seconds of a pass over the held-out text, extrapolated from EVALUATION_BATCHES
+    batches, and the extra seconds of the first batch; zeros if nothing is held out or evaluation is
+    off."""
     split = dataset.split(VALIDATION)
     if plan.config.train.eval_interval is None or split.n_tokens < 2:
         return 0.0, 0.0

@@ -23,20 +23,20 @@ class Update:
 
     @property
     def made(self) -> bool:
-        """False if the loss or the norm is not finite: the weights and the optimizer state are then
-        unchanged. Once it is `read`, this does not wait for the device."""
+        """False if loss or gradient norm is not finite; weights and optimizer state are unchanged
+        then. Waits for the device, unless the update was copied to the host (`read`)."""
         return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm)
 
     def not_made(self) -> Tensor:
-        """Return the opposite of `made` without reading, float32 (): 1 or 0."""
+        """Return the opposite of `made` without waiting for the device, float32 (): 1 or 0."""
         loss, norm = self.loss, torch.as_tensor(self.grad_norm)
         is_finite = torch.isfinite(loss.total / torch.as_tensor(loss.n_targets))
         return (~(is_finite & torch.isfinite(norm))).float()
 
 
 def read(updates: Sequence[Update]) -> list[Update]:
-    """Return the updates as numbers on the host, which waits for the device once for all of them.
-    Those that are numbers already cost nothing."""
+    """Return the updates with their numbers on the host, waiting for the device once for all.
+    Updates that are numbers already are returned as they are."""
     found = [
         each
         for update in updates
@@ -54,9 +54,9 @@ def read(updates: Sequence[Update]) -> list[Update]:
 
 
 def may_read_late(engine: Engine, optimizer: AnyOptimizer) -> bool:
-    """Return True if `update_weights` may leave a step's numbers on the device, whose host would
-    wait for them. The next step must not depend on them, as fp16's loss scale does, and the update
-    must be made there (no offload), by an optimizer that `can_step_unless`."""
+    """Return True if `update_weights` may leave loss and norm on the device, so that the host need
+    not wait: the next step does not depend on them (as fp16's loss scale does), nothing is
+    offloaded, and the optimizer can itself skip a non-finite update (`can_step_unless`)."""
     return (
         engine.host_waits
         and engine.arithmetic.precision != "fp16"
@@ -75,12 +75,16 @@ def update_weights(
     *,
     at_once: bool = True,
 ) -> Update:
-    """Make an optimizer step from the gradients in `engine` if loss and norm are finite. Return
-    both, the same on every rank.
+    """Make an optimizer step from the gradients in `engine`, unless loss or gradient norm is not
+    finite. Return both, the same on every rank. Collective.
 
-    They are read `at_once`, and the host decides. Otherwise, if it `may_read_late`, they stay on
-    the device, which decides alike, and the host does not wait. The gradients, which are
-    `loss_scale` times too large, are used up. Collective.
+    rate: the learning rate.
+    loss_scale: factor by which the gradients are too large.
+    clip_norm: largest gradient norm.
+    at_once: copy loss and norm to the host, which decides; else (only if `may_read_late`) they stay
+        on the device, which decides alike.
+
+    The gradients are zeroed afterwards.
     """
     engine.unscale_gradients(loss_scale)
     norm = engine.gradient_norm()

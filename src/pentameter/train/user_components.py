@@ -1,5 +1,5 @@
-"""User components: the model, the optimizer and the batches that a user may give in place of the
-configured ones."""
+"""User components: a model, optimizer and batches that the user gives in place of the configured
+ones."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ and a target of -1 does not count. For a custom model they are arrays or tensors
 alone or in dicts, lists and tuples. Pure: the same arguments give the same batch, in any process
 and at any time."""
 OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""`optimizer(groups)`: an optimizer for parameter groups, each with its `weight_decay`. The
-learning rate is set before every step."""
+"""`optimizer(groups)`: returns an optimizer for parameter groups, dicts with `params` and
+`weight_decay`. The learning rate is set before every step."""
 
 
 @dataclass(frozen=True)
 class UserComponents:
-    """The components given by the user; for an absent one, the configured one is used."""
+    """The user's own model, optimizer and batches; where absent (None, or GPTSource for the model),
+    the configured one is used."""
 
     source: ModelSource = field(default_factory=GPTSource)
     optimizer: OptimizerFunction | None = None
@@ -46,7 +47,8 @@ class UserComponents:
     def build_optimizer(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan
     ) -> AnyOptimizer:
-        """Build the optimizer for the trainable parameters.
+        """Build the optimizer for the trainable parameters `named`, (name, parameter) each: the
+        user's, else the configured.
 
         Raises TypeError if the user's function returns no optimizer, or one for other parameters.
         """
@@ -69,15 +71,16 @@ class UserComponents:
         return made
 
     def record(self, plan: Plan) -> dict[str, str | None]:
-        """Return the record for a checkpoint, for `check_same`."""
+        """Return the names of the user's functions, None for those not given, which a checkpoint
+        records for `check_same`."""
         optimizer = None if self.optimizer is None else _name(self.optimizer)
         batches = None if self.batches is None else _name(self.batches)
         return {"built_by": plan.built_by, "optimizer": optimizer, "batches": batches}
 
     def check_same(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        """Refuse to resume with a component of another kind: raise ConfigError if the checkpoint
-        used a custom model, optimizer or batches and this run does not, or vice versa. Names are
-        not compared: a function may move, and two may have the same name."""
+        """Raise ConfigError if the checkpoint was made with the user's own model, optimizer or
+        batches and this run is not, or vice versa. Names are not compared: a function may move, and
+        two may have the same name."""
         arguments = {"built_by": "model", "optimizer": "optimizer", "batches": "batches"}
         for key, here in self.record(plan).items():
             there = checkpoint.state.get(key)
@@ -91,10 +94,11 @@ class UserComponents:
 
 
 class CustomBatches:
-    """Batches from a user's function, each checked when it is made."""
+    """Batches from a user's function, each checked when it is made. Sizes come from `config`;
+    `vocab_size` is the tokenizer's."""
 
     rows_per_epoch: None = None
-    """Unknown, so a run counts in steps."""
+    """None: the length of an epoch is unknown, so a run counts in steps."""
 
     def __init__(
         self,
@@ -110,10 +114,10 @@ class CustomBatches:
         self._vocab_size = config.model.vocab_size or vocab_size
 
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
-        """Return a step's global batch, or its batch rows `rows` (B,), each number below
-        batch_size.
+        """Return a step's global batch (`rows` None), or its rows with the numbers `rows` (B,),
+        each below the batch size. The step is 0-based.
 
-        Raises ConfigError if the function does not return a batch.
+        Raises ConfigError if the function does not return inputs and targets that fit.
         """
         rows = np.arange(self._n_rows, dtype=np.int64) if rows is None else rows
         made = self._function(step, rows)
@@ -143,8 +147,8 @@ class CustomBatches:
 
     @cached_property  # a start asks several times, and the user's function may be slow
     def are_tokens(self) -> bool:
-        """True if the batches are token ids, so that the model can also run on text. Decided by the
-        first batch row in the first step."""
+        """True if the batches are token ids, so that the model can also run on text; decided by the
+        first row of step 0."""
         batch = self.batch(0, np.zeros(1, dtype=np.int64))
         return self._are_token_ids((batch.inputs, batch.targets), 1)
 
@@ -175,9 +179,9 @@ class CustomBatches:
 
 
 def _arrays(made: Tree, name: str, n_rows: int) -> Tree:
-    """Convert arrays and tensors in a structure to NumPy arrays (n_rows, …), in the same structure.
-    Raises ConfigError if the first dimension is not `n_rows`, or if a leaf is not an array of
-    numbers."""
+    """Convert the arrays and tensors in a nested structure to NumPy arrays (n_rows, …), in the same
+    structure. Raises ConfigError, with `name`, if a first dimension is not `n_rows`, or a leaf is
+    not an array of numbers."""
     for path, leaf in named_leaves(made, name):
         shape = tuple(np.shape(leaf))
         if shape[:1] != (n_rows,):
