@@ -43,6 +43,7 @@ from pentameter.machine.choices import (
 )
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
+from pentameter.model.loss import AuxiliaryLoss
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
@@ -137,6 +138,9 @@ def built(config: Config) -> GPT:
 def step_of(model: GPT, forward: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The summed loss and every gradient of what `forward` computes of `model`."""
     tokens, targets = batch()
+    for module in model.modules():
+        if isinstance(module, AuxiliaryLoss):
+            module.start_step(1.0)
     keys = dropout_keys(model.config, 3, 5, range(len(tokens)))
     loss = forward(tokens, targets, keys)
     loss.sum().backward()

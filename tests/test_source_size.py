@@ -26,7 +26,6 @@ FEW_LINES = 60
 """Lines of code below which a module with a single importer belongs to its importer."""
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
-    "planning/sub_layers/feed_forward.py": "each sub-layer has a file of its name",
     "train/best_layout.py": "what a command chooses is not in the command: Python has it too",
     "data/corpora/archives.py": "a kind of file is looked for by its name, as tables are",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",

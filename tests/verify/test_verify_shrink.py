@@ -11,7 +11,9 @@ from pentameter.verify.shrink import case_config, described_changes, shrink
 STRUCTURE = {
     "model": (
         "activation norm norm_position norm_eps qk_norm positions rope_theta rope_scaling "
-        "parallel_residual logit_softcap tied_head head_bias qkv_bias bias embedding_scale"
+        "parallel_residual logit_softcap tied_head head_bias qkv_bias bias embedding_scale "
+        "shared_expert_gate router router_top_k_first router_renormalize router_scale router_bias "
+        "balance balance_rate balance_weight router_z_loss expert_capacity"
     ),
     "optimizer": "name betas decay momentum",
 }
@@ -20,7 +22,8 @@ SIZES = {
     "model": (
         "n_layers n_heads n_kv_heads head_size rotary_fraction sliding_window "
         "sliding_window_pattern d_model d_ff context_length vocab_size vocab_multiple "
-        "dropout attention_dropout embedding_dropout"
+        "dropout attention_dropout embedding_dropout n_experts experts_per_token d_expert "
+        "n_shared_experts dense_layers router_groups router_open_groups"
     ),
     "optimizer": "learning_rate eps weight_decay clip_norm",
 }
@@ -47,8 +50,9 @@ def test_every_preset_shrinks_to_something_small_of_the_same_structure(preset):
             assert before == after, key
     kinds = {name.split(".")[-2:][0] for name in names(config)}
     assert kinds == {name.split(".")[-2:][0] for name in names(small)}
-    # Heads that share keys are twice as many, so that these can be divided as well.
-    most = 10_000 if small.model.n_kv_heads is None else 20_000
+    # Heads that share keys are twice as many, so that these can be divided as well; experts four.
+    is_larger = small.model.n_kv_heads is not None or small.model.n_experts is not None
+    most = 20_000 if is_larger else 10_000
     assert sum(spec.n_elements for spec in parameter_table(small.model)) < most
     assert small.model.dropout >= 0.1
     assert small.model.attention_dropout >= 0.1

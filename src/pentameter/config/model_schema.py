@@ -216,10 +216,10 @@ class ModelConfig(Section):
                 "(pairs of sine and cosine)"
             )
         if self.positions == "rotary":
-            self._check_rotary()
+            _check_rotary(self)
         else:
             for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
-                if getattr(self, key) != ModelConfig.model_fields[key].default:
+                if getattr(model, key) != ModelConfig.model_fields[key].default:
                     raise ValueError(
                         f"model.{key} is of rotary positions, and model.positions="
                         f"{self.positions!r}; set model.positions='rotary', or leave it out"
@@ -235,96 +235,8 @@ class ModelConfig(Section):
                 f"model.sliding_window_pattern={self.sliding_window_pattern} says which layers "
                 "have no window, and model.sliding_window is not set; set it, or leave both out"
             )
-        self._check_experts()
+        _check_experts(self)
         return self
-
-    def _check_experts(self) -> None:
-        """Raise ValueError unless the keys of experts fit each other."""
-        if self.n_experts is None:
-            for key in EXPERT_KEYS:
-                if getattr(self, key) != ModelConfig.model_fields[key].default:
-                    raise ValueError(
-                        f"model.{key} is of experts, and model.n_experts is not set; set it, or "
-                        "leave both out"
-                    )
-            return
-        E, k = self.n_experts, self.n_chosen
-        if k > E:
-            raise ValueError(f"model.experts_per_token={k} must be at most model.n_experts={E}")
-        if isinstance(self.dense_layers, int):
-            if self.dense_layers >= self.n_layers:
-                raise ValueError(
-                    f"model.dense_layers={self.dense_layers} leaves none of model.n_layers="
-                    f"{self.n_layers} with experts; lower it, or leave model.n_experts out"
-                )
-        elif self.dense_layers and max(self.dense_layers) >= self.n_layers:
-            raise ValueError(
-                f"model.dense_layers has layer {max(self.dense_layers)}, and the last of "
-                f"model.n_layers={self.n_layers} is {self.n_layers - 1}"
-            )
-        elif len(set(self.dense_layers)) == self.n_layers:
-            raise ValueError(
-                "model.dense_layers lists every layer, which leaves none with experts; leave "
-                "model.n_experts out"
-            )
-        if self.shared_expert_gate and not self.n_shared_experts:
-            raise ValueError(
-                "model.shared_expert_gate=true gates shared experts, and there are none; set "
-                "model.n_shared_experts, or leave it out"
-            )
-        self._check_router()
-
-    def _check_router(self) -> None:
-        """Raise ValueError unless the router's keys fit each other."""
-        E, k, groups = self.n_experts, self.n_chosen, self.router_groups
-        assert E is not None
-        if self.router_top_k_first and (self.router != "softmax" or self.router_renormalize):
-            other = "router_renormalize=true" if self.router == "softmax" else "router='sigmoid'"
-            raise ValueError(
-                "model.router_top_k_first=true is a softmax of the chosen logits, which sums to 1: "
-                f"model.{other} does not go with it; leave one out"
-            )
-        if self.router_top_k_first and self.balance == "bias":
-            raise ValueError(
-                "model.balance='bias' is added to scores before experts are chosen, and "
-                "model.router_top_k_first=true has scores of the chosen ones alone; leave one out"
-            )
-        if (groups is None) != (self.router_open_groups is None):
-            raise ValueError(
-                "model.router_groups and model.router_open_groups say how many groups there are "
-                "and how many a token chooses from; set both, or neither"
-            )
-        if groups is not None and self.router_open_groups is not None:
-            if E % groups or E // groups < 2:
-                near = ", ".join(map(str, nearest_divisors(E, groups)))
-                raise ValueError(
-                    f"model.router_groups={groups} must divide model.n_experts={E} into groups of "
-                    f"two or more; nearest possible: {near}"
-                )
-            if self.router_open_groups > groups or self.router_open_groups * E // groups < k:
-                raise ValueError(
-                    f"model.router_open_groups={self.router_open_groups} of {groups} groups of "
-                    f"{E // groups} experts must hold model.experts_per_token={k}, and be at most "
-                    f"{groups}"
-                )
-        for key, owners in (("balance_rate", ("bias",)), ("balance_weight", ("sequence", "batch"))):
-            if self.balance not in owners and getattr(self, key) != (
-                ModelConfig.model_fields[key].default
-            ):
-                raise ValueError(
-                    f"model.{key} is of model.balance={' or '.join(map(repr, owners))}, and it is "
-                    f"{self.balance!r}; set that, or leave it out"
-                )
-
-    def _check_rotary(self) -> None:
-        """Raise ValueError unless the rotated channels are pairs."""
-        size = self.head_size or self.d_model // self.n_heads
-        n_turning = size * self.rotary_fraction
-        if n_turning % 2:
-            raise ValueError(
-                f"model.rotary_fraction={self.rotary_fraction} of the {size} channels of a head is "
-                f"{n_turning:g}, which must be an even number (pairs that turn)"
-            )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -426,3 +338,94 @@ class ModelConfig(Section):
             "n_kv_heads": self.kv_heads,
         }
         return self.model_copy(update=sizes)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Raise ValueError unless the keys of experts fit each other."""
+    if model.n_experts is None:
+        for key in EXPERT_KEYS:
+            if getattr(model, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(
+                    f"model.{key} is of experts, and model.n_experts is not set; set it, or "
+                    "leave both out"
+                )
+        return
+    E, k = model.n_experts, model.n_chosen
+    if k > E:
+        raise ValueError(f"model.experts_per_token={k} must be at most model.n_experts={E}")
+    if isinstance(model.dense_layers, int):
+        if model.dense_layers >= model.n_layers:
+            raise ValueError(
+                f"model.dense_layers={model.dense_layers} leaves none of model.n_layers="
+                f"{model.n_layers} with experts; lower it, or leave model.n_experts out"
+            )
+    elif model.dense_layers and max(model.dense_layers) >= model.n_layers:
+        raise ValueError(
+            f"model.dense_layers has layer {max(model.dense_layers)}, and the last of "
+            f"model.n_layers={model.n_layers} is {model.n_layers - 1}"
+        )
+    elif len(set(model.dense_layers)) == model.n_layers:
+        raise ValueError(
+            "model.dense_layers lists every layer, which leaves none with experts; leave "
+            "model.n_experts out"
+        )
+    if model.shared_expert_gate and not model.n_shared_experts:
+        raise ValueError(
+            "model.shared_expert_gate=true gates shared experts, and there are none; set "
+            "model.n_shared_experts, or leave it out"
+        )
+    _check_router(model)
+
+
+def _check_router(model: ModelConfig) -> None:
+    """Raise ValueError unless the router's keys fit each other."""
+    E, k, groups = model.n_experts, model.n_chosen, model.router_groups
+    assert E is not None
+    if model.router_top_k_first and (model.router != "softmax" or model.router_renormalize):
+        other = "router_renormalize=true" if model.router == "softmax" else "router='sigmoid'"
+        raise ValueError(
+            "model.router_top_k_first=true is a softmax of the chosen logits, which sums to 1: "
+            f"model.{other} does not go with it; leave one out"
+        )
+    if model.router_top_k_first and model.balance == "bias":
+        raise ValueError(
+            "model.balance='bias' is added to scores before experts are chosen, and "
+            "model.router_top_k_first=true has scores of the chosen ones alone; leave one out"
+        )
+    if (groups is None) != (model.router_open_groups is None):
+        raise ValueError(
+            "model.router_groups and model.router_open_groups say how many groups there are "
+            "and how many a token chooses from; set both, or neither"
+        )
+    if groups is not None and model.router_open_groups is not None:
+        if E % groups or E // groups < 2:
+            near = ", ".join(map(str, nearest_divisors(E, groups)))
+            raise ValueError(
+                f"model.router_groups={groups} must divide model.n_experts={E} into groups of "
+                f"two or more; nearest possible: {near}"
+            )
+        if model.router_open_groups > groups or model.router_open_groups * E // groups < k:
+            raise ValueError(
+                f"model.router_open_groups={model.router_open_groups} of {groups} groups of "
+                f"{E // groups} experts must hold model.experts_per_token={k}, and be at most "
+                f"{groups}"
+            )
+    for key, owners in (("balance_rate", ("bias",)), ("balance_weight", ("sequence", "batch"))):
+        if model.balance not in owners and getattr(model, key) != (
+            ModelConfig.model_fields[key].default
+        ):
+            raise ValueError(
+                f"model.{key} is of model.balance={' or '.join(map(repr, owners))}, and it is "
+                f"{model.balance!r}; set that, or leave it out"
+            )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    """Raise ValueError unless the rotated channels are pairs."""
+    size = model.head_size or model.d_model // model.n_heads
+    n_turning = size * model.rotary_fraction
+    if n_turning % 2:
+        raise ValueError(
+            f"model.rotary_fraction={model.rotary_fraction} of the {size} channels of a head is "
+            f"{n_turning:g}, which must be an even number (pairs that turn)"
+        )

@@ -88,10 +88,7 @@ class Engine:
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
         self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
-        self._rounded = RoundedWeights()
-        if plan.rounds_once and (dtype := self.arithmetic.autocast_dtype) is not None:
-            units = [unit for module in stage_modules for unit in module.units]
-            self._rounded = RoundedWeights(units, dtype)
+        self._rounded = _rounded_weights(stage_modules, plan)
         self._shard = BatchShard(
             plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
         )
@@ -448,6 +445,15 @@ class BatchShard:
             own = own.to(torch.float64)
             dist.all_reduce(own)
         return own.reshape(()).to(torch.float64) if self.stays_on_device else own.item()
+
+
+def _rounded_weights(modules: Sequence[StageModule], plan: Plan) -> RoundedWeights:
+    """Return the weights that a step rounds once, of the units in this rank's stages; none if every
+    matmul rounds its own."""
+    dtype = modules[0].arithmetic.autocast_dtype
+    if not plan.rounds_once or dtype is None:
+        return RoundedWeights()
+    return RoundedWeights([unit for module in modules for unit in module.units], dtype)
 
 
 def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:

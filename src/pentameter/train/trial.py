@@ -18,8 +18,7 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.join import lone_world
-from pentameter.train.compute import choose_compute
-from pentameter.train.device_memory import check_device_memory
+from pentameter.train.compute import check_device_memory, choose_compute
 from pentameter.train.evaluations import VALIDATION
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import UserComponents
@@ -52,9 +51,7 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
     batches = training_batches(config, dataset.split("train"))
     plan = make_plan(config, dataset.vocab_size, batches.rows_per_epoch)
     compute = choose_compute(plan)
-    check_device_memory(
-        plan, compute.device, 1, compute.precision, fused_dropout=compute.fused_dropout
-    )
+    check_device_memory(plan, compute, 1)
     engine = assemble(
         plan,
         compute.device,

@@ -24,6 +24,7 @@ from pentameter.verify.cases import Case, chosen_cases
 if TYPE_CHECKING:  # it imports torch
     from pentameter.parallel.sources.model_source import ModelSource
 
+DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
 LEAST_DROPOUT = 0.1
 LEAST_WEIGHT_DECAY = 0.1
 LEAST_EPS = 1e-6
@@ -101,8 +102,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     }
     if keeps_model:
         changes = {key: value for key, value in changes.items() if not key.startswith("model.")}
-        dropouts = ("dropout", "attention_dropout", "embedding_dropout")
-        changes |= {f"model.{key}": 0.0 for key in dropouts}
+        changes |= {f"model.{key}": 0.0 for key in DROPOUTS}
         changes["model.vocab_size"] = model.vocab_size or vocab_size
     alone = config.model_copy(
         update={"parallel": ParallelConfig(partition=config.parallel.partition)}

@@ -167,7 +167,7 @@ class Streamed(Windows):
         """Return the first tokens (B,) of the permuted windows; waits until their blocks are
         tokenized."""
         indices = step * self.batch_size + numbers
-        n_rows = self._rows_up_to(int(indices.max()) + 1)
+        n_rows = self._rows_up_to(int(indices.max(initial=0)) + 1)
         epochs, indices = np.divmod(indices, n_rows)
         block_rows = (tokens_for(1, self.context_length) - 1) // self.context_length
         blocks, offsets = np.divmod(indices, block_rows)
