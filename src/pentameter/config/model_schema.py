@@ -219,7 +219,7 @@ class ModelConfig(Section):
             _check_rotary(self)
         else:
             for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
-                if getattr(model, key) != ModelConfig.model_fields[key].default:
+                if getattr(self, key) != ModelConfig.model_fields[key].default:
                     raise ValueError(
                         f"model.{key} is of rotary positions, and model.positions="
                         f"{self.positions!r}; set model.positions='rotary', or leave it out"
