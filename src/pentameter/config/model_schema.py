@@ -210,20 +210,7 @@ class ModelConfig(Section):
                 f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"nearest possible: {near}"
             )
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            raise ValueError(
-                f"model.d_model={self.d_model} must be even for model.positions='sinusoidal' "
-                "(pairs of sine and cosine)"
-            )
-        if self.positions == "rotary":
-            _check_rotary(self)
-        else:
-            for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
-                if getattr(self, key) != ModelConfig.model_fields[key].default:
-                    raise ValueError(
-                        f"model.{key} is of rotary positions, and model.positions="
-                        f"{self.positions!r}; set model.positions='rotary', or leave it out"
-                    )
+        _check_positions(self)
         if self.parallel_residual and self.norm_position != "pre":
             raise ValueError(
                 "model.parallel_residual=true adds both layers of a block at once, and "
@@ -330,13 +317,15 @@ class ModelConfig(Section):
 
     @property
     def resolved(self) -> ModelConfig:
-        """The same architecture with the default sizes filled in: `d_ff`, `head_size` and
-        `n_kv_heads`. Two resolved architectures can be compared."""
+        """The same architecture with the default sizes filled in: `d_ff`, `head_size`,
+        `n_kv_heads`, and an expert's. Two resolved architectures can be compared."""
         sizes = {
             "d_ff": self.feed_forward_width,
             "head_size": self.head_channels,
             "n_kv_heads": self.kv_heads,
         }
+        if self.n_experts is not None:
+            sizes |= {"d_expert": self.expert_width, "experts_per_token": self.n_chosen}
         return self.model_copy(update=sizes)
 
 
@@ -418,6 +407,24 @@ def _check_router(model: ModelConfig) -> None:
                 f"model.{key} is of model.balance={' or '.join(map(repr, owners))}, and it is "
                 f"{model.balance!r}; set that, or leave it out"
             )
+
+
+def _check_positions(model: ModelConfig) -> None:
+    """Raise ValueError unless widths suit the positions, and keys of rotary ones have them."""
+    if model.positions == "sinusoidal" and model.d_model % 2:
+        raise ValueError(
+            f"model.d_model={model.d_model} must be even for model.positions='sinusoidal' "
+            "(pairs of sine and cosine)"
+        )
+    if model.positions == "rotary":
+        _check_rotary(model)
+    else:
+        for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
+            if getattr(model, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(
+                    f"model.{key} is of rotary positions, and model.positions="
+                    f"{model.positions!r}; set model.positions='rotary', or leave it out"
+                )
 
 
 def _check_rotary(model: ModelConfig) -> None:
