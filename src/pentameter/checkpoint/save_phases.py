@@ -221,10 +221,10 @@ def plan_files(
 def _files_by_exchange(
     holds: Holdings, fingerprints: Sequence[bytes], world: World, exchanged: Exchanged
 ) -> tuple[dict[str, TensorFile], Sequence[Mapping[str, int]]]:
-    """Plan this rank's files, group → TensorFile, and gather every rank's sizes (group → bytes),
-    when placements do not determine the holders. Collective. The ranks exchange their lists of
-    regions, and store them in `exchanged`, unless no rank's list changed since the last
-    exchange."""
+    """Plan this rank's files (model, optimizer → TensorFile) and gather every rank's sizes in bytes,
+    if the Plan's placements do not say which ranks hold a tensor. Collective. The ranks exchange
+    their lists of tensor blocks, kept in `exchanged`, unless `fingerprints` (a hash of each rank's
+    list) are those of the last exchange."""
     if exchanged.fingerprints != fingerprints:
         exchanged.ranks_of = exchange(holds.tensors, world)
         exchanged.fingerprints = fingerprints

@@ -257,8 +257,9 @@ def _train(
     hooks: list[Profile],
     timed: TimedRun | None,
 ) -> None:
-    """Train as one process, alone or with those that a launcher started (`place`, None without
-    one). A timed run may be resumed once with another length. Rank 0 prints next steps."""
+    """Train in this process, alone or as a rank of a launched group (`place`; None if alone). A
+    run of `--time` (`timed`) that would miss its time is resumed here once, with another number of
+    steps. Rank 0 prints the commands to go on with."""
     from pentameter.processes.join import joined_world_of
     from pentameter.train.loop import Trainer
     from pentameter.train.time_kept import TimeKept

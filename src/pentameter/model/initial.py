@@ -38,7 +38,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     stays at some tens of MB, whatever the sizes.
 
     Raises:
-        KeyError: the model has a parameter that the table of `config` does not know.
+        KeyError: the model has a parameter that `planning.gpt.parameter_table` does not list.
     """
     specs = {spec.name: spec for spec in parameter_table(config)}
     for name, parameter in model.named_parameters():

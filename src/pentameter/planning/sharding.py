@@ -254,9 +254,10 @@ class Sharding:
         )
 
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
-        """Return the shard size when an axis with n entries is sharded along a mesh dimension, at a
-        coordinate. In mode 3d, `row` further shards `depth`'s shard of a vocabulary, with all
-        boundaries as if both split it at once."""
+        """Return the shard's size at a coordinate of a mesh dimension that shards an axis with n
+        entries. In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within
+        its shard; the size along `depth` is that of all its `row` shards, each of equal size but
+        the last."""
         size = self.layout.sizes[dimension]
         if axis == "message" and n % size:
             return n

@@ -125,8 +125,8 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
-    """Yield the loss plot's views, after the start and the whole run: {label, wide, narrow}, the
-    latter two as SVG for wide and narrow windows."""
+    """Yield two views of the loss plot, one without the run's start and one of the whole run:
+    {label, wide, narrow}, the latter two as SVG for wide and narrow windows."""
     best = record.best()
     description = "Training and validation loss over steps"
     if best is not None:

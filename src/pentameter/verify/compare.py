@@ -155,7 +155,8 @@ def verify_layouts(
     """
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
-        """Return each rank's numbers for each step, by rank."""
+        """Return each rank's loss, gradients and weights after each step, indexed by rank. A
+        worker calls the function `prepare` ("module:name") before it builds the model."""
         file, n_processes = workers.new_file(), case.layout.world_size
         config = case_config(small, case)
         seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # on the same cores

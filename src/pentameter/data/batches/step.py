@@ -215,7 +215,7 @@ class TrainingBatches:
 
     def prepare(self, n_steps: int) -> None:
         """Start tokenizing the text for the first `n_steps` steps in the background; does nothing
-        for complete text."""
+        for text that is tokenized already."""
         n_rows = n_steps * self._batch_size
         counts = self.mixture.counts(n_rows) if self.mixture is not None else [n_rows]
         for order, count in zip(self._orders, counts, strict=True):

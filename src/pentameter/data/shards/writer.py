@@ -184,8 +184,8 @@ class ShardWriter:
         sync(path)
 
     def _joined(self, kind: str) -> dict[str, str]:
-        """Concatenate the splits' files of positions for `kind` into one; return its name and
-        sha256 for the header."""
+        """Concatenate the splits' position files (document starts, or assistant tokens' ranges, by
+        `kind`) into one; return its header entry {"name", "sha256"}."""
         path = self._folder / f"{self._name}-{kind}.bin"
         with path.open("w+b") as joined:
             for split in SPLITS:
