@@ -221,7 +221,7 @@ def plan_files(
 def _files_by_exchange(
     holds: Holdings, fingerprints: Sequence[bytes], world: World, exchanged: Exchanged
 ) -> tuple[dict[str, TensorFile], Sequence[Mapping[str, int]]]:
-    """Plan this rank's files (model, optimizer → TensorFile) and gather every rank's sizes in bytes,
+    """Plan this rank's files (model, optimizer → TensorFile) and gather every rank's bytes,
     if the Plan's placements do not say which ranks hold a tensor. Collective. The ranks exchange
     their lists of tensor blocks, kept in `exchanged`, unless `fingerprints` (a hash of each rank's
     list) are those of the last exchange."""

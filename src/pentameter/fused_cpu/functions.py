@@ -274,7 +274,7 @@ class CausalAttention(Function):
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K). keys: dropout's, int32 (B, 2). others: `heads_of`'s
+        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
         arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
         heads = heads_of(shape, projected, *others)
         T = projected.shape[1]
@@ -357,7 +357,7 @@ class AmxAttention(Function):
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K). keys: dropout's, int32 (B, 2). others: `heads_of`'s
+        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
         arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
         heads = heads_of(shape, projected, *others)
         y, logs = amx_attention.attention_forward(heads, shape, keys)

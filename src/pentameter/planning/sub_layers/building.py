@@ -128,8 +128,8 @@ class OperationList:
         return result
 
     def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
-        """Append a linear layer on x, whose weight in the parameter table is `name`.weight (outputs,
-        inputs), and return its result (T, outputs)."""
+        """Append a linear layer on x, whose weight in the parameter table is `name`.weight
+        (outputs, inputs), and return its result (T, outputs)."""
         weight = self.specs[f"{name}.weight"]
         result = self.computed(name, weight.shape[0], weight.axes[0])
         self.matrix(name, "product", (x,), result)
