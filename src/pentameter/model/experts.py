@@ -74,7 +74,7 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(E), persistent=False)
         self.counts: Tensor
         """Tokens that chose each expert, float32 (E,), over the step's backward passes on this
-        rank."""
+        rank. Counted if there is a `balance`."""
 
     def forward(self, x: Tensor) -> Routing:
         """Return the Routing of the tokens in x (B, T, D)."""
@@ -88,7 +88,7 @@ class Router(nn.Module):
         weights = self._weights(logits, scores, chosen)
         loss = self._loss(logits, scores, chosen)
         weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
-        if self.training:
+        if self.training and self.balance is not None:
             weights = _Counted.apply(weights, chosen, self.counts)
         if config.expert_capacity is not None:
             chosen = _within_capacity(chosen, config)
@@ -132,7 +132,7 @@ class Router(nn.Module):
             return None
         if config.router_z_loss:
             found.append(config.router_z_loss * logits.logsumexp(-1).square().sum())
-        shares = scores if config.router == "softmax" else scores / scores.sum(-1, keepdim=True)
+        relative: Tensor | None = None  # each expert's tokens ÷ their mean
         match config.balance:
             case "none" | "bias":
                 pass
@@ -140,13 +140,15 @@ class Router(nn.Module):
                 counts = _counts(chosen, logits.shape[-1])
                 if self.count_sequence is not None:
                     counts = self.count_sequence(counts)
-                relative = counts / counts.mean(-1, keepdim=True)
-                found.append(config.balance_weight * (relative[:, None] * shares).sum())
+                relative = (counts / counts.mean(-1, keepdim=True))[:, None]
             case "batch":
-                assert self.balance is not None
-                found.append(config.balance_weight * (self.balance * shares).sum())
+                relative = self.balance
             case unknown:
                 refuse_unknown(unknown, "model.balance", "the router")
+        if relative is not None:
+            is_share = config.router == "softmax"  # sums to 1 over the experts
+            shares = scores if is_share else scores / scores.sum(-1, keepdim=True)
+            found.append(config.balance_weight * (relative * shares).sum())
         return sum(found[1:], found[0]) if found else None
 
 

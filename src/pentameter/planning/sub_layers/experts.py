@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import ActivationTensor, Axis, ParameterSpec
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    ActivationType,
+    Axis,
+    ParameterSpec,
+)
 from pentameter.planning.sub_layers.building import (
     ONES,
     ZEROS,
@@ -16,7 +21,7 @@ from pentameter.planning.sub_layers.building import (
     SubLayer,
     projection_init,
 )
-from pentameter.planning.sub_layers.feed_forward import SAVES_INPUT, column_parallel_names
+from pentameter.planning.sub_layers.feed_forward import add_activation, column_parallel_names
 
 BALANCE_STATE = {"none": None, "sequence": None, "bias": ZEROS, "batch": ONES}
 """Maps `model.balance` to the initial value of the router's `balance` (E,), a state that training
@@ -34,28 +39,34 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
     if state is not None:
         balance = ParameterSpec(f"{path}.router.balance", (E,), ("router",), state, False, layer)
         yield replace(balance, is_trained=False, is_state=True, sums_over=("time",))
-    for name in (*column_parallel_names(model), "down"):
-        is_down = name == "down"
-        shape = (E, D, F) if is_down else (E, F, D)
-        axes: tuple[Axis, ...] = ("experts", "embed", "expert_mlp")
-        axes = axes if is_down else ("experts", "expert_mlp", "embed")
-        spec = _matrix(model, f"{path}.{name}.weight", shape, axes, layer)
+    for spec in _feed_forward(model, path, layer, F, (E,), ("experts",)):
         yield replace(spec, n_chosen=model.n_chosen)
-        if model.bias:
-            bias = _vector(f"{path}.{name}.bias", shape[:2], axes[:2], layer)
-            yield replace(bias, n_chosen=model.n_chosen)
-    if not model.n_shared_experts:
-        return
-    width = model.n_shared_experts * F
-    for name in (*column_parallel_names(model), "down"):
-        is_down = name == "down"
-        matrix = (D, width) if is_down else (width, D)
-        axes = ("embed", "expert_mlp") if is_down else ("expert_mlp", "embed")
-        yield _matrix(model, f"{path}.shared.{name}.weight", matrix, axes, layer)
-        if model.bias:
-            yield _vector(f"{path}.shared.{name}.bias", matrix[:1], axes[:1], layer)
+    if model.n_shared_experts:
+        width = model.n_shared_experts * F
+        yield from _feed_forward(model, f"{path}.shared", layer, width, (), ())
     if model.shared_expert_gate:
         yield _matrix(model, f"{path}.shared_gate.weight", (1, D), ("router", "embed"), layer)
+
+
+def _feed_forward(
+    model: ModelConfig,
+    path: str,
+    layer: int,
+    width: int,
+    groups: tuple[int, ...],
+    group_axes: tuple[Axis, ...],
+) -> Iterator[ParameterSpec]:
+    """Yield the matrices and biases of a feed-forward layer, `width` wide in between. `groups` and
+    `group_axes`, each of one entry or none, are their leading dimension: one matrix per expert."""
+    D = model.d_model
+    for name in (*column_parallel_names(model), "down"):
+        is_down = name == "down"
+        shape = (*groups, *((D, width) if is_down else (width, D)))
+        inner: tuple[Axis, ...] = ("embed", "expert_mlp") if is_down else ("expert_mlp", "embed")
+        axes = (*group_axes, *inner)
+        yield _matrix(model, f"{path}.{name}.weight", shape, axes, layer)
+        if model.bias:
+            yield _vector(f"{path}.{name}.bias", shape[:-1], axes[:-1], layer)
 
 
 def _matrix(
@@ -98,33 +109,29 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         saves=(replace(x, name=f"{path}.router.input", dtype="softmax"), scores),
     )
     rows = _tensor(build, f"{path}.rows", k * D, "embed")
-    made = []
-    for name in column_parallel_names(model):
-        made.append(_tensor(build, f"{path}.{name}", k * F, "expert_mlp"))
-        _add_grouped(build, f"{path}.{name}", rows, made[-1])
-    activated = _add_activation(build, path, tuple(made))
-    result = _tensor(build, f"{path}.down", k * D, "embed")
-    _add_grouped(build, f"{path}.down", activated, result)
+    result = _add_feed_forward(build, path, rows, k * F, k * D)
     build.add(f"{path}.combine", "activation", (result,), x, saves=(result,))
     if model.n_shared_experts:
-        _add_for_every_token(build, f"{path}.shared", x)
+        _add_feed_forward(build, f"{path}.shared", x, model.n_shared_experts * F, D)
+    if model.shared_expert_gate:
+        gate = _tensor(build, f"{path}.shared_gate", 1, "router")
+        _add_grouped(build, f"{path}.shared_gate", x, gate)
     build.dropout(f"{path}.dropout", model.dropout)
 
 
-def _add_for_every_token(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add the shared experts, one feed-forward layer that reads every token."""
-    model = build.model
-    width = model.n_shared_experts * model.expert_width
+def _add_feed_forward(
+    build: OperationList, path: str, x: ActivationTensor, width: int, n_outputs: int
+) -> ActivationTensor:
+    """Add a feed-forward layer on x, with `width` and `n_outputs` numbers per token, over all rows
+    of a token together, and return its result."""
     made = []
-    for name in column_parallel_names(model):
+    for name in column_parallel_names(build.model):
         made.append(_tensor(build, f"{path}.{name}", width, "expert_mlp"))
         _add_grouped(build, f"{path}.{name}", x, made[-1])
-    activated = _add_activation(build, path, tuple(made))
-    result = _tensor(build, f"{path}.down", model.d_model, "embed")
+    activated = add_activation(build, path, tuple(made))
+    result = _tensor(build, f"{path}.down", n_outputs, "embed")
     _add_grouped(build, f"{path}.down", activated, result)
-    if model.shared_expert_gate:
-        gate = _tensor(build, f"{path}_gate", 1, "router")
-        _add_grouped(build, f"{path}_gate", x, gate)
+    return result
 
 
 def _add_grouped(
@@ -144,31 +151,13 @@ def _add_grouped(
     )
 
 
-def _add_activation(
-    build: OperationList, path: str, reads: tuple[ActivationTensor, ...]
-) -> ActivationTensor:
-    """Add the activation function, with its gate if the model has one, between an expert's
-    matrices, and return its result."""
-    model = build.model
-    activated = replace(reads[0], name=f"{path}.activation")
-    saves: tuple[ActivationTensor, ...]
-    if model.has_gate:
-        saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
-    else:
-        name = model.activation
-        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")
-        saves = reads if slope_of_input else (activated,)
-    build.add(f"{path}.activation", "activation", reads, activated, saves=saves)
-    return activated
-
-
 def _tensor(
-    build: OperationList, name: str, width: int, axis: Axis, dtype: str = "products"
+    build: OperationList, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
 ) -> ActivationTensor:
     """Return a record for a tensor with `width` numbers for each token in the residual stream, (T,
     width)."""
     shape = (build.model.context_length, width)
-    return ActivationTensor(name, shape, ("time", axis), dtype)  # type: ignore[arg-type]
+    return ActivationTensor(name, shape, ("time", axis), dtype)
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:

@@ -35,7 +35,17 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
     model = build.model
     reads = tuple(build.linear(f"{path}.{name}", x) for name in column_parallel_names(model))
-    activated = build.computed(f"{path}.activation", reads[0].shape[1], "mlp")
+    build.linear(f"{path}.down", add_activation(build, path, reads))
+    build.dropout(f"{path}.dropout", model.dropout)
+
+
+def add_activation(
+    build: OperationList, path: str, reads: tuple[ActivationTensor, ...]
+) -> ActivationTensor:
+    """Add the activation function on the column-parallel matrices' results, with its gate if the
+    model has one, and return its result, shaped as each of them."""
+    model = build.model
+    activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
     if model.has_gate:
         saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
@@ -44,8 +54,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")
         saves = reads if slope_of_input else (activated,)
     build.add(f"{path}.activation", "activation", reads, activated, saves=saves)
-    build.linear(f"{path}.down", activated)
-    build.dropout(f"{path}.dropout", model.dropout)
+    return activated
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
