@@ -139,7 +139,7 @@ class ModelConfig(Section):
     router_open_groups: Positive | None = None
     """Groups within which a token chooses; needs router_groups."""
     balance: Literal["none", "bias", "sequence", "batch"] = "none"
-    """How experts get equally many tokens. `bias`: a number is added to each expert's score for
+    """Method of balancing experts. `bias`: a number is added to each expert's score for
     choosing alone, and moves by balance_rate each step, up where the step's batch gave the expert
     fewer tokens than the mean (DeepSeek-V3). `sequence`: a loss for each sequence. `batch`: a loss
     over the step's batch, with the fractions of tokens of the step before."""

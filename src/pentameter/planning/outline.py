@@ -70,7 +70,7 @@ class ModelOutline:
 
     @property
     def flops_convention(self) -> str:
-        """How FLOPs are counted, in words for plan.json."""
+        """The convention by which FLOPs are counted, in words for plan.json."""
         return CONVENTION if self.built_by is None else OWN_CONVENTION
 
     def names_of_stages(self, stages: Sequence[range]) -> tuple[frozenset[str], ...]:

@@ -32,7 +32,7 @@ class Place:
     """Rank among the processes on this machine."""
     local_size: int
     init_method: str
-    """How they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or `file://PATH`,
+    """The address at which they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or `file://PATH`,
     with the path unescaped."""
     source: str
     """Who started the processes: `torchrun`, `SLURM`, `--nproc` or `environment`

@@ -43,7 +43,7 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """How text is read from files: encoding and text field."""
+    """Encoding and text field by which files are read."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
     """The encoding of text and JSONL files, by its Python name."""

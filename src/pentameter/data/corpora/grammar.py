@@ -52,7 +52,7 @@ class Source:
     next_state: npt.NDArray[np.int64]
     """(n_states, n_characters): the next state after each character."""
     memory: int
-    """How many of the last characters suffice to know the state."""
+    """Number of last characters that suffice to know the state."""
 
     @property
     def n_states(self) -> int:

@@ -57,7 +57,7 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Maps `bos_token`, `eos_token` and others in tokenizer_config.json to their texts."""
     origin: str = field(default="the chat template", compare=False)
-    """How error messages call it, with its file; not compared."""
+    """Its name in error messages, with its file; not compared."""
 
     @classmethod
     def from_json(cls, content: Any, origin: str) -> Self:

@@ -1,4 +1,4 @@
-"""How to call a custom module, or a slice: by the arguments and the result that its `forward` has.
+"""Calls of a custom module, or of a slice: by the arguments and the result that its `forward` has.
 
 Shapes: B batch rows, T tokens, D channels, V vocabulary.
 """
