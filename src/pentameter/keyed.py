@@ -32,7 +32,7 @@ def make_key(*parts: int | str) -> Key:
 
     `make_key(seed, "dropout", step)` names a stream, all random numbers drawn with that key. Parts
     are hashed with type and length (BLAKE2b, RFC 7693), so that `1`, `"1"` and `("a", "b")`,
-    `("ab",)` all differ.
+    `("ab",)` all differ. Raises TypeError for a part that is neither a string nor an integer.
     """
     digest = blake2b(digest_size=8)
     for part in parts:
@@ -51,12 +51,13 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
     values.
 
     index: an int32 numpy array (at least one dimension) or torch tensor, with any 32-bit values,
-    that numbers the draws; multiplications wrap. key: two words, each an int or an int32 array that
-    broadcasts with `index`, such as one word per batch row. For one key, different indices give
-    different values: the map is a bijection on 32-bit words.
+    that numbers the draws. key: two words, each an int or an int32 array that broadcasts with
+    `index`, such as one word per batch row. For one key, different indices give different values:
+    the map is a bijection on 32-bit words.
 
-    The first word shifts, by exclusive or, the stream's start in the mixer's cycle; the second
-    enters between multiplications, so that two keys' streams are not one sequence in two orders.
+    The first word is combined with the index by exclusive or; the second enters between two
+    multiplications. So two keys' streams are not one sequence in two orders. Multiplications wrap
+    at 32 bits.
     """
     # In place where arrays can be: a third of the time of what allocates. `>>` copies the sign bit
     # downwards; the masks take the copies away, as a logical shift does.
@@ -78,7 +79,8 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
 
 
 def permute(key: Key, n: int, index: Any) -> Any:
-    """Return `index`'s image under a keyed permutation on `range(n)`.
+    """Return `index`'s image under a permutation on `range(n)` that `key`, from `make_key`,
+    determines.
 
     index: an int, or an int64 numpy array, with values in `range(n)`; n is at most 2^62. The result
     has its type and shape. Nothing with size n is stored: a Feistel network permutes the smallest
@@ -119,12 +121,12 @@ def _feistel(key: Key, n: int, x: Any) -> Any:
 
 
 def _word(key: Key, round_number: int, x: Any) -> Any:
-    """Return 32 random bits, as a number in 0 … 2^32 - 1, for 0 ≤ x < 2^31, the key and the
-    Feistel round's number.
+    """Return 32 random bits, as numbers in 0 … 2^32 - 1, for x: an int or an int64 array, with 0 ≤
+    x < 2^31. They depend on the key and the Feistel round's number, from 1.
 
     It is the mixer in `bits` on non-negative numbers, because Python's ints do not wrap. The
-    product of two 32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are
-    right all the same.
+    product of two 32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are right all
+    the same.
     """
     # The multiples of two odd words give each round a key of its own.
     x = x ^ ((key[0] + round_number * 0x9E3779B9) & WORD)

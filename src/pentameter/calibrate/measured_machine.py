@@ -91,7 +91,7 @@ def measure_machine() -> Path:
 
     Takes a minute, and half a minute more if the fused step is not compiled yet. Resources that
     other programs use meanwhile are missing from the figures. Raises ConfigError, and leaves an
-    older file as it is, if other programs use too much.
+    older file as it is, if timed steps show that other programs keep the machine busy.
     """
     device = measured_device(machine_capabilities())
     make_folder(cache_folder())
@@ -102,10 +102,11 @@ def measure_machine() -> Path:
 
 def measured_device(capabilities: Capabilities) -> Device:
     """Measure this machine's CPU, and return its figures (FLOP/s, bandwidths, memory and measured
-    efficiencies) as a Device, the planner's term for a processor.
+    efficiencies) as a Device, the planner's term for a processor. The figures are not saved.
 
-    capabilities: this machine's, from `machine_capabilities`. Raises ConfigError if other
-    programs use too much.
+    capabilities: this machine's, from `machine_capabilities`. Raises ConfigError if timed steps
+    show that other programs keep the machine busy: `step_share` then exceeds LARGEST_SHARE, or is
+    below its inverse.
     """
     tune_allocator(sparing=True)  # as in a run with ZeRO
     fresh = _fresh_bandwidth()
@@ -160,37 +161,40 @@ def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
 
 
 def _bandwidth() -> float:
-    """Return the bytes per second that an element-wise operation reads and writes, on tensors that
-    exceed the caches."""
+    """Measure how many bytes per second an element-wise operation on fp32 tensors reads and writes
+    in total, on more tensors than fit the caches."""
     tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS)]
     seconds = _best_seconds(lambda: [torch.add(each, 1.0) for each in tensors])
     return 2 * TENSOR_BYTES * N_TENSORS / seconds
 
 
 def _fresh_bandwidth() -> float:
-    """Return the bytes per second when a new 2 MiB tensor is allocated and filled."""
+    """Measure how many bytes per second are written when a new 2 MiB tensor is allocated and
+    filled, under the allocator's present settings."""
     seconds = _best_seconds(lambda: torch.ones(TENSOR_BYTES // 4))
     return TENSOR_BYTES / seconds
 
 
 def _exponential_seconds() -> float:
-    """Return the seconds per element for an activation function (GELU), including its memory
-    access."""
+    """Measure the seconds per element for an activation function (GELU, forward, fp32), including
+    its memory access."""
     tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS // 4)]
     gelu = torch.nn.functional.gelu
     return _best_seconds(lambda: [gelu(each) for each in tensors]) / sum(map(len, tensors))
 
 
 def _passes_seconds(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
-    """Return the seconds that `function(*inputs)` takes, and those that its backward pass takes."""
+    """Return the shortest measured seconds for `function(*inputs)`, and those for its backward
+    pass, with gradients for all inputs."""
     y = function(*inputs)
     backward = partial(torch.autograd.grad, y, inputs, y.detach(), retain_graph=True)
     return _best_seconds(partial(function, *inputs)), _best_seconds(backward)
 
 
 def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
-    """Return how much PyTorch reaches in `dtype`, as fractions of the peak matmul rate `peak`
-    (FLOP/s): in a linear layer's matmuls, and in attention."""
+    """Measure how much PyTorch reaches in `dtype`, as fractions of the peak matmul rate `peak`
+    (FLOP/s): in a linear layer's matmuls, forward and backward, with the sizes PRODUCT; and in
+    causal attention with the sizes ATTENTION."""
     m, n, k = PRODUCT
     x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((m, k), (n, k)))
     seconds = sum(_passes_seconds(torch.nn.functional.linear, x, weight))
@@ -201,10 +205,12 @@ def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
 
 
 def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> ProductShares:
-    """Return how much the fused step's CPU kernels reach, as fractions of the peak matmul rate
-    `peak` (FLOP/s): in a feed-forward layer with its activation function, and in attention.
+    """Measure how much the fused step's CPU kernels reach, as fractions of the peak matmul rate
+    `peak` (FLOP/s): in a feed-forward layer with its activation function, forward and backward, and
+    in attention.
 
-    precision: `fp32` or `bf16`.
+    precision: `fp32` or `bf16`. capabilities: this machine's, by which the C++ kernels are built
+    and loaded. They stay loaded; AMX kernels are timed if they serve the precision.
     """
     dtype = DTYPES[precision]
     for name in native.DTYPES:
@@ -236,7 +242,8 @@ def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> Pr
 def _shares_of(
     products_per_second: float, attention_seconds: tuple[float, float], peak: float
 ) -> ProductShares:
-    """Divide measured rates by the peak matmul rate `peak`, in FLOP/s.
+    """Return measured rates divided by the peak matmul rate `peak` (FLOP/s), at most 1, and the
+    ratio of attention's backward to its forward time.
 
     products_per_second: the linear layers' matmuls, in FLOP/s. attention_seconds: forward and
     backward time of causal attention with the sizes ATTENTION; its masked half is not counted.
@@ -254,8 +261,13 @@ def _shares_of(
 
 
 def _within_steps(device: Device, best: str) -> Device:
-    """Return the device with its isolated operations slowed to their speed within steps, for each
-    precision, fused and not; fp64 is treated like fp32. best: the fastest precision's name."""
+    """Time steps with a small model, and return a copy of `device` whose calibration also has
+    `step_share` and `kernel_seconds` (see `_within_step`) for each precision, fused and not. fp64
+    gets fp32's.
+
+    device: figures from operations timed in isolation. best: the fastest precision's name, `bf16`
+    or `fp32`, whose figures the calibration holds at its top level.
+    """
     plain = {name: _within_step(device, name, fused=False) for name in ("fp32", "bf16")}
     plain["fp64"] = plain["fp32"]
     calibration = device.calibration
@@ -301,8 +313,9 @@ def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, fl
 
 
 def _planned(device: Device, config: Config, kernel_seconds: float) -> float:
-    """Return the seconds that the planner estimates for a step's forward and backward passes on
-    `device`, with `kernel_seconds` as the minimum per operation."""
+    """Return the seconds that the planner estimates (nothing is run) for the forward and backward
+    passes in one of `config`'s steps on `device`, with `kernel_seconds` as the minimum per
+    operation."""
     least, old = {"kernel_seconds": kernel_seconds}, device.calibration
     fused = {name: each.model_copy(update=least) for name, each in old.fused.items()}
     precisions = {name: each.model_copy(update=least) for name, each in old.precisions.items()}
@@ -313,8 +326,8 @@ def _planned(device: Device, config: Config, kernel_seconds: float) -> float:
 
 
 def _passes_of_step_seconds(plan: Plan) -> float:
-    """Return the measured seconds for the forward and backward passes in one step under `plan`, on
-    random tokens in this process."""
+    """Return the shortest measured seconds for the forward and backward passes in one step under
+    `plan`, repeated for STEP_SECONDS on random tokens in this process."""
     train, model = plan.config.train, plan.config.model
     engine = assemble(plan, torch.device("cpu"), train.precision, compiled=train.compile is True)
     shape = (len(engine.rows), model.context_length + 1)
@@ -333,7 +346,7 @@ def _passes_of_step_seconds(plan: Plan) -> float:
 
 def _measured_link() -> tuple[float, float]:
     """Measure the connection between two processes on this machine by all-reduces. Return its bytes
-    per second, and the seconds for a small message."""
+    per second, and the seconds for a message with SMALL_MESSAGE_BYTES."""
     with scratch_folder() as folder, ExitStack() as stack:
         ranks = [
             PythonChild(f"{__name__}:_all_reduces", str(rank), str(folder)) for rank in range(2)

@@ -85,8 +85,9 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     return its bytes beside those of `plan` (a run's layout, parameters and batch sizes).
 
     No other process is needed: the process group has the layout's full size, but its other ranks do
-    not exist. precision: `train.precision`, resolved (`bf16`). Raises ConfigError for a rank
-    outside the layout.
+    not exist. It is initialized here and destroyed at the end, so none may exist before. precision:
+    a resolved `train.precision` (`bf16`), not `auto`. Raises ConfigError for a rank outside the
+    layout.
     """
     layout = plan.layout
     if not 0 <= rank < layout.world_size:
@@ -102,6 +103,8 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
 
 
 def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
+    """Trace the rank that `mesh` describes, one pipeline stage after another, and return its bytes,
+    traced and planned. precision: a resolved `train.precision`."""
     layout, rank = plan.layout, mesh.world.rank
     costs = ActivationBytes(Step(plan.config, layout, plan.stages, precision))
     parameters: dict[str, int] = {}
@@ -130,8 +133,8 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
 
 
 def _replace_meta_parameters(module: nn.Module) -> None:
-    """Replace a module's meta parameters by fake CPU ones, in place, so that operations are
-    dispatched as on a CPU. Tied parameters stay tied."""
+    """Replace a module's meta parameters by CPU ones, in place, so that operations are dispatched
+    as on a CPU. Call it in fake mode, which gives them no memory. Tied parameters stay tied."""
     shared = tied_names(module)
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -141,9 +144,9 @@ def _replace_meta_parameters(module: nn.Module) -> None:
 
 
 def _step(module: StageModule, plan: Plan, number: int) -> int:
-    """Run one micro-batch's forward and backward pass through pipeline stage `number`. Return
-    the bytes that its forward pass saves, including the residual stream passed to the next
-    stage or to the head."""
+    """Run one micro-batch's forward and backward pass through `module`, pipeline stage `number`, in
+    fake mode. Return the bytes that its forward pass saves on this rank, including the residual
+    stream passed to the next stage or to the head."""
     config, layout = plan.config, plan.layout
     shape = (plan.micro_batch_size, config.model.context_length // layout.context)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -211,8 +214,9 @@ def _storages(found: Any) -> Iterator[UntypedStorage]:
 
 
 def _count(found: dict[str, int], named: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Add the bytes in each tensor's local shard to `found`, by name; None is skipped, and a tied
-    weight counts once."""
+    """Add an entry to `found`, in place, for each (name, tensor) in `named`: name → bytes in the
+    tensor's local shard. A tensor that is None is skipped, and a name that `found` already has (a
+    weight tied across stages) is not counted again."""
     for name, tensor in named:
         if tensor is not None:
             local, _ = local_shard(tensor)
@@ -220,6 +224,8 @@ def _count(found: dict[str, int], named: Iterator[tuple[str, Tensor | None]]) ->
 
 
 def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:
+    """Return parameter name → bytes on `rank`, computed from the plan's shapes and the dtype that
+    weights have in `precision`, without building a model."""
     layout = plan.layout
     coordinates = layout.parameter_coordinates(rank)
     n_bytes = arithmetic(precision).weights.itemsize

@@ -23,9 +23,9 @@ def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
     """Return the standard normal distribution function Φ(x) in x's shape, given `density` = exp(-x²
     / 2).
 
-    Unless `exact`, when results are rounded to 16 bits anyway, use formula 7.1.26 by
-    Abramowitz and Stegun (error below 1.5e-7): it shares the exponential with the derivative
-    and takes 2/3 as long.
+    exact: use erf. Without it, for results that are rounded to 16 bits anyway, use formula 7.1.26
+    by Abramowitz and Stegun (error below 1.5e-7): it shares the exponential with the derivative and
+    takes 2/3 as long.
     """
     if exact:
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
@@ -118,8 +118,8 @@ def curve(kind: str) -> Curve | None:
 
 @kernel
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """Return f(h + bias) in h's shape (…, N) and dtype, for h from the first linear without its
-    bias (N,). kind: the key in ACTIVATIONS that names f.
+    """Return f(h + bias) in h's shape (…, N) and dtype. h: the first linear's output without its
+    bias. bias: that linear's (N,), or None. kind: the key in ACTIVATIONS that names f.
 
     If `gated`, N is 2·n: f acts on the first n channels (the gate), and its result multiplies the
     other n; the result is (…, n).

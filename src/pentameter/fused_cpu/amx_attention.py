@@ -22,7 +22,8 @@ MAX_HEAD = 256
 
 def attention_obstacle(config: ModelConfig) -> str | None:
     """Return a phrase that says why the kernels cannot compute this model's attention; None if they
-    can."""
+    can. The head size must be divisible by 32 and at most MAX_HEAD, and query and key norms must
+    act on each head by itself."""
     size = config.head_channels
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
@@ -59,11 +60,12 @@ class _Job(ctypes.Structure):
 
 
 def attention_forward(heads: Heads, shape: HeadShape, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention's output y (B, T, H·K) in bf16, and each row's log-sum-exp in fp32, (B, H, T
-    rounded up to 32), which backward needs.
+    """Return attention's output y (B, T, H·K) in bf16, and each row's log-sum-exp in fp32,
+    (B, H, T rounded up to 32), which backward needs.
 
-    heads: queries, keys and values before bias, norm and rotation, which the kernel applies. keys:
-    dropout's, int32 (B, 2), two random words per batch row.
+    heads: queries, keys and values before bias, norm and rotation, which the kernel applies. shape:
+    the layer's sizes and dropout probability. keys: dropout's, int32 (B, 2), two random words per
+    batch row.
     """
     B, T, H, K = heads.q.data.shape
     y = heads.q.data.new_empty(B, T, H * K)
@@ -100,6 +102,8 @@ def attention_backward(
 
 
 def _job(heads: Heads, shape: HeadShape, keys: Tensor) -> _Job:
+    """Return the C++ call's arguments for these heads, sizes and dropout keys, int32 (B, 2). It
+    holds addresses only: the caller keeps the tensors alive."""
     B, T, H, K = heads.q.data.shape
     rotation = heads.rotation
     turns = rotation is not None or heads.q.norm is not None

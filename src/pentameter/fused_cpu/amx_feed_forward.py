@@ -45,7 +45,8 @@ def can_matmul_over_rows(left: Tensor, right: Tensor) -> bool:
 
 def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
     """Return leftᵀ · right, summed over the M rows: fp32 (a, b) for bf16 left (M, a) and right
-    (M, b); if `transposed`, (b, a). right: a matrix, or one in the Paired memory order."""
+    (M, b); if `transposed`, (b, a). right: a matrix, or one in the Paired memory order. Call it
+    only for matrices that `can_matmul_over_rows` accepts."""
     (M, a), paired = left.shape, isinstance(right, Paired)
     b, data = (right.n, right.data) if isinstance(right, Paired) else (right.shape[1], right)
     out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
@@ -86,8 +87,9 @@ def can_feed_forward(x: Tensor, down: Tensor) -> bool:
 
 
 def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the layer's output in x's shape (…, D), without the second linear's bias, and the flat
-    tensor (M · N elements) that `feed_forward_backward` needs."""
+    """Return the layer's output in x's shape (…, D) and dtype, bf16, without the second linear's
+    bias, and a flat tensor that `feed_forward_backward` needs: M · N elements for M token rows and
+    N outputs in the first linear. Call it only if `can_feed_forward` is true."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
     library("AMX").pentameter_feed_forward(ctypes.byref(job), *map(address, (out, kept, x)))
@@ -99,7 +101,8 @@ def feed_forward_backward(
 ) -> tuple[Tensor, Paired, Paired, Tensor | None]:
     """Return the gradients and inputs that the layer's parameters need: x's gradient (…, D); the
     first linear's output gradient (M, N) and the second linear's input (M, n), both in the Paired
-    memory order; and the bias's gradient (N,), None without a bias.
+    memory order; and the bias's gradient (N,), None without a bias. M is the number of token rows;
+    N = n, or 2 · n with a gate.
 
     g: the output's gradient (…, D). kept: the second result from `feed_forward`.
     """

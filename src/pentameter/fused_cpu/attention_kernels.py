@@ -69,8 +69,9 @@ def _rotated_gradient(
 @kernel
 def split_heads(heads: Heads, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return three lists with one tensor per query block: its queries (N, Q, K), and the keys and
-    the values (M, S, K) that it can see, with bias, norm and rotation applied. All are contiguous,
-    as batched matmuls need. n_blocks must divide T."""
+    the values (M, S, K) that it can see, with bias, norm and rotation applied. N = batch × query
+    heads, M = batch × KV heads. All are contiguous, as batched matmuls need. n_blocks, the number
+    of query blocks, must divide T."""
     dtype = heads.q.data.dtype
     T, K = heads.q.data.shape[1], heads.q.data.shape[3]
     q, k = (_rotated(part, heads.rotation, heads.eps) for part in (heads.q, heads.k))
@@ -93,12 +94,13 @@ def join_heads(
     rotation: Rotation | None,
     normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return gradients for the projection (B, T, width) and for the query norm's and the key norm's
-    weights (None without norms).
+    """Return gradients for the projection (B, T, width), before bias, norm and rotation, and for
+    the query norm's and the key norm's weights (None without norms).
 
     q_blocks, k_blocks, v_blocks: gradients for `split_heads`' three lists; keys and values that
-    several blocks read are summed. normed: the forward pass's heads if queries and keys have
-    norms, else None.
+    several blocks read are summed. shape: the layer's sizes. rotation: the forward pass's, None
+    without rotary positions. normed: the forward pass's heads if queries and keys have norms, else
+    None.
     """
     K = shape.head_size
     q_rows, k_rows, v_rows = [], [], []
@@ -135,8 +137,8 @@ def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -> Tensor:
     """Apply dropout to attention weights (N, Q, S), or to their gradients, with the mask that
-    `keys` (B, 2) determine. first: the position that the block's first query has in the
-    sequence."""
+    `keys` (B, 2) determine; N = batch × query heads. first: the position that the block's first
+    query has in the sequence. shape: has the dropout probability."""
     N, Q, S = weights.shape
     query = torch.arange(first, first + Q, dtype=torch.int32)
     key = torch.arange(S, dtype=torch.int32)
@@ -149,12 +151,12 @@ def softmax_forward(
     scores: Tensor, mask: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a query block's unnormalised weights exp(s - max s) (N, Q, S), the same after dropout,
-    and 1 / row sums (N, Q, 1).
+    and 1 / row sums (N, Q, 1); N = batch × query heads.
 
     scores: the raw matmul q · kᵀ (N, Q, S); 1 / √K is multiplied in here. mask: (Q, S), 0 or -∞
-    (twice as fast as comparing positions here). first: the block's first query's position.
-    keys: dropout's (B, 2). Sums use the stored, rounded weights, so that rounding does not
-    change a row's total.
+    (twice as fast as comparing positions here). first: the block's first query's position. keys:
+    dropout's (B, 2). shape: has the head size and dropout probability. Sums use the stored, rounded
+    weights, so that rounding does not change a row's total.
     """
     dtype = scores.dtype
     scores = precise(scores) * shape.scale + mask
@@ -172,9 +174,10 @@ def softmax_backward(
     """Return the raw scores' gradient (N, Q, S), and the dropped weights computed again (None
     without dropout).
 
-    g: the dropped weights' gradient (N, Q, S). e, inverse: unnormalised weights and 1 / row sums
-    from `softmax_forward`. delta: row sums (N, Q, 1) over weight × gradient, equal to output ·
-    output gradient (Dao et al. 2022, section 3). first, keys: as in `softmax_forward`.
+    g: the dropped weights' gradient (N, Q, S). e, inverse: unnormalised weights (N, Q, S) and 1 /
+    row sums (N, Q, 1) from `softmax_forward`. delta: row sums (N, Q, 1) over weight × gradient,
+    equal to output · output gradient (Dao et al. 2022, section 3). first: the block's first query's
+    position. keys: dropout's (B, 2).
     """
     g, weights = precise(g), precise(e)
     dropped = None
@@ -186,8 +189,8 @@ def softmax_backward(
 
 @kernel
 def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
-    """Multiply each query block's output (N, Q, K) by its inverse row sums (N, Q, 1), and join
-    blocks and heads into (B, T, H·K)."""
+    """Multiply each query block's output (N, Q, K) by its inverse row sums (N, Q, 1), N = batch ×
+    query heads, and join blocks and heads into (B, T, H·K). n_heads: H."""
     parts = [precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
     y = torch.cat(parts, 1).to(blocks[0].dtype)
     N, T, K = y.shape
@@ -200,9 +203,9 @@ def split_gradient(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Split the output's gradient g (B, T, H·K) into query blocks. Return three lists with one
     tensor per block: g (N, Q, K), g divided by the row sums (N, Q, K), and delta = Σ g·y over a
-    head's channels (N, Q, 1).
+    head's channels (N, Q, 1). N = batch × query heads.
 
-    y: attention's output (B, T, H·K). inverses: each block's 1 / row sums (N, Q, 1).
+    y: attention's output (B, T, H·K). inverses: each block's 1 / row sums (N, Q, 1). n_heads: H.
     """
     B, T, width = g.shape
     K = width // n_heads

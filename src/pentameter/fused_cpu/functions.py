@@ -38,8 +38,9 @@ class FoldedLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, *weights: Tensor) -> Tensor:
-        """Return the linears' outputs side by side in x's dtype, (…, sum over n), for x (…, k),
-        scale (k,) or None, and one or more weights (n, k) in the parameters' dtype."""
+        """Return the linears' outputs side by side in x's dtype, (…, n₁ + n₂ + …), for x (…, k),
+        the preceding norm's weight `scale` (k,) or None, and one or more weights (nᵢ, k) in the
+        parameters' dtype."""
         low = kernels.fold(weights, scale, x.dtype)
         ctx.save_for_backward(x, low, scale, *weights)
         return x @ low.t()
@@ -134,9 +135,9 @@ class AddNorm(Function):
 class FeedForward(Function):
     """down · f(up · scale · x + bias), with `scale` (D,) the weight from the norm that computed x.
 
-    With a gate, f(gate · scale · x + gate's bias) times up's output with its bias; `bias` then
-    holds both, the gate's first. Only the first matmul's results are saved: backward recomputes the
-    activation, which costs less than storing and reading it.
+    With a gate, it is down · (f(gate · scale · x + gate's bias) times (up · scale · x + up's
+    bias)), and `bias` holds both biases, the gate's first. Only the first matmul's results are
+    saved: backward recomputes the activation, which costs less than storing and reading it.
     """
 
     @staticmethod
@@ -246,7 +247,8 @@ def _interleave(x: Tensor, n_factors: int) -> Tensor:
 
 
 def _separate(x: Tensor, n_factors: int) -> Tensor:
-    """Undo `_interleave`: return x's rows as `n_factors` matrices stacked one after another."""
+    """Undo `_interleave`: return x's rows, 16 from each matrix in turn, as `n_factors` matrices
+    stacked one after another. The shape is unchanged."""
     return x.reshape(-1, n_factors, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
@@ -254,8 +256,9 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     """Return gᵀ · x summed over token rows, (n, k), at least in both inputs' precision, for g
     (…, n) and x (…, k).
 
-    Without an AMX kernel the narrower side is transposed by copying; a matmul over many rows with a
-    transposed view would lose ten times as long.
+    The AMX kernel computes it if `can_matmul_over_rows` says so. Without it the narrower side is
+    transposed by copying: over many rows, a matmul with a transposed view takes longer by ten times
+    the copy's time.
     """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     g_is_wider = g.shape[1] > x.shape[1]
@@ -274,8 +277,10 @@ class CausalAttention(Function):
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
-        arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
+        """Return attention's output (B, T, H·K) for `projected` (B, T, width). shape: the layer's
+        sizes and dropout probability. keys: dropout's (B, 2). others: the projection's bias
+        (width,), the query norm's and the key norm's weight, and the rotary tables cosine and sine,
+        (T, R / 2) each with R rotated channels; None for each that is absent."""
         heads = heads_of(shape, projected, *others)
         T = projected.shape[1]
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
@@ -357,8 +362,10 @@ class AmxAttention(Function):
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
-        arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
+        """Return attention's output (B, T, H·K) for `projected` (B, T, width) in bf16. shape: the
+        layer's sizes and dropout probability. keys: dropout's (B, 2). others: the projection's bias
+        (width,), the query norm's and the key norm's weight, and the rotary tables cosine and sine,
+        (T, R / 2) each with R rotated channels; None for each that is absent."""
         heads = heads_of(shape, projected, *others)
         y, logs = amx_attention.attention_forward(heads, shape, keys)
         ctx.save_for_backward(y, logs, keys, projected, *others)

@@ -70,8 +70,8 @@ def copy_transposed(out: Tensor, x: Tensor) -> None:
 def transpose(x: Tensor) -> Tensor:
     """Return a copy (n, M) with x (M, n) transposed, its rows padded in memory.
 
-    M is often a power of two. Rows that far apart fall on the same few cache lines: without
-    padding, writing and reading them takes longer, the matmul that follows 8 %.
+    M is often 2^n for some n. Rows that far apart fall on the same few cache lines: without
+    padding, the copy takes longer, and the matmul that reads it takes 8 % longer.
     """
     M, n = x.shape
     padded = x.new_empty(n, M + PADDING)[:, :M]
@@ -153,8 +153,9 @@ def add_norm_forward(
     """Return x' = x + dropout(y + bias) (B, T, D), x' normalised in y's dtype (B, T, D), and the
     norm's mean and scale (B, T, 1).
 
-    x: the residual stream (B, T, D). y: a sub-layer's output (B, T, D). bias: (D,) or None.
-    keys, p: dropout's.
+    x: the residual stream (B, T, D). y: a sub-layer's output (B, T, D). bias: (D,) or None. keys,
+    p: dropout's keys, int32 (B, 2), and probability; p = 0 drops nothing. kind: the norm's formula
+    and epsilon.
     """
     x = x + _dropped(plus_bias(y, bias), keys, p)
     return x, *_normalise(x, kind, y.dtype)

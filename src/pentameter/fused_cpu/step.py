@@ -107,6 +107,7 @@ def fused_loss_sum(
 
 
 def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
+    """Return the attention layers' sizes, and their dropout probability: 0 unless `dropping`."""
     return HeadShape(
         config.n_heads,
         config.kv_heads,
@@ -118,9 +119,14 @@ def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
-    """Return `heads_of`'s arguments from `projected` to `k_norm`: the query, key and value
-    projection (B, T, width) for the normalised h (B, T, D), its bias, and the query and key norms'
-    weights; None if absent. `norm`'s own weight and bias are folded in."""
+    """Return four arguments for the fused attention operations: the query, key and value linears'
+    output, side by side (B, T, width), for the normalised h (B, T, D); their biases (width,); and
+    the query norm's and the key norm's weight, (K,) each for a norm per head, (heads, K) for one
+    over all heads. Biases and weights are None if absent.
+
+    norm: the sub-layer's, which computed h without its weight and bias; they are folded into the
+    linears' weights and biases.
+    """
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
     weights = (layer.weight for layer in layers)
     projected = FoldedLinear.apply(h, norm.get_parameter("weight"), *weights)
@@ -134,9 +140,13 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 
 
 def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
-    """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised
-    h (B, T, D); `norm`'s weight and bias are folded into the first linear. By the AMX kernels
-    if they take it."""
+    """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised h
+    (B, T, D). `norm`'s weight and bias are folded into the first linear. activation: its name in
+    `model.activation`.
+
+    The AMX kernels compute it if `can_feed_forward` is true (bf16, sizes divisible by 32, no large
+    `down`), else PyTorch's matmuls with an activation kernel.
+    """
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
     native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
     return (AmxFeedForward if native else FeedForward).apply(
@@ -153,6 +163,9 @@ def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tens
 def _biased_loss_sum(
     logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
+    """Return the summed cross-entropy in nats, 0-dim, for logits (B, T, V) + bias (V,) after the
+    softcap; None for a bias or softcap means none. targets: int64 (B, T), -1 for tokens that do not
+    count."""
     logits = logits if bias is None else logits + bias
     return loss_sum(softcapped(logits, softcap), targets, vocab_size)
 
@@ -186,11 +199,13 @@ def _add_norm(
     dropping: bool,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + dropout(y + bias) and its norm, (B, T, D) each: one sub-layer's end and the
-    next one's start.
+    """Return x + dropout(y + bias) and its norm, without weight and bias, (B, T, D) each: one
+    sub-layer's end and the next one's start.
 
-    bias: the sub-layer's last linear's (D,), or None. sites: all dropout keys, int32
-    (n_sites, B, 2). dropping: False switches dropout off.
+    x: the residual stream (B, T, D). y: the sub-layer's output (B, T, D). bias: its last linear's
+    (D,), or None. dropout: the sub-layer's module, for its site and probability. sites: all dropout
+    keys, int32 (n_sites, B, 2). dropping: False switches dropout off. kind: the norm's formula and
+    epsilon.
     """
     p = dropout.p if dropping else 0.0
     return AddNorm.apply(x, y, bias, sites[dropout.site], p, kind)

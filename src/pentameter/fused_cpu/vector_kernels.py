@@ -64,8 +64,9 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return gradients for x and y, (B, T, D) each, and for the bias, (D,) or None.
 
-    g: the gradient for `out`, `add_norm`'s first result, None if nothing reads it further. g_norm:
-    the gradient for the normalised result. mean, scale: from `add_norm`.
+    how: the bias, dropout and norm that `add_norm` was called with. g: the gradient for `out`
+    (B, T, D), `add_norm`'s first result; None if nothing reads `out` further. g_norm: the gradient
+    for the normalised result (B, T, D). mean, scale: from `add_norm`.
     """
     g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
     g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
@@ -77,6 +78,7 @@ def add_norm_backward(
 
 
 def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
+    """Return the C++ call's arguments for these constants and y (B, T, D), or its gradient."""
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     addresses = map(address, (how.bias, how.keys))
@@ -140,6 +142,8 @@ def activation_gradients(
 
 
 def _activation(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> _Activation:
+    """Return the C++ call's arguments for h (…, N), its bias, the activation's name and whether
+    half the channels are a gate."""
     N = h.shape[-1]
     low = h.dtype is torch.bfloat16
     table = curve(kind) if low else None

@@ -44,9 +44,9 @@ class Attend(Protocol):
         """Return each query's weighted mean value, (B, H, Q, K), from q (B, H, Q, K), k and v
         (B, G, S, K).
 
-        dropout: applied to the weights, in training, if `dropout_keys` (B, n_sites, 2) are
-        given. positions: the keys' (S,). window: how many keys a query sees, its own
-        included; None for all.
+        dropout: the module that drops weights, in training, if `dropout_keys`, int32
+        (B, n_sites, 2), are given; None means no dropout. positions: the keys' (S,). window: how
+        many keys a query sees, its own included; None for all.
         """
 
 
@@ -60,7 +60,8 @@ class Read(Protocol):
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, with optional grouped KV heads, query and key norms, rotary
-    positions and a sliding window.
+    positions and a sliding window. `layer` is the block's index in the whole model, from which the
+    window and the dropout sites follow.
 
     The fused projection `qkv` has weight rows (H, 3, K): query, key and value, head by head. With
     grouped KV heads there are instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
@@ -213,11 +214,12 @@ def attend(
 def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention with a window that divides S: each block of `window` queries attends
-    to its own keys and to the block before, so work grows with T and not with its square.
-    Returns (B, H, T, K).
+    """Compute attention for as many queries as keys, with a window that divides T: each block of
+    `window` queries attends to its own keys and to the block before, so work grows with T and not
+    with its square. Returns (B, H, T, K).
 
-    `attention` multiplies q, k and v under a mask, like `F.scaled_dot_product_attention`.
+    `attention` multiplies q (B, H, T, K), k and v (B, G, T, K) under a mask, like
+    `F.scaled_dot_product_attention`.
     """
     B, n = len(q), q.shape[2] // window
 
@@ -243,9 +245,13 @@ def attend_explicitly(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return the same (B, H, Q, K) as `attend` for q (B, H, Q, K), k and v (B, G, S, K) and
-    the same other arguments, with the attention weights (B, H, Q, S) in memory, so that
-    dropout can act on them."""
+    """Return each query's weighted mean value, (B, H, Q, K), like `attend`, but with the attention
+    weights (B, H, Q, S) in memory, so that dropout can act on them.
+
+    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q. `dropout` acts in training if
+    `dropout_keys`, int32 (B, n_sites, 2), are given. `positions` (S,) are the keys', by default 0 …
+    S - 1. `window` is how many keys a query sees, its own included; None for all.
+    """
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
     k, v = for_each_head(k, q), for_each_head(v, q)
     scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
@@ -260,14 +266,15 @@ def attend_explicitly(
 
 def for_each_head(x: Tensor, q: Tensor) -> Tensor:
     """Repeat keys or values x (B, G, S, K) so that each query head in q (B, H, Q, K) has its own
-    copy: (B, H, S, K)."""
+    copy: (B, H, S, K). H must be a multiple of G; if they are equal, return x itself."""
     n_sharing = q.shape[1] // x.shape[1]
     return x if n_sharing == 1 else x.repeat_interleave(n_sharing, dim=1)
 
 
 def _hidden(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return a mask, bool (Q, S), true if a query may not see a key: the key lies after it, or
-    before its window. The queries are the last Q among the S tokens."""
+    before its window of `window` keys (None: no window). The queries are the last Q among the S
+    tokens."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)
     return key > query if window is None else (key > query) | (key <= query - window)

@@ -17,8 +17,9 @@ class Cache(Protocol):
     """Interface that attention layers expect from a key/value cache."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values (B, H, T, K) for one layer, and return all those
-        that its attention is to read, the cached and the new ones, (B, H, S, K)."""
+        """Append the new tokens' keys and values (B, H, T, K) for the block with index `layer` in
+        the whole model, H KV heads. Return all those that its attention is to read, the cached and
+        the new ones, (B, H, S, K)."""
 
 
 class KVCache:

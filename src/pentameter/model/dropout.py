@@ -23,17 +23,20 @@ EMBEDDING_SITE = 0
 
 
 def attention_weights_site(layer: int) -> int:
-    """Return the dropout site's number for a layer's attention weights (see `dropout_keys`)."""
+    """Return the site number for a layer's attention weights: the index of their keys along
+    dimension 1 in the result of `dropout_keys`."""
     return 1 + 3 * layer
 
 
 def attention_output_site(layer: int) -> int:
-    """Return the dropout site's number for a layer's attention output (see `dropout_keys`)."""
+    """Return the site number for a layer's attention output: the index of its keys along dimension
+    1 in the result of `dropout_keys`."""
     return 2 + 3 * layer
 
 
 def mlp_output_site(layer: int) -> int:
-    """Return the dropout site's number for a layer's feed-forward output (see `dropout_keys`)."""
+    """Return the site number for a layer's feed-forward output: the index of its keys along
+    dimension 1 in the result of `dropout_keys`."""
     return 3 + 3 * layer
 
 
@@ -135,11 +138,12 @@ class StreamDropout(KeyedDropout):
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout on attention weights (B, H, Q, S), whose elements `weight_index` numbers.
+    """Dropout on attention weights (B, H, Q, S), whose elements `weight_index` numbers, within a
+    whole matrix of `context_length` queries and keys for each head.
 
-    If heads are sharded, `head_offset` is the first local one's number. `kernel` computes
-    attention with dropout without storing the weights, as `attend_in_kernel` does; None if no such
-    kernel is available.
+    If heads are sharded, `head_offset` is the first local one's number in the whole model. `kernel`
+    computes attention with dropout without storing the weights, as `attend_in_kernel` does; None if
+    no such kernel is available.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
@@ -176,7 +180,8 @@ class AttentionDropout(KeyedDropout):
 
 def stream_index(positions: Tensor, channels: range, d_model: int) -> Tensor:
     """Number a residual stream's elements within their batch row, int32 (T, D): position · d_model
-    + channel. `channels` are those present, out of `d_model`."""
+    + channel. `positions` are (T,). `channels` are the numbers of the D channels at hand, out of
+    `d_model` in the whole stream."""
     channel = torch.arange(
         channels.start, channels.stop, dtype=torch.int32, device=positions.device
     )
@@ -187,7 +192,8 @@ def weight_index(
     heads: range, query_positions: Tensor, key_positions: Tensor, context_length: int
 ) -> Tensor:
     """Number attention weights within their batch row, int32 (H, Q, S): (head · context_length +
-    query position) · context_length + key position. `heads` are those present."""
+    query position) · context_length + key position, for positions (Q,) and (S,). `heads` are the
+    numbers of the H heads at hand in the whole model."""
     head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=query_positions.device)
     row = head[:, None] * context_length + _word(query_positions)  # (H, Q)
     return row[:, :, None] * context_length + _word(key_positions)

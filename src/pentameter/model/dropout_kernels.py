@@ -131,8 +131,13 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write attention's output y (B, T, H, K) and the base-2 log-sum-exp of scores, ℓ (B, H, T),
-    for one head's tile of queries. Arguments ending in `_at` are pointers, those in `_row`, `_time`
-    and `_head` strides."""
+    for one head's tile of queries.
+
+    Arguments ending in `_at` are pointers, those in `_row`, `_time` and `_head` strides. n_sharing:
+    query heads for each KV head. window: keys that a query sees. first_head: the number of local
+    head 0 in the whole model. bound: a smaller hash drops its weight. score_scale: turns dot
+    products into base-2 scores. keep_scale: 1 / (1 - p).
+    """
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -183,7 +188,8 @@ def _queries_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the queries' gradient dq (B, T, H, K) and `sums`, D = Σ g ∘ y (B, H, T), for one head's
-    tile of queries. Arguments as for `_forward_kernel`; `g` is y's gradient."""
+    tile of queries. Arguments as for `_forward_kernel`, with `g`, y's gradient, and `scale`, 1 /
+    √K."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -229,7 +235,8 @@ def _keys_kernel(
 ):  # fmt: skip
     """Write the gradients dk and dv (B, T, G, K) for a tile of keys and values, summed over the
     query heads that use them. Tiles are transposed in this kernel: keys are matrix rows, queries
-    columns. Arguments as for `_forward_kernel`; `sums` come from `_queries_kernel`."""
+    columns. Arguments as for `_forward_kernel`, with `g`, y's gradient, `sums` from
+    `_queries_kernel`, and `scale`, 1 / √K."""
     G = H // n_sharing
     row, kv_head = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     first_key = tl.program_id(0) * KEYS

@@ -43,8 +43,9 @@ class Routing:
     n_experts: int
 
     def order(self) -> tuple[Tensor, Tensor]:
-        """Return the rows sorted by expert, then by token, as indices int64 (R,) into the rows (N,
-        k) flattened, and where each expert's rows end among them, int64 (E,)."""
+        """Return (order, ends). order, int64 (R,): the rows sorted by expert, then by token, as
+        indices into the rows (N, k) flattened; rows for which there is no capacity come last. ends,
+        int64 (E,): the index in `order` after each expert's last row."""
         experts = self.experts.flatten()
         counts = torch.zeros(self.n_experts + 1, dtype=torch.int64, device=experts.device)
         counts.scatter_add_(0, experts, torch.ones_like(experts))
@@ -54,8 +55,9 @@ class Routing:
 class Router(nn.Module):
     """A linear layer in float32 (float64 for float64 weights) whose logits (N, E) choose experts.
 
-    `balance` (E,), if there is one, is state that the engine updates between steps, from `counts`;
-    see `model.balance`.
+    `balance` (E,) is a state that the engine updates after each step from `counts`; None unless
+    `model.balance` is `bias` (a number added to the scores by which experts are chosen) or `batch`
+    (each expert's tokens in the last step ÷ their mean over experts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -77,7 +79,9 @@ class Router(nn.Module):
         rank. Counted if there is a `balance`."""
 
     def forward(self, x: Tensor) -> Routing:
-        """Return the Routing of the tokens in x (B, T, D)."""
+        """Return the Routing of the tokens in x (B, T, D). In training, auxiliary losses are
+        attached to its weights, so that the backward pass includes them, and the backward pass adds
+        to `counts` if there is a `balance`."""
         config = self.config
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
@@ -97,7 +101,13 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, ranked: Tensor, scores: Tensor) -> Tensor:
-        """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower."""
+        """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower.
+
+        Experts are compared by `ranked` (B, T, E), or by `scores` (B, T, E) plus the balance state
+        if `model.balance` is `bias`. With `router_groups`, only experts in the best
+        `router_open_groups` groups can be chosen; groups are compared by the sum over their two
+        best experts' scores, the balance state again added for `bias`.
+        """
         config = self.config
         if config.balance == "bias":
             assert self.balance is not None
@@ -113,7 +123,10 @@ class Router(nn.Module):
         return _best(ranked, config.n_chosen)
 
     def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the factors (B, T, k) of the chosen experts' outputs."""
+        """Return the factors (B, T, k) of the chosen experts' outputs, for logits and scores
+        (B, T, E) and the chosen experts' numbers (B, T, k). With `router_top_k_first` they are a
+        softmax over the chosen logits, without it the chosen scores. Then they are divided by their
+        sum if `router_renormalize`, and multiplied by `router_scale`."""
         config = self.config
         if config.router_top_k_first:
             weights = logits.gather(-1, chosen).softmax(-1)
@@ -125,8 +138,9 @@ class Router(nn.Module):
         return weights * config.router_scale if config.router_scale != 1.0 else weights
 
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
-        """Return the auxiliary losses, summed over tokens, 0-dim; None if there are none, or no
-        gradient is computed."""
+        """Return the auxiliary losses (`router_z_loss`, and the balance loss for `sequence` and
+        `batch`), summed over tokens, 0-dim, for logits and scores (B, T, E) and the chosen experts'
+        numbers (B, T, k). None if neither is configured, or outside training."""
         config, found = self.config, []
         if not self.training:
             return None
@@ -153,7 +167,8 @@ class Router(nn.Module):
 
 
 def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
-    """Return every expert's score (B, T, E) for logits (B, T, E)."""
+    """Return every expert's score (B, T, E) for logits (B, T, E): their softmax over the experts,
+    or each one's sigmoid, as `model.router` says."""
     match config.router:
         case "softmax":
             return logits.softmax(-1)
@@ -178,8 +193,8 @@ def _counts(chosen: Tensor, n_experts: int) -> Tensor:
 
 
 def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
-    """Return chosen experts (B, T, k) with E in place of those that have no room: an expert takes
-    the first tokens of a sequence, up to `expert_capacity` times an equal share, rounded up."""
+    """Return chosen experts (B, T, k) with E in place of those that have no room. An expert takes
+    at most ⌈`expert_capacity` · T · k / E⌉ tokens of a sequence, the first ones."""
     E, capacity = config.n_experts, config.expert_capacity
     assert E is not None
     assert capacity is not None
@@ -190,12 +205,14 @@ def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
 
 
 class _Counted(Function):
-    """Identity on the router's weights, whose backward pass counts the tokens of each expert:
-    there, as recomputation runs a forward pass twice."""
+    """Identity on the router's weights, whose backward pass adds the number of tokens that chose
+    each expert to a tensor. The forward pass does not count, since recomputation runs it twice."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        """Return a view with the shape (B, T, k) and the values of `weights`."""
+        """Return a view with the shape (B, T, k) and the values of `weights`. The backward pass
+        will count the experts' numbers `chosen` (B, T, k), and add the counts to `counts` (E,), in
+        place."""
         ctx.save_for_backward(chosen)
         ctx.counts = counts
         return weights.view_as(weights)
@@ -203,18 +220,20 @@ class _Counted(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient g (B, T, k) unchanged."""
+        """Return the gradient g (B, T, k) unchanged, and add to the counts."""
         (chosen,) = ctx.saved_tensors
         ctx.counts.add_(_counts(chosen, len(ctx.counts)).sum(0))
         return g, None, None
 
 
 class _Sorted(Function):
-    """Each token's row for each of its experts, sorted by expert."""
+    """Copies each token's row once for each of its experts, sorted by expert; backward adds the
+    copies' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, n_chosen: int) -> Tensor:
-        """Return the rows (R, D) of tokens x (N, D)."""
+        """Return the rows (R, D) for tokens x (N, D). `order` (R,) comes from `Routing.order`;
+        `n_chosen` is k."""
         ctx.save_for_backward(order)
         ctx.n_chosen = n_chosen
         return x[order // n_chosen]
@@ -229,11 +248,12 @@ class _Sorted(Function):
 
 
 class _PutBack(Function):
-    """Rows sorted by expert, in the order of their tokens again."""
+    """Puts rows that are sorted by expert back into the order of their tokens."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        """Return the rows (R, D) by token."""
+        """Return the rows (R, D) in the order of their tokens, k adjacent rows for each. `order`
+        (R,), from `Routing.order`, is the order that they have now."""
         ctx.save_for_backward(order)
         return _put_back(rows, order)
 
@@ -246,7 +266,8 @@ class _PutBack(Function):
 
 
 def _put_back(rows: Tensor, order: Tensor) -> Tensor:
-    """Return rows (R, D), which were taken in `order` (R,), where they were taken from."""
+    """Return the rows (R, D) unsorted: row i becomes row `order[i]` of the result, for `order`
+    (R,)."""
     return torch.empty_like(rows).index_copy_(0, order, rows)
 
 
@@ -260,8 +281,9 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_experts, n_outputs)) if bias else None
 
     def forward(self, x: Tensor, ends: Tensor, matmul: Matmul = PLAIN) -> Tensor:
-        """Return (R, outputs) for rows x (R, inputs) sorted by expert, whose rows end at `ends`
-        (E,); 0 for rows behind the last."""
+        """Return (R, outputs) for rows x (R, inputs) sorted by expert. `ends`, int64 (E,), is the
+        index after each expert's last row; rows behind the last end give 0. `matmul` multiplies
+        them."""
         return matmul.grouped_linear(x, self.weight, self.bias, ends)
 
 
@@ -293,7 +315,9 @@ class Experts(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
+        """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum.
+        positions: the tokens', for dropout. dropout_keys: int32 (B, n_sites, 2), None for no
+        dropout. `cache` is ignored: only attention has one."""
         routing = self.router(x)
         order, ends = routing.order()
         n_chosen = routing.experts.shape[1]

@@ -31,8 +31,8 @@ the gate's output."""
 
 
 class FeedForward(nn.Module):
-    """Linear layers around an activation function, `width` wide in between, which each token takes
-    by itself."""
+    """Linear layers around an activation function, with `width` channels in between, applied to
+    each token by itself."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
@@ -67,5 +67,7 @@ class MLP(FeedForward):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
+        """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum.
+        positions: the tokens', for dropout. dropout_keys: int32 (B, n_sites, 2), None for no
+        dropout. `cache` is ignored: only attention has one."""
         return self.dropout(super().forward(x), dropout_keys, positions.stream)

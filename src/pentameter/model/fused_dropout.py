@@ -163,8 +163,8 @@ def _computed(problem: Problem, *, in_kernel: bool) -> tuple[Tensor, ...]:
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Return the largest relative error that rounding explains if matmuls are computed in
-    `dtype`."""
+    """Return the largest error that rounding explains if matmuls are computed in `dtype`, relative
+    to a matrix row's scale, as `row_error` measures it. With tf32 enabled, fp32 counts as tf32."""
     tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     rounding = 2.0**-11 if tf32 else torch.finfo(dtype).eps / 2
     return max(MOST_ROUNDINGS * rounding, LEAST_BOUND)

@@ -103,15 +103,17 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the summed loss in nats against `targets`, 0-dim, from a slice with the
-        last layer, or logits (B, T, V) without targets; from any other slice the residual
-        stream (B, T, D).
+        """Return the summed loss in nats against `targets`, 0-dim, from a slice with the last
+        layer, or logits (B, T, V) without targets; from any other slice the residual stream
+        (B, T, D).
 
         x is tokens, int64 (B, T), if the slice begins at layer 0, else the residual stream
         (B, T, D). `targets` are int64 (B, T), -1 for tokens that the loss mask excludes; the caller
         divides by the step's global number of target tokens. Dropout acts in training if
-        `dropout_keys`, int32 (B, n_sites, 2), are given. `cache` and `positions` are as in
-        `hidden_states`.
+        `dropout_keys`, int32 (B, n_sites, 2), are given. With a `cache`, x continues the cached
+        tokens and is appended to them. `positions`, int64 (T,), are those of all tokens that
+        attention sees; by default they follow the cached ones. Raises ValueError if the context
+        exceeds `context_length`, or dropout keys meet a cache.
         """
         x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache, positions=positions)
         if not self.is_last:
@@ -207,6 +209,8 @@ class GPT(nn.Module):
     def _check_context(
         self, n_past: int, n_new: int, dropout_keys: Tensor | None, cache: KVCache | None
     ) -> None:
+        """Raise ValueError if cached and new tokens exceed `context_length`, or if both dropout
+        keys and a cache are given."""
         if n_past + n_new > self.config.context_length:
             raise ValueError(
                 f"{n_past} cached and {n_new} new tokens exceed "
@@ -242,8 +246,9 @@ class Block(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """Return the residual stream (B, T, D) after this layer, from x (B, T, D) before it.
-        Dropout acts in training if `dropout_keys` (B, n_sites, 2) are given; attention appends to
-        `cache` and reads it."""
+        `positions` are the tokens', for attention and dropout. Dropout acts in training if
+        `dropout_keys`, int32 (B, n_sites, 2), are given. Attention appends its keys and values to
+        `cache`, if given, and reads it."""
         stream = x
         for norm, sub_layer in self.sub_layers():
             match self.norm_position:

@@ -109,10 +109,10 @@ class HeadLoss(nn.Module):
 class AuxiliaryLoss(nn.Module):
     """A further loss, such as one that balances a router, which a sub-layer adds to the objective.
 
-    It leaves the sub-layer at a tensor on the way to the loss, which passes through unchanged: the
-    backward pass through that tensor also enters the auxiliary loss. So blocks, pipeline stages and
-    recomputation pass on one tensor, and need not know. It is a sum over tokens, which `factor`
-    turns into its share of a mean over the step's tokens.
+    The sub-layer passes a tensor on the way to the main loss through this module, which returns it
+    unchanged; the backward pass through that tensor then also enters the auxiliary loss. So blocks,
+    pipeline stages and recomputation pass on one tensor, and need no second result. The loss is a
+    sum over tokens, which `factor` turns into its share of a mean over the step's tokens.
     """
 
     def __init__(self) -> None:
@@ -125,8 +125,9 @@ class AuxiliaryLoss(nn.Module):
         log."""
 
     def start_step(self, factor: float | Tensor) -> None:
-        """Set the factor that turns this step's summed auxiliary losses into their share of the
-        step's loss (a gradient for them in the backward pass), and reset `total` to 0."""
+        """Set the factor by which this step's summed auxiliary losses count in the step's loss
+        (their gradient in the backward pass): the loss scale ÷ the step's tokens. Reset `total` to
+        0."""
         self.factor.fill_(factor)
         self.total.zero_()
 
@@ -229,11 +230,14 @@ def elementwise_row_loss(
     differentiate: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same summed cross-entropy as `row_loss`, for an unsharded vocabulary, from the
-    same arguments and with the same effect on `logits` (R, V), in a form suited to compilation.
+    """Return the same summed cross-entropy as `row_loss`, in nats, 0-dim, for an unsharded
+    vocabulary, in a form suited to compilation. `logits` (R, V) are overwritten with the sum's
+    gradient if `differentiate`; without it they stay as they are.
 
-    Every step covers whole rows and only the last one writes, so that a compiler keeps no
-    intermediate in memory; run eagerly, it would hold three.
+    bias: (V,) or None. targets: int64 (R,), -1 for rows that do not count. vocab_size: number of
+    tokens that exist. softcap: bound on the logits; None for none. Every step covers whole rows and
+    only the last one writes, so that a compiler keeps no intermediate in memory; run eagerly, it
+    would hold three.
     """
     column = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     seen = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -336,7 +340,8 @@ def chunked_loss_sum(
         bias: (V,) or None.
         targets: int64 (…), -1 for tokens that do not count.
         vocab_size: number of tokens that exist.
-        of_chunk: `row_loss`, or `compiled_row_loss`; with `reduce` the former.
+        of_chunk: computes a chunk's loss: `row_loss` or `compiled_row_loss`. Ignored if `reduce` is
+            given: then it is `row_loss`.
         softcap: bound on the logits; None for none.
         first_column, reduce: if ranks shard the vocabulary, the token of this rank's first row in
             `weight`, and the all-reduce over the ranks. The loss is the whole one on each rank; the
@@ -365,6 +370,6 @@ def chunked_loss_sum(
 
 
 def exceeds_chunk(n_rows: int, width: int) -> bool:
-    """Return True if logits (n_rows, width) are so many (over MAX_LOGITS) that `chunked_loss_sum`
-    is worth its price."""
+    """Return True if a micro-batch's logits (n_rows, width) are more than MAX_LOGITS numbers, above
+    which the loss is computed in chunks. n_rows: token rows. width: the padded vocabulary."""
     return n_rows * width > MAX_LOGITS

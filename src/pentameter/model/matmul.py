@@ -50,7 +50,8 @@ class Matmul:
 
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
         """Return the gradient for x (R, K), and add the weight's to `weight_grad` (N, K) in place,
-        given the gradient g (R, N) of x · weightᵀ."""
+        given the gradient g (R, N) of x · weightᵀ. If `weight_grad` has another dtype than x, the
+        weight's gradient is computed in float32 or higher."""
         if weight_grad.dtype == x.dtype:
             self.weight_gradient(g, x, weight_grad)
         else:
@@ -61,8 +62,9 @@ class Matmul:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
     ) -> Tensor:
         """Return x · weight[e]ᵀ + bias[e] (R, N), differentiable, for rows x (R, K) sorted by group
-        e, weight (E, N, K), bias (E, N) and where each group ends, int64 (E,). Rows behind the last
-        end are 0. Under autocast it is computed in `matmul_dtype`."""
+        e, weight (E, N, K) and bias (E, N) or None. ends, int64 (E,): the index after each group's
+        last row; rows behind the last end give 0. Under autocast it is computed in autocast's
+        dtype."""
         dtype = matmul_dtype(x)
         bias = None if bias is None else bias.to(dtype)
         return grouped_linear(x.to(dtype), weight.to(dtype), bias, ends)
@@ -84,9 +86,11 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 @torch.library.custom_op("pentameter::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Return `Matmul.grouped_linear`'s result (R, N), for tensors of one dtype.
+    """Return x · weight[e]ᵀ + bias[e] (R, N) for rows x (R, K) sorted by group e, weight (E, N, K),
+    bias (E, N) or None, all in one dtype. ends, int64 (E,): the index after each group's last row.
+    Rows behind the last end give 0.
 
-    Custom operations, since their results' shapes do not depend on the groups' sizes: compiled code
+    A custom operation, since its result's shape does not depend on the groups' sizes: compiled code
     need not know them. `torch.nn.functional.grouped_mm` refuses float64, and leaves the rows behind
     the last end unwritten (torch 2.13).
     """
@@ -102,7 +106,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
 
 @torch.library.custom_op("pentameter::grouped_input_gradient", mutates_args=())
 def _input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient (R, K) of the rows, for that of the result g (R, N)."""
+    """Return the gradient for x (R, K), given the result's gradient g (R, N), weight (E, N, K) and
+    the index `ends` (E,) after each group's last row; 0 for rows behind the last end."""
     gradient = g.new_empty(len(g), weight.shape[2])
     for group, rows in enumerate(_slices(ends)):
         torch.mm(g[rows], weight[group], out=gradient[rows])
@@ -112,8 +117,8 @@ def _input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("pentameter::grouped_weight_gradient", mutates_args=())
 def _weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient (E, N, K) of the weight, for g (R, N) and x (R, K); 0 for empty
-    groups."""
+    """Return the gradient for the weight (E, N, K), given g (R, N), x (R, K) and the index `ends`
+    (E,) after each group's last row; 0 for empty groups."""
     gradient = g.new_empty(len(ends), g.shape[1], x.shape[1])
     for group, rows in enumerate(_slices(ends)):
         torch.mm(g[rows].t(), x[rows], out=gradient[group])
@@ -122,12 +127,14 @@ def _weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("pentameter::grouped_bias_gradient", mutates_args=())
 def _bias_gradient(g: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient (E, N) of the bias, for g (R, N)."""
+    """Return the gradient for the bias (E, N), given g (R, N) and the index `ends` (E,) after each
+    group's last row."""
     return torch.stack([g[rows].sum(0) for rows in _slices(ends)])
 
 
 def _slices(ends: Tensor) -> list[slice]:
-    """Return each group's rows. On a GPU the host waits for `ends`."""
+    """Return each group's rows as a slice, for the index `ends` (E,) after each group's last row.
+    On a GPU the host waits for `ends`."""
     stops = ends.tolist()
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 

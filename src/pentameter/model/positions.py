@@ -69,7 +69,8 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
     """Return the rotary frequencies (R / 2,), in radians per token, lowered for a longer context as
-    `model.rope_scaling` says; unchanged without it."""
+    `model.rope_scaling` says; unchanged without it. Type `linear` divides all by `factor`; `llama3`
+    divides low frequencies, keeps high ones, and interpolates between them."""
     scaling = config.rope_scaling
     match scaling.type:
         case None:

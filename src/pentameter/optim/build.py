@@ -51,13 +51,14 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters into those with weight decay and those without (0), in the
-    order of `named_parameters`, as groups for a torch optimizer.
+    """Group the trainable parameters into those with weight decay (`config.weight_decay`) and those
+    without (0), as groups for a torch optimizer, each in the order of `named_parameters`.
 
-    There is one group for each, and for sharded parameters one per device mesh: an optimizer
-    updates a group's parameters together, which is impossible across meshes. With `decay =
-    "matrices"`, only parameters that the table marks (matrices and embeddings) decay; with `"all"`,
-    every parameter does, which is PyTorch's own default.
+    named_parameters: (name, parameter) pairs. table: the model's parameters by name, each marked
+    whether it decays. With `decay = "matrices"`, only marked parameters (matrices and embeddings)
+    decay; with `"all"`, every parameter does, which is PyTorch's own default. Sharded parameters
+    get one group per device mesh: an optimizer updates a group's parameters together, which is
+    impossible across meshes.
     """
     decays_all = look_up(DECAYS_ALL, config.decay, "optimizer.decay", "the optimizer")
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
@@ -79,12 +80,15 @@ def build_optimizer(
     config: OptimizerConfig,
     muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
-    """Build the configured optimizer over the trainable parameters, grouped by `parameter_groups`;
-    fused (one kernel for all parameters) if torch supports it.
+    """Build the configured optimizer over the trainable parameters in `named_parameters`,
+    (name, parameter) pairs, grouped by `parameter_groups`. SGD, Adam and AdamW are fused (one
+    kernel for all parameters) if these are on CPU, CUDA or MPS; SGD is not with DTensors, for which
+    torch has no fused update.
 
-    For `muon`, a JointOptimizer: Muon for matrices in blocks, AdamW for the rest. `muon` is the
-    class for these matrices, `ShardedMuon` if they are sharded. The initial learning rate is a
-    placeholder: `set_learning_rate` writes the scheduled rate each step.
+    table: the model's parameters by name, with whether each decays and is a matrix in a block. For
+    `optimizer.name = "muon"`, a JointOptimizer: `muon` for matrices in blocks, AdamW for all
+    others. muon: torch's class, or `ShardedMuon` if these matrices are sharded. The initial
+    learning rate is a placeholder: `set_learning_rate` writes the scheduled rate each step.
     """
     named = [pair for pair in named_parameters if pair[1].requires_grad]
     if config.name != "muon":
@@ -110,8 +114,8 @@ def build_optimizer(
 def _one_rule(
     named: NamedParameters, table: Sequence[ParameterSpec], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build SGD, Adam or AdamW over `named`; for `muon`, AdamW, which updates the parameters that
-    Muon does not."""
+    """Build one torch optimizer over `named`, (name, parameter) pairs: SGD, Adam or AdamW by
+    `config.name`; for `muon`, AdamW, which updates the parameters that Muon does not."""
     groups = parameter_groups(named, table, config)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = {parameter.device.type for parameter in parameters} <= {"cpu", "cuda", "mps"}
@@ -147,7 +151,7 @@ def can_step_unless(optimizer: AnyOptimizer) -> bool:
 def step_unless(optimizer: AnyOptimizer, is_off: torch.Tensor | None) -> None:
     """Make the optimizer's step, unless `is_off`, float32 () on the parameters' device, holds 1:
     then weights and state stay as they are, without a synchronization with the host. None always
-    steps.
+    steps. A tensor is permitted only if `can_step_unless` is true.
 
     `torch.amp.GradScaler` tells a fused optimizer about an infinite gradient in the same way. The
     kernel returns early: nothing is multiplied by zero, nothing decays.

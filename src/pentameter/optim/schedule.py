@@ -9,11 +9,11 @@ from pentameter.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
-    """Return the learning rate for optimizer step `step` (0-based) under a schedule that the plan
-    resolved (no None left).
+    """Return the learning rate for optimizer step `step` (0-based, counted over the whole run)
+    under a schedule that the plan resolved (no None left).
 
-    Steps count from `schedule.start_step`. Earlier steps were made under another schedule, unknown
-    to this one, and get the first step's rate.
+    The formulas below count steps from `schedule.start_step`. Earlier steps were made under another
+    schedule, unknown to this one, and get the first step's rate.
 
     Warm-up is linear, `learning_rate · (step + 1) / warmup_steps`, so that step 0 already learns
     and the peak is reached at step `warmup_steps - 1`. Then:
@@ -24,7 +24,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     - `linear` falls in a straight line to the same end;
     - `wsd` (warm-up, stable, decay: Hu et al. 2024, "MiniCPM", section 4) stays, then falls in a
       straight line over the last `cooldown_steps` of `decay_steps`;
-    - `step` multiplies by `gamma` every `decay_interval` steps, counted from step 0.
+    - `step` multiplies by `gamma` every `decay_interval` steps, warm-up steps included.
     """
     peak, low = optimizer.learning_rate, schedule.min_learning_rate
     step = max(0, step - schedule.start_step)
@@ -49,8 +49,9 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
 
 def _progress(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
-    """Return the completed fraction of the decay at `step`: 0 until it begins, 1 from `decay_steps`
-    on. It begins after the warm-up, or later, so that it takes at most `longest` steps."""
+    """Return the completed fraction of the decay at `step`, counted from `schedule.start_step`: 0
+    until the decay begins, 1 from `decay_steps` on. It begins after the warm-up; with `longest`,
+    not earlier than `longest` steps before its end."""
     assert schedule.decay_steps is not None  # the plan resolved it
     first = schedule.warmup_steps
     if longest is not None:

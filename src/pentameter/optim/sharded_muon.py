@@ -24,8 +24,8 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, all-gathering sharded ones. Collective. A
-        closure is not supported."""
+        """Update every parameter that has a gradient, all-gathering sharded ones. Collective.
+        `closure` must be None; closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
@@ -34,6 +34,8 @@ class ShardedMuon(torch.optim.Muon):
                     self._update(parameter, options)
 
     def _update(self, parameter: Parameter, options: dict[str, Any]) -> None:
+        """Update one parameter and its momentum, in place, by torch's Muon on the whole matrix.
+        options: its group's settings (`lr`, `momentum`, …). Collective if it is sharded."""
         state = self.state[parameter]
         whole = Parameter(_gathered(parameter))
         whole.grad = _gathered(parameter.grad)
@@ -47,7 +49,8 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _gathered(tensor: Tensor | None) -> Tensor:
-    """Return the whole tensor, all-gathered if it is sharded (then collective)."""
+    """Return the whole tensor, without its autograd history: all-gathered if it is sharded (then
+    collective), else the tensor itself."""
     assert tensor is not None
     distributed: Any = tensor.detach()
     whole: Tensor = distributed.full_tensor() if is_distributed(tensor) else distributed

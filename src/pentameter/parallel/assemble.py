@@ -37,14 +37,15 @@ def assemble(
     fused_dropout: bool = False,
 ) -> Engine:
     """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
-    built-in GPT, with the initial weights that follow from the configuration's seed. `precision` is
-    a resolved `train.precision`, not `auto`; `compiled` trains by `torch.compile` or fused CPU
-    operations. With `fused_dropout`, GPU kernels apply attention dropout; `choose_compute` finds
-    whether they can.
+    built-in GPT, with the initial weights that follow from the configuration's seed.
+
+    precision: a resolved `train.precision`, not `auto`. compiled: train by fused operations if the
+    device is a CPU and they support the plan, else by `torch.compile`; False trains eagerly. world:
+    this process's rank and the world's size; None for a single process. fused_dropout: apply
+    attention dropout in GPU kernels; pass True only if `choose_compute` found that they work.
 
     Each slice is built on `meta`, sharded by tensor parallelism, then by data parallelism, and only
-    then gets memory: no rank ever holds more than its own shard. Collective over the world (by
-    default a single process).
+    then gets memory: no rank ever holds more than its own shard. Collective over the world.
     """
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
@@ -73,8 +74,10 @@ def assemble(
 
 
 def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
-    """Return an Engine that runs an existing, full GPT on `device` in one process, without a mesh.
-    `precision` is a resolved `train.precision`, not `auto`."""
+    """Return an Engine that runs an existing, full GPT on `device` in one process, eagerly and
+    without a mesh. The model keeps its weights; its `forward`s are replaced if `precision` needs
+    it. `plan` has the run's batch sizes and steps. `precision` is a resolved `train.precision`, not
+    `auto`."""
     how = arithmetic(precision)
     install_forwards(model, how.matmul, {})
     module = StageModule(gpt_slice(model), device, how)

@@ -38,8 +38,10 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
 
 
 class RouterBalance:
-    """Updates the balance state (E,) of each router in `models`, this rank's slices. With adapters
-    (LoRA) the state stays as it is. `mesh` is None in a single process."""
+    """Updates the balance state (E,) of each router in `models`, this rank's slices. Routers
+    without such a state are left alone, and with adapters (LoRA) so are all. `plan` has the
+    configuration and each parameter's placement; `mesh` is the parameters' DeviceMesh, None in a
+    single process."""
 
     def __init__(self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> None:
         found = {
@@ -60,9 +62,9 @@ class RouterBalance:
 
     @torch.no_grad()
     def move(self, not_made: Tensor | None = None) -> None:
-        """Update each router's state by the step's token counts, all-reduced. `not_made`, float32
-        () on the device, is 1 if the optimizer step was skipped: the state then stays.
-        Collective."""
+        """Update each router's state by the step's token counts, all-reduced over the ranks that
+        route different tokens. `not_made`, float32 () on the device, is 1 if the optimizer step was
+        skipped: the state then stays; None means that it was made. Collective."""
         if not self._routers:
             return
         counts = torch.stack([router.counts for router in self._routers.values()])
@@ -77,8 +79,10 @@ class RouterBalance:
             router.balance.add_(change)
 
     def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
-        """Return what to add to a router's `balance` (E,), with the same DTensor placements, for
-        the step's token counts (E,)."""
+        """Return the number to add to each element in a router's `balance` (E,), with the same
+        DTensor placements, for the step's token counts (E,), all ranks' together. Mode `bias`:
+        `balance_rate`, positive for an expert with fewer tokens than the mean, negative for one
+        with more. Mode `batch`: counts ÷ their mean, minus the present state."""
         model = self._plan.config.model
         change = counts.mean() - counts
         match model.balance:

@@ -48,11 +48,12 @@ _NO_BROADCASTS: dict[str, Any] = {
 
 def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan: Plan) -> nn.Module:
     """Shard a slice's parameters by FSDP if their placements say so, allocate them uninitialized
-    (on the host with `train.offload`), and return the module that runs the slice: `module` itself,
-    or DDP around it, which all-reduces gradients during the last micro-batch's backward pass.
-    Called on every rank.
+    (on the host with `train.offload`), and return the module that runs the slice: DDP around
+    `module`, which all-reduces gradients during the last micro-batch's backward pass, if the
+    placements name dimensions for DDP; else `module` itself. Called on every rank.
 
-    If a pass may leave some parameters unused, their DDP hooks still fire: DDP waits for every one.
+    If `source.may_leave_unused`, a forward hook connects every parameter to the output, because DDP
+    waits for a gradient from each.
     """
     offload = plan.config.train.offload
     over: tuple[str, ...] = ()
@@ -122,7 +123,8 @@ def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
-    placements name, with parameters kept on the host if `offload`; do nothing without ZeRO.
+    placements in the plan name; do nothing without ZeRO. `mesh` is the parameters' DeviceMesh. With
+    `offload`, parameters are kept on the host.
 
     Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
     it, since autocast would round these weights anyway, and they are then rounded before they are
@@ -179,9 +181,9 @@ def micro_batch(
     module: nn.Module, rules: LayoutRules, *, is_last: bool
 ) -> contextlib.AbstractContextManager[object]:
     """Return the context manager in which one micro-batch runs forward and backward through
-    `module`. Gradients are reduced over the data-parallel ranks in the last one (`is_last`);
-    before, they accumulate locally, unless FSDP reduces every time because `rules` (the layout's)
-    say so."""
+    `module`: the stage module, or DDP around it. The step's last micro-batch (`is_last`) reduces
+    gradients over the data-parallel ranks; earlier ones accumulate them locally. But FSDP reduces
+    each to its shards if `rules.reduces_each_micro_batch` (ZeRO 2 or 3 without a pipeline)."""
     if isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext() if is_last else module.no_sync()
     if isinstance(module, FSDPModule):

@@ -57,11 +57,11 @@ class LossSum:
 class Engine:
     """Runs batches through this rank's slices of the model (its pipeline stages).
 
-    `stage_modules` are the slices that `source` built, in stage order. `wrapped` maps each stage
-    number to the module that trains it: the stage module, or DDP around it. `tied` lists parameters
-    that stages on other ranks also hold; `plan` is what the run obeys (sharding, batch, steps).
-    Methods are collective: every rank in the world calls them with the same arguments, except for
-    the batch rows.
+    `stage_modules` are the slices that `source` (a GPT or custom model) built, in stage order.
+    `wrapped` maps each stage number to the module that trains it: the stage module, or DDP around
+    it. `tied` lists parameters that stages on other ranks also hold. `plan` has the run's sharding,
+    batch sizes and steps; `mesh` has this rank's coordinates and groups. Methods are collective:
+    every rank in the world calls them with the same arguments, except for the batch rows.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Engine:
 
     @property
     def host_waits(self) -> bool:
-        """True on CUDA: reading a number there makes the host wait, so a step's numbers stay on the
-        device."""
+        """True on CUDA. Reading a number from the device makes the host wait there, so a step's
+        loss and counts are returned as tensors on the device."""
         return self.device.type == "cuda"
 
     @property
@@ -177,8 +177,8 @@ class Engine:
     # -- the step -------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, step: int, *, loss_scale: float = 1.0) -> LossSum:
-        """Run forward and backward for one training step. Returns the loss over all ranks; its
-        gradients, times `loss_scale`, are in the parameters' `.grad`. Collective.
+        """Run forward and backward for one training step. Returns the loss summed over all ranks;
+        its mean's gradients, times `loss_scale`, are in the parameters' `.grad`. Collective.
 
         `batch` holds this rank's `rows`, and `step` numbers the step, from which dropout keys
         follow. Each micro-batch contributes its summed loss divided by the whole step's target
@@ -236,11 +236,12 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
-        """Compute the loss over `batch`, which every rank passes in full; its rows are split over
-        the data-parallel ranks. Without dropout. Collective.
+        """Compute the loss summed over `batch`, the same batch on every rank, without dropout. Its
+        rows are split over the data-parallel ranks, and padded with masked rows if they do not
+        split evenly. Collective.
 
-        Raises ConfigError if the rows do not split evenly and the targets are not integers, so that
-        padding rows could not be masked.
+        Raises ConfigError if rows must be padded and the targets are not integers, which cannot be
+        masked.
         """
         self._train(False)
         own = evaluation_rows(batch, self.plan.layout, self.world.rank)
@@ -250,11 +251,12 @@ class Engine:
 
     @torch.no_grad()
     def row_losses(self, batch: Batch) -> np.ndarray:
-        """Compute each row's summed loss in nats, float64 (B,), for a full batch of B token rows,
-        on every rank, without dropout. Collective.
+        """Compute each row's summed loss in nats, float64 (B,), on every rank, for the same batch
+        of B token rows on every rank, without dropout. Collective.
 
-        The rows are split over the data-parallel ranks as in `evaluate`. If the model accepts
-        shorter rows, they are truncated after the last unmasked target.
+        The rows are split over the data-parallel ranks as in `evaluate`. If the model source
+        accepts shorter rows, all are truncated after the last position at which any row has an
+        unmasked target.
         """
         self._train(False)
         batch = _cut(batch, partial(self.source.row_length, self.plan))
@@ -311,9 +313,10 @@ class SingleStage:
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
-        """Run forward and backward for one micro-batch after another. Inputs and targets are (B,
-        …), dropout `keys` (B, …) or None. Returns the summed loss in nats, (); the gradients of
-        that loss times `factor` are added to the parameters' `.grad`."""
+        """Run forward and backward for one micro-batch after another. Inputs and targets are
+        (B, …), this rank's rows; dropout `keys` are (B, …) or None. Returns the summed loss in
+        nats, (). The gradients of that loss times `factor`, a number or 0-dim tensor, are added to
+        the parameters' `.grad`, reduced over data-parallel ranks."""
         losses = []
         n_rows = len(leaves(inputs)[0])
         for rows in micro_batches(n_rows, self._plan.micro_batch_size):
@@ -343,8 +346,8 @@ class SingleStage:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Selects this rank's rows and positions from every batch, as tensors on its device, and sums
-    targets and losses over all ranks.
+    """Selects this rank's positions from its batch rows, as tensors on its device, and sums targets
+    and losses over all ranks.
 
     `dtype` is the one that floating-point inputs and targets are cast to. Sums are Python numbers,
     or 0-dim float64 tensors on the device if `stays_on_device`.
@@ -364,7 +367,8 @@ class BatchShard:
 
     @property
     def _attention_rows(self) -> np.ndarray:
-        """Row numbers in the global batch whose attention heads this rank computes, int64 (B,)."""
+        """Row numbers in the global batch whose attention this rank computes, int64 (B,). In tensor
+        mode 3d they differ from `rows`; in any other they are the same."""
         rows = self.plan.layout.attention_rows(self.mesh.world.rank, self.plan.batch_size)
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
@@ -402,8 +406,9 @@ class BatchShard:
         return tensor.to(self.device)
 
     def count_targets(self, batch: Batch) -> Tensor | int:
-        """Count the targets in the global batch's rows, of which `batch` has this rank's.
-        Collective."""
+        """Count the targets in the whole global batch, on every rank, given this rank's rows. With
+        several ranks it is a 0-dim float64 tensor on the device if `stays_on_device`, else an
+        integer. Collective."""
         if self.mesh.world.size == 1:
             return batch.n_targets
         others = self.mesh.coordinates.keys() - BATCH_DIMENSIONS
@@ -413,14 +418,14 @@ class BatchShard:
         return total if isinstance(total, Tensor) else round(total)
 
     def sum_losses(self, own: Tensor) -> Tensor | float:
-        """All-reduce a summed loss, 0-dim or (1,), over all ranks; of ranks that hold the same
-        loss, one counts. Collective."""
+        """All-reduce this rank's summed loss, 0-dim or (1,), over all ranks. Ranks that shard the
+        vocabulary all hold the same loss; only the first one's is counted. Collective."""
         return self._sum(own if self._counts_loss else torch.zeros_like(own))
 
     @property
     def _counts_loss(self) -> bool:
-        """Whether this rank's losses enter a sum over all ranks: of vocabulary-parallel ranks,
-        which hold the same loss, one does."""
+        """Whether this rank's losses enter a sum over all ranks. Ranks that shard the vocabulary
+        hold the same loss, and only the one at coordinate 0 counts."""
         return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
 
     def gather_rows(self, own: Tensor) -> np.ndarray:
@@ -448,8 +453,10 @@ class BatchShard:
 
 
 def _rounded_weights(modules: Sequence[StageModule], plan: Plan) -> RoundedWeights:
-    """Return the weights that a step rounds once, of the units in this rank's stages; none if every
-    matmul rounds its own."""
+    """Return the context manager in which a step computes with weights rounded to the matmul dtype
+    once, for the units in this rank's stages. It does nothing unless `plan.rounds_once` (several
+    micro-batches per step, with tensor or pipeline parallelism, without a grid or ZeRO) and
+    autocast rounds."""
     dtype = modules[0].arithmetic.autocast_dtype
     if not plan.rounds_once or dtype is None:
         return RoundedWeights()
@@ -465,14 +472,17 @@ def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
 
 
 def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
-    """Yield each micro-batch's rows as a slice into `n_rows` rows, in order."""
+    """Yield a slice for each micro-batch, in order, into a tensor with `n_rows` batch rows on this
+    rank. The last micro-batch has fewer rows if `micro_batch_size` does not divide `n_rows`; its
+    slice may then end beyond them."""
     for start in range(0, n_rows, micro_batch_size):
         yield slice(start, start + micro_batch_size)
 
 
 def _loss_factor(loss_scale: float, n_targets: Tensor | int, dtype: torch.dtype) -> Tensor | float:
-    """Return loss_scale / n_targets, by which a summed loss is multiplied before its backward pass:
-    a float, or 0-dim in `dtype` for a tensor (float64 would spread to all that follows)."""
+    """Return loss_scale / n_targets, by which a summed loss is multiplied before its backward pass;
+    0 targets count as 1. It is a float for a number `n_targets`, or 0-dim in `dtype` for a tensor
+    (float64 would spread to all that follows)."""
     if not isinstance(n_targets, Tensor):
         return loss_scale / max(1, n_targets)
     return (loss_scale / n_targets.clamp(min=1)).to(dtype)

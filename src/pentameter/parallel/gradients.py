@@ -42,8 +42,8 @@ def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce each tensor (any shape) over the group, in place, in a few large buckets.
-    Collective."""
+    """All-reduce each tensor (any shape) over the group, in place, in buckets with one dtype and up
+    to 64 MiB, or one larger tensor. Collective: ranks pass the same shapes in the same order."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -86,7 +86,8 @@ def summed_copies(
 
 
 def is_sharded(parameter: Tensor, dimension: str) -> bool:
-    """Return whether ranks along a mesh dimension hold different shards of the parameter."""
+    """Return whether ranks along a mesh dimension hold different shards of the parameter; False for
+    a plain tensor."""
     return any(
         name == dimension and not placement.is_replicate()
         for name, placement in _placements(parameter)
@@ -108,8 +109,8 @@ def _placements(parameter: Tensor) -> list[tuple[str, Placement]]:
 
 
 def norm_here(parameters: Iterable[Parameter]) -> Tensor:
-    """Compute the Euclidean norm over all gradients on this rank, 0-dim. A parameter without a
-    gradient counts as 0."""
+    """Compute the Euclidean norm over the gradients of these parameters, 0-dim, without
+    communication. A parameter without a gradient counts as 0."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
@@ -117,9 +118,10 @@ def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
     """Compute the Euclidean norm over all gradients, each element counted once, 0-dim; the same on
     every rank.
 
-    An element is counted on the one rank whose coordinate is 0 along every dimension of `mesh` that
-    does not shard the parameter. The caller leaves out copies of tied parameters in other stages.
-    Collective over the world.
+    `parameters` are this rank's; `mesh` is the DeviceMesh on which they are placed. An element is
+    counted on the one rank whose coordinate is 0 along every dimension of `mesh`, except
+    `pipeline`, that does not shard the parameter. The caller leaves out copies of tied parameters
+    in other stages. Collective over the world.
     """
     coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     counted = [

@@ -27,10 +27,14 @@ Forward = Callable[..., Tensor]
 def install_forwards(
     model: nn.Module, matmul: Matmul, forwards: Mapping[nn.Module, Forward]
 ) -> None:
-    """Replace `forward` in the model's modules, in place: by the entry in `forwards` if a module
-    has one; else, for linear layers, experts, head and loss, by one that calls `matmul` unless that
-    is the plain one; and for a linear layer with an adapter by one that adds the adapter's output.
-    Parameters, hooks and names in `state_dict()` stay."""
+    """Replace `forward` in the model's modules, in place. Parameters, hooks and names in
+    `state_dict()` stay.
+
+    A module with an entry in `forwards` gets that. Without one, a linear layer, experts' linear,
+    tied head or head loss gets a forward that multiplies by `matmul`, unless this is the plain one,
+    by which they multiply already. Then a linear layer with an adapter (and no entry) gets a
+    forward that adds the adapter's output.
+    """
     for module in model.modules():
         if module in forwards:
             _replace(module, forwards[module])
@@ -62,8 +66,9 @@ def _with_adapter(matmul: Matmul, linear: Any, forward: Forward, x: Tensor) -> T
 
 
 def adapted(matmul: Matmul, linear: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return y (…, N) plus the adapter's output, factor · B A x, if the linear layer has an
-    adapter. y is the layer's output for x (…, K), full or this rank's shard."""
+    """Return y (…, N) plus the adapter's output, factor · B A x with factor alpha ÷ rank, if the
+    linear layer has an adapter; else y. y is the layer's output for x (…, K), full or this rank's
+    shard. `matmul` multiplies by A and B."""
     if not hasattr(linear, A):
         return y
     a, b = linear.lora_a, linear.lora_b  # (r, K), (N, r)

@@ -37,8 +37,8 @@ class Mesh:
         return self.layout.coordinates(self.world.rank)
 
     def group_name(self, dimension: str) -> str:
-        """Return the name under which `group_named` finds a dimension's group; "" if the dimension
-        has a single rank."""
+        """Return the name under which `group_named` finds this rank's group along a dimension in
+        `groups`; "" if the dimension has a single rank."""
         return self.groups[dimension].group_name if dimension in self.groups else ""
 
 
@@ -104,8 +104,8 @@ _NAMED: dict[str, dist.ProcessGroup] = {}
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group that a Mesh registered under a name. PyTorch's custom operations
-    take strings, but no groups."""
+    """Return the process group that `build_mesh` registered under a name in this process. PyTorch's
+    custom operations take strings, but no groups. Raises KeyError for any other name."""
     return _NAMED[name]
 
 

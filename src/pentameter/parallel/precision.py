@@ -78,8 +78,8 @@ def set_matmul_precision(
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). A step whose gradients overflow
-    halves the scale and is skipped; `growth_interval` good steps in a row, counted in `good_steps`,
-    double it.
+    halves the scale, to 1 at least, and is skipped; `growth_interval` good steps in a row, counted
+    in `good_steps`, double it.
 
     The overflow test is the gradient norm itself, on which every rank already agrees.
     """

@@ -36,10 +36,10 @@ class StageModule(nn.Module):
     """Runs one pipeline stage's slice of the model (eager, compiled or fused); DDP and FSDP wrap
     this module.
 
-    In training it runs as `run_compiled` or `run_fused` set it up; evaluation is fused or eager.
+    Training and evaluation are eager, until `run_compiled` changes training, or `run_fused` both.
     With a `generator_offset`, PyTorch's generator is seeded for each micro-batch with its first
-    row's key plus that offset. `units` are the slice's modules that ZeRO all-gathers one by one,
-    each with whether only matmuls read its parameters.
+    row's key plus that offset; None leaves the generator alone. `units` are the slice's modules
+    that ZeRO all-gathers one by one, each with whether only matmuls read its parameters.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class StageModule(nn.Module):
         *,
         by_row: bool = False,
     ) -> Tensor:
-        """Run the slice. x is int64 (B, T) in the GPT's first stage, else the residual stream (B,
-        T, D); `inputs` are the batch's own, for a slice that also reads them. The last stage
-        returns the summed loss (1,) for `targets` in nats, each batch row's (B,) if `by_row`, or
-        logits (B, T, V) without targets; any other stage returns (B, T, D). There is no dropout
-        without `dropout_keys` (B, …).
+        """Run the slice. x is int64 (B, T) in the GPT's first stage, else the residual stream
+        (B, T, D); `inputs` are the batch's own, for a slice that also reads them (`reads_inputs`).
+        The last stage returns the summed loss (1,) for `targets` in nats, each batch row's (B,) if
+        `by_row`, or logits (B, T, V) without targets; any other stage returns (B, T, D). There is
+        no dropout without `dropout_keys` (B, …).
 
         Without targets, for sampling, matmuls run in the weights' dtype, as in `generate`; but
         weights all-gathered by FSDP come rounded.
@@ -114,12 +114,12 @@ class StageModule(nn.Module):
         self._sent = shards if sends else None
 
     def speed_up(self, plan: Plan, *, replays: bool) -> None:
-        """Train from now on by fused operations, if this is a CPU and they support the plan, else
-        by `torch.compile`.
+        """Train from now on by fused operations, if the device is a CPU and they support the plan;
+        on any other device or plan by `torch.compile`.
 
-        `replays` permits CUDA graphs, which are used for short micro-batches, when a GPU would wait
-        for its host to launch kernels. Permit them only without collectives in hooks and without
-        control flow that depends on values.
+        `replays` permits CUDA graphs. They are used on CUDA for micro-batches below REPLAYED_FLOPS,
+        when a GPU would wait for its host to launch kernels. Permit them only without collectives
+        in hooks and without control flow that depends on values.
         """
         if self.device.type == "cpu" and plan.fused_obstacle is None:
             self.run_fused()
@@ -163,12 +163,14 @@ class StageModule(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice eagerly. Arguments and result are those of `forward` for one output per
-        micro-batch."""
+        """Run the slice eagerly on x (B, …), and return the summed loss, 0-dim, logits or the
+        residual stream. `targets` (None for logits) and `dropout_keys` (None for no dropout) are as
+        in `forward`."""
         return self._call(self.model, x, targets, dropout_keys)
 
     def _rows(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice without dropout, and return each batch row's loss (B,)."""
+        """Run the slice without dropout (`dropout_keys` are ignored). Return each batch row's
+        summed loss in nats (B,), or the residual stream from a stage before the last."""
         return self._call_by_row(x, targets)
 
 
@@ -176,7 +178,7 @@ def _fused(
     model: GPT, dtype: torch.dtype, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None
 ) -> Tensor:
     """Compute the summed loss in nats, 0-dim, by the fused CPU operations; tokens and targets are
-    (B, T), and matmul inputs have `dtype`."""
+    (B, T), `dropout_keys` (B, n_sites, 2) or None, and matmul inputs have `dtype`."""
     with torch.autocast(tokens.device.type, enabled=False):  # the kernels choose their dtypes
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
 

@@ -54,14 +54,14 @@ def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
 
 def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
     """Return the positions (T / n,) that the rank with `context` coordinate `rank` computes, out of
-    a sequence's positions (T,)."""
+    a sequence's positions (T,), for n ranks along `context`."""
     chunks = layout.positions(rank, len(positions))
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
 def _attention_by_heads(group_name: str) -> Attend:
-    """Return an attention function for the all-to-all mode: full sequences, H / n heads on each of
-    the n ranks in the group."""
+    """Return an attention function for the all-to-all mode, to be installed as `Attention.attend`:
+    inside, full sequences with H / n heads on each of the n ranks in the group."""
 
     def attend_by_heads(
         q: Tensor,
@@ -92,9 +92,9 @@ def _attention_by_heads(group_name: str) -> Attend:
 
 
 def exchanged(x: Tensor, to_heads: bool, group_name: str) -> Tensor:
-    """All-to-all x (B, H, T / n, K) → (B, H / n, T, K) if `to_heads`, or back. Chunk i along one
-    dimension goes to rank i, and the received chunks are concatenated along the other. Collective.
-    """
+    """All-to-all over the n ranks in the named group: x (B, H, T / n, K) → (B, H / n, T, K) if
+    `to_heads`, or back. Chunk i along one dimension goes to rank i, and the received chunks are
+    concatenated along the other. Collective."""
     group = group_named(group_name)
     split_dim, concat_dim = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(x.chunk(group.size(), dim=split_dim))

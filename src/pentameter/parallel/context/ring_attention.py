@@ -32,8 +32,8 @@ TILE = 1024
 
 
 class RingAttention:
-    """Causal attention over a group whose ranks each have some chunks of the sequence; replaces
-    `attend` in an Attention.
+    """Causal attention over a group whose ranks each have some chunks of the sequence; to be set as
+    `Attention.attend`.
 
     `chunk_starts[r]` lists the positions at which rank r's chunks start; all chunks have the same
     size.
@@ -138,12 +138,13 @@ def attend_around(
     window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T) for q (B, H,
-    T, K), k and v (B, G, T, K). Collective over the group.
+    """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T) for q
+    (B, H, T, K), k and v (B, G, T, K), T being this rank's tokens. Collective over the group.
 
-    `row_keys`, int32 (B, 2), `p`, `head_offset` and `context_length` describe attention dropout;
-    without keys there is none. `chunk_starts` are the positions at which chunks start, rank after
-    rank. `window` is how many tokens a query sees, 0 for all.
+    `row_keys`, int32 (B, 2), `p` (drop rate), `head_offset` (first local head's number) and
+    `context_length` describe attention dropout; without keys there is none. `chunk_starts` are the
+    positions at which chunks start, rank after rank. `window` is how many tokens a query sees, 0
+    for all.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
     ring = _Ring(group_named(group_name), chunk_starts, window)
@@ -176,9 +177,13 @@ def differentiate_around(
     window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given `grad`, that for the
-    output `out` (B, H, T, K), and its log-sum-exps `sums` (B, H, T). The other arguments are those
-    of the forward pass, `attend_around`. Collective over the group.
+    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given `grad`, the gradient for
+    the output `out` (B, H, T, K), and its log-sum-exps `sums` (B, H, T). Collective over the group.
+
+    `row_keys`, int32 (B, 2), `p` (drop rate), `head_offset` (first local head's number) and
+    `context_length` describe attention dropout; without keys there is none. `chunk_starts` are the
+    positions at which chunks start, rank after rank. `window` is how many tokens a query sees, 0
+    for all.
 
     The gradients for keys and values travel one step behind them, and each rank adds its
     contribution; the rank that owns them adds its own at the end.
@@ -260,7 +265,8 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 class _Ring:
     """Sends to the next rank in a ring, receives from the previous one, and lists the blocks that
-    this rank computes. `chunk_starts` and `window` are those of `attend_around`."""
+    this rank computes. `chunk_starts` are the positions at which the sequence's chunks start, rank
+    after rank; `window` is how many tokens a query sees, 0 for all."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
         self._window = window
@@ -289,9 +295,10 @@ class _Ring:
         return _Arriving(received, tensor, work)
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
-        """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at a
-        step of the ring, except those whose keys no query sees. Blocks are whole chunks, or tiles
-        up to TILE if `explicit`: attention weights are materialized."""
+        """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at
+        `step`: those of the rank `step` places before it in the ring. Blocks whose keys no query
+        sees are left out. Blocks are whole chunks, or tiles up to TILE tokens if `explicit`, that
+        is, if attention weights are materialized."""
         queries = self._starts[self._rank]
         keys = self._starts[(self._rank - step) % self.size]
         size = n_tokens // len(queries)
@@ -341,8 +348,8 @@ def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums:
 
 
 def _is_explicit(q: Tensor, dropout: _Dropout | None, window: int) -> bool:
-    """Return whether to materialize attention weights: for dropout, for a window, and if PyTorch
-    has no public operation that returns log-sum-exps and takes them back."""
+    """Return whether to materialize attention weights: with dropout, with a window, or on any
+    device but a CPU, whose fused operation returns log-sum-exps and takes them back."""
     return dropout is not None or window > 0 or q.device.type != "cpu"
 
 
@@ -377,8 +384,9 @@ def _differentiate_block(
     dropout: _Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's contributions to the gradients for q (B, H, Q, K), k and v (B, G, S, K),
-    given that for the output (B, H, Q, K). `out` (B, H, Q, K) and `sums` (B, H, Q) span the full
-    context: a weight is exp(score - sum) in any block."""
+    given the output gradient `grad` (B, H, Q, K). `out` (B, H, Q, K) and the log-sum-exps `sums`
+    (B, H, Q) span the full context, not the block alone: a weight is exp(score - sum) in any
+    block."""
     n_kv_heads = k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         k, v = for_each_head(k, q), for_each_head(v, q)

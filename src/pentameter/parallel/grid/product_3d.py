@@ -27,9 +27,10 @@ from pentameter.parallel.tensor.collectives import gathered_shards, product_oper
 
 
 class Product3d(NamedTuple):
-    """A 3-D matmul over l × l × l ranks. Ranks along `row` shard the weight block's dimension
-    `cut`, which has `n_cut` entries once all-gathered, in shards of `most`; the last ones may be
-    smaller. `inputs`, `row` and `results` name process groups."""
+    """A 3-D matmul over l × l × l ranks (l along each of `depth`, `row` and `tensor`). Ranks along
+    `row` shard the weight block's dimension `cut` (0 or 1), which has `n_cut` entries once
+    all-gathered, in shards of `most`; the last ones may be smaller. `inputs`, `row` and `results`
+    name process groups."""
 
     n_cut: int
     most: int
@@ -69,8 +70,8 @@ def multiplied(
     precision: str,
 ) -> Tensor:
     """Return this rank's shard (R / l, …, N / l) of x · weightᵀ, computed in x's dtype, given its
-    shards x (R / l, …, K / l) and weight. The other arguments are Product3d's fields.
-    Collective."""
+    shards x (R / l, …, K / l) and weight. The other arguments are Product3d's fields: the weight's
+    sharded dimension and its sizes, three group names, the precision. Collective."""
     block = _gathered_weight(weight.to(x.dtype), n_cut, most, cut, row)
     rows = arithmetic(precision).matmul.linear(_gathered_rows(x, inputs), block)
     return _summed_rows(rows, results)
@@ -113,13 +114,14 @@ def _summed_rows(rows: Tensor, group_name: str) -> Tensor:
 
 
 def _gathered_weight(weight: Tensor, n_cut: int, most: int, cut: int, row: str) -> Tensor:
-    """All-gather a weight shard along its dimension `cut` over the group `row`, into the block (N /
-    l, K / l). Collective."""
+    """All-gather a weight shard along its dimension `cut`, from `most` entries or fewer to `n_cut`,
+    over the group `row`, into the block (N / l, K / l). Collective."""
     return gathered_shards(weight.transpose(0, cut), most, n_cut, row).transpose(0, cut)
 
 
 def _n_columns(weight: Tensor, n_cut: int, most: int, cut: int, *_: Any) -> int:
-    """Return this rank's number of output columns, N / l."""
+    """Return this rank's number of output columns, N / l, from its weight shard and Product3d's
+    fields `n_cut` and `cut`; the others are not read."""
     return n_cut if cut == 0 else len(weight)
 
 

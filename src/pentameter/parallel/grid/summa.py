@@ -58,7 +58,8 @@ def multiplied(
     x: Tensor, weight: Tensor, n_out: int, row: str, tensor: str, precision: str
 ) -> Tensor:
     """Return this rank's block (…, N / q) of x · weightᵀ, computed in x's dtype, given its blocks x
-    (…, K / q) and weight (N / q, K / q). The other arguments are Summa's fields. Collective."""
+    (…, K / q) and weight (N / q, K / q). The other arguments are Summa's fields: N, two group
+    names, the precision. Collective."""
     columns, matmul = group_named(tensor), arithmetic(precision).matmul
     result = x.new_empty(0)
     shapes = _shapes((n_out, weight.shape[1]), columns.size())
@@ -93,7 +94,8 @@ def differentiated(
 
 
 def _shapes(shape: tuple[int, int], n_blocks: int) -> list[tuple[int, int]]:
-    """Return each block's shape when a matrix with this shape, (n, width), is sharded by rows."""
+    """Return each block's (rows, columns) when a matrix with this `shape` is sharded by rows into
+    `n_blocks`; the last blocks may have fewer rows."""
     n, width = shape
     return [(shard_size(n, n_blocks, index), width) for index in range(n_blocks)]
 
@@ -121,7 +123,8 @@ def _each(
 
 
 def _n_columns(weight: Tensor, n_out: int, row: str, tensor: str, *_: Any) -> int:
-    """Return this rank's number of output columns, N / q."""
+    """Return this rank's number of output columns, N / q, for `n_out` (N) over the group `tensor`;
+    the other arguments are not read."""
     columns = group_named(tensor)
     return shard_size(n_out, columns.size(), columns.rank())
 

@@ -44,7 +44,7 @@ from pentameter.planning.sharding import Sharding
 
 def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
     """Return a column-parallel linear's forward: local residual channels (B, T, …) → local columns
-    of x · Wᵀ + b, W (N, D)."""
+    of x · Wᵀ + b, W (N, D). `op` is not read."""
     matmul = grid.columns_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
     """Return a row-parallel linear's forward: local inner channels (B, T, …) → local residual
-    channels of x · Wᵀ + b, W (D, K)."""
+    channels of x · Wᵀ + b, W (D, K). `op` is not read."""
     matmul = grid.stream_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 
 def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward:
     """Return the forward for a LayerNorm or RMSNorm over all D residual channels: local channels
-    (B, T, …) → same shape."""
+    (B, T, …) → same shape. Its forward is collective over `tensor`. `op` is not read."""
     centred, eps = isinstance(norm, nn.LayerNorm), norm.eps
     assert eps is not None
 
@@ -85,9 +85,13 @@ def _norm(grid: Grid, norm: nn.LayerNorm | nn.RMSNorm, op: Operation) -> Forward
 
 
 def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
-    """Return a vocabulary-parallel embedding's forward, token ids (B, T) → local channels (B, T,
-    …). It all-gathers ids over a group, looks up those in this rank's range, zeros elsewhere, then
-    reduce-scatters to its own batch rows. Token ids are sent, and not the vocabulary."""
+    """Return a vocabulary-parallel embedding's forward, token ids (B, T) → local channels
+    (B, T, …). `op` is not read.
+
+    The forward all-gathers ids over the ranks that shard the vocabulary, looks up those in this
+    rank's range, zeros elsewhere, then reduce-scatters to its own batch rows. So token ids are sent
+    instead of the vocabulary's weights; only mode 3d also gathers the weights along `row`.
+    """
     V = table.num_embeddings
     dimension, group_name = ("depth", grid.depth) if grid.layout.is_3d else ("row", grid.row)
     first = grid.coordinates[dimension] * grid.widest(V)
@@ -104,7 +108,8 @@ def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
 
 
 def _position_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
-    """Return the position embedding's forward: positions (T,) → local channels (T, …)."""
+    """Return the position embedding's forward: positions (T,) → local channels (T, …). `op` is not
+    read."""
     return lambda positions: F.embedding(positions, local(table.weight))
 
 
@@ -134,8 +139,8 @@ class Grid(TensorContext):
         self.columns_group = mesh.group_name(self.columns)
 
     def width(self, n: int) -> int:
-        """Return the size of this rank's shard of n channels or vocabulary rows along the dimension
-        that `columns` names."""
+        """Return the size of this rank's shard when n channels or vocabulary rows are sharded along
+        the dimension that `columns` names: `tensor`, or `depth` in mode 3d."""
         return self.sharding.local_shape((n,), ("vocab",), self.coordinates)[0]
 
     def row_shard(self, n: int) -> int:
@@ -187,8 +192,8 @@ class Grid(TensorContext):
         return x, targets
 
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Give dropout and positions this rank's first channel and head, so that they number these
-        as in the whole model, in place. `run` is not read."""
+        """Set attributes of the slice, in place, so that dropout and positions number channels and
+        heads as in the whole model: this rank's first channel and head. `run` is not read."""
         D, tensor_rank = model.config.d_model, self.coordinates["tensor"]
         (width,) = self.sharding.local_shape((D,), ("embed",))
         model.stream_channels = slice(tensor_rank * width, (tensor_rank + 1) * width)

@@ -59,8 +59,9 @@ def recomputed(
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
-    """Run a block's forward under `checkpoint`, or plainly without gradients. Tensors keep the
-    block's own shapes, (B, T, D) for the GPT."""
+    """Run a block's `forward` on `arguments` and `named` under `torch.utils.checkpoint`, with its
+    `options`; without gradients, run it plainly. Tensors keep the block's own shapes, (B, T, D) for
+    the GPT."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
     return checkpoint(forward, *arguments, **options, **named)

@@ -56,8 +56,9 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
             leaf.grad = None  # left by a step that failed
 
     def collect(self) -> None:
-        """Add leaf gradients that no hook saw, because autograd did not accumulate them, to the
-        parameters' `.grad`."""
+        """Add gradients that rounded leaves still hold to the parameters' `.grad`, and clear them.
+        Needed after a pass that writes `.grad` without autograd's hooks, as the second half of a
+        split backward pass does."""
         for (_, _, parameter), leaf in zip(self._slots, self._leaves, strict=False):
             if leaf.grad is not None:
                 _pass_on(parameter, leaf)

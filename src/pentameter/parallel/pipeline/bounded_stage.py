@@ -26,7 +26,7 @@ class BoundedStage(PipelineStage):
 
     Autograd keeps a received activation for the backward pass, as it does any input. A split
     backward pass's second half adds to the weights' `.grad` without autograd's hooks; the stage
-    then calls `take_gradients`, in their place.
+    then calls `take_gradients`, in their place. All other arguments are PipelineStage's.
     """
 
     def __init__(self, *args: Any, take_gradients: Callable[[], None], **kwargs: Any) -> None:
@@ -42,8 +42,8 @@ class BoundedStage(PipelineStage):
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives for the gradients of a micro-batch's output, into buffers allocated
-        now; none are allocated without a backward pass."""
+        """Return the receives for the gradients of micro-batch `bwd_chunk_id`'s output, into
+        buffers allocated now; for a schedule without backward passes, nothing is allocated."""
         if self.has_backward:
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -62,9 +62,10 @@ class BoundedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run a micro-batch's backward pass, or unless `full_backward` only its first half, the
-        inputs' gradients. It starts from `loss` (the schedule's scalar) in the last stage; None in
-        others."""
+        """Run micro-batch `bwd_chunk_id`'s backward pass, or unless `full_backward` only its first
+        half, the inputs' gradients; then free its receive buffer. In the last stage it starts from
+        `loss`, the schedule's scalar; in others `loss` is None. `last_backward` marks the step's
+        last backward pass, for DDP and FSDP."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
             _release(self.grad_recv_info[bwd_chunk_id])
@@ -72,8 +73,9 @@ class BoundedStage(PipelineStage):
             loss.detach_()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute the weight gradients for a micro-batch, the second half of a split
-        backward pass."""
+        """Compute the weight gradients for micro-batch `bwd_chunk_id`, the second half of a split
+        backward pass, and call `take_gradients`. `last_backward` marks the step's last backward
+        pass."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.take_gradients()
 
@@ -91,7 +93,8 @@ class BoundedStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def end_step(self) -> None:
-        """Drop the state that a step without backward passes leaves behind."""
+        """Clear PyTorch's per-step state, which a step without backward passes leaves behind.
+        Called after every step or evaluation."""
         self.clear_runtime_states()
 
 
@@ -137,7 +140,8 @@ class SendingStage(BoundedStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Wait for a micro-batch's input, then run its forward pass and return the output."""
+        """Wait for micro-batch `fwd_chunk_id`'s input, then run its forward pass and return the
+        output: the residual stream (B, T, D), the summed loss (1,) or logits (B, T, V)."""
         _wait(self._receives.pop(("forward", fwd_chunk_id), []))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -148,16 +152,16 @@ class SendingStage(BoundedStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Wait for a micro-batch's output gradient, then run its backward pass, or its
-        first half."""
+        """Wait for a micro-batch's output gradient and for its activation send, then run its
+        backward pass, or unless `full_backward` only its first half. `loss`, the schedule's scalar,
+        is None except in the last stage."""
         _wait(self._receives.pop(("backward", bwd_chunk_id), []))
         # The stage that sent this gradient has received the activations.
         _wait(self._sends.pop(("forward", bwd_chunk_id), []))
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def end_step(self) -> None:
-        """Wait for the remaining sends, and drop the state that a step without backward passes
-        leaves behind."""
+        """Wait for the remaining sends, then clear PyTorch's per-step state."""
         for works in self._sends.values():
             _wait(works)
         self._sends.clear()
@@ -188,7 +192,8 @@ def _release(infos: Iterable[Any]) -> None:
 
 
 def _replace_buffers(infos: Iterable[Any], device: torch.device) -> None:
-    """Replace each receive buffer by an empty one with the same shape and dtype on `device`."""
+    """Replace the buffer in each of PyTorch's receive infos by an empty one with the same shape and
+    dtype on `device`. Infos without a buffer (the first stage's inputs) stay."""
     for info in infos:
         buffer = getattr(info, "buffer", None)  # the first stage's arguments have none
         if buffer is not None:

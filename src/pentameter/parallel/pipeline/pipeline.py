@@ -53,10 +53,11 @@ Use = Literal["train", "evaluate", "rows", "logits"]
 class Pipeline:
     """Runs this rank's pipeline stages, and exchanges activations and gradients with other ranks.
 
-    `modules` maps stage numbers to this rank's stage modules, which FSDP may wrap already; `module`
-    is one of them, for its device and dtypes. `group` has the ranks along `pipeline`. Every rank in
-    it creates one Pipeline, and methods are collective over it. `take_gradients` is called after
-    each weight-gradient half in a split backward pass.
+    `modules` maps stage numbers to this rank's modules, each a stage module, or DDP around it.
+    `module` is one stage module without DDP, from which device and dtypes are taken. `plan` has the
+    layout, the schedule and batch sizes. `group` has the ranks along `pipeline`. Every rank in it
+    creates one Pipeline, and methods are collective over it. `take_gradients` is called after each
+    weight-gradient half in a split backward pass.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class Pipeline:
     def train(
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
-        """Run forward and backward over the step's n micro-batches; inputs and targets are (n · B,
-        …), dropout `keys` (n · B, …) or None. Returns the summed loss in nats, (), or zero on a
-        rank without the last stage. The gradients of that loss times `factor` are added to the
-        parameters' `.grad`."""
+        """Run forward and backward over the step's n micro-batches; inputs and targets are
+        (n · B, …), dropout `keys` (n · B, …) or None. Returns the summed loss in nats, (), or zero
+        on a rank without the last stage. The gradients of that loss times `factor`, a number or
+        0-dim tensor, are added to the parameters' `.grad`."""
         self._factor = factor
         n_micro_batches = len(leaves(inputs)[0]) // self._plan.micro_batch_size
         schedule, stages = self._schedule(
@@ -101,8 +102,8 @@ class Pipeline:
 
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
         """Compute the summed loss in nats, (), for inputs and targets (n · B, …), without
-        gradients; zero on a rank without the last stage. The rows form as many micro-batches n as
-        there are pipeline ranks, which keeps all busy."""
+        gradients; zero on a rank without the last stage. n is the number of pipeline ranks, which
+        must divide the rows: as many micro-batches keep every rank busy."""
         return self._evaluate("evaluate", inputs, targets).sum()
 
     def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
@@ -122,8 +123,9 @@ class Pipeline:
         return result
 
     def _evaluate(self, use: Use, inputs: Tree, targets: Tree) -> Tensor:
-        """Run forward passes alone, and return their losses: one per micro-batch, (n,), or per row,
-        (n · B,), if the use is `rows`; none on a rank without the last stage."""
+        """Run forward passes alone, in one micro-batch per pipeline rank, and return their losses:
+        one per micro-batch, (n,), or per row, (n · B,), if the use is `rows`; an empty tensor on a
+        rank without the last stage."""
         n_micro_batches = self._plan.layout.pipeline
         schedule, stages = self._schedule(use, self._forward_only, inputs, n_micro_batches)
         self._run(schedule.eval, inputs, targets, None, by_row=use == "rows")
@@ -138,8 +140,9 @@ class Pipeline:
         *,
         by_row: bool = False,
     ) -> None:
-        """Call `run`, a schedule's `step` or `eval`, on inputs, targets and dropout keys (n · B,
-        …), which it splits into micro-batches."""
+        """Call `run`, a schedule's `step` or `eval`, on inputs, targets and dropout keys
+        (n · B, …), which it splits into micro-batches. `keys` None means no dropout. With `by_row`,
+        the last stage gives a loss for each row."""
         arguments = (inputs,) if self._holds_first else ()
         context = {"targets": targets}
         if by_row:
@@ -166,15 +169,17 @@ class Pipeline:
 
     @property
     def _forward_only(self) -> str:
-        """Name of the schedule for passes without gradients: this layout's, if it takes several
-        stages per rank, else `gpipe`, which takes any number of micro-batches."""
+        """Name of the schedule for passes without gradients: this layout's, if it can have several
+        stages per rank (`interleaved`, `zero-bubble`, `zero-bubble-v`); for `1f1b` and `gpipe` it
+        is `gpipe`, which takes any number of micro-batches."""
         name = self._plan.layout.schedule
         return name if _takes_several_stages(name) else "gpipe"
 
     def _schedule(
         self, use: Use, name: str, inputs: Tree, n_micro_batches: int
     ) -> tuple[Any, list[BoundedStage]]:
-        """Return PyTorch's schedule `name` for a use and the inputs' shapes, and its stages;
+        """Return PyTorch's schedule `name` (a `parallel.schedule`) for a use (`train`, `evaluate`,
+        `rows` or `logits`), the inputs' shapes and `n_micro_batches`, and this rank's stages in it;
         created at the first such call, then cached.
 
         A schedule's shapes are fixed for its life, and so is whether received tensors have a
@@ -206,8 +211,10 @@ class Pipeline:
     def _stage(
         self, use: Use, schedule: str, number: int, module: nn.Module, inputs: Sequence[Tensor]
     ) -> BoundedStage:
-        """Create stage `number`, which runs `module`, for a schedule; `inputs` are the first
-        stage's for one micro-batch, (B, …), on `meta`."""
+        """Create stage `number`, which runs `module`, for `schedule` (a `parallel.schedule`) and a
+        use. The last stage's output has the use's shape: logits for `logits`, a loss per row for
+        `rows`, else one loss. `inputs` are the first stage's for one micro-batch, (B, …), on
+        `meta`."""
         plan, layout = self._plan, self._plan.layout
         micro_batch_size = len(inputs[0])
         (T,) = plan.sharding.local_shape((plan.config.model.context_length,), ("context",))

@@ -22,8 +22,9 @@ from pentameter.planning.adapters import A, B
 
 
 def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> None:
-    """Freeze a slice's parameters, and add adapter parameters A (r, n) and B (m, r) to those linear
-    layers at `paths` that it has, in place. Without a rank in `lora`, leave the model as it is.
+    """Freeze all parameters in `model`, a slice, and add trainable adapter parameters A (r, n) and
+    B (m, r) to its linear layers, in place. `paths` are the adapted layers' in the full model;
+    those that the slice lacks are skipped. Without a rank in `lora`, leave the model as it is.
 
     Call it before data parallelism shards the model. If a weight is a DTensor, so are its A and B.
     These are on the weight's device, uninitialized; initialize or load them afterwards.

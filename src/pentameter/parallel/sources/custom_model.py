@@ -100,8 +100,9 @@ class OwnModel(ModelSource):
 
     def outline(self, config: Config) -> ModelOutline:
         """Return the module's outline: parameter names and shapes, the parallelism that its hooks
-        permit, and FLOPs if it can run on `meta`. Raises ConfigError if it has no parameters, or if
-        a hook's paths or slices do not fit it."""
+        permit, and FLOPs per token, None if it cannot run on `meta`. The module is built on `meta`,
+        without memory. Raises ConfigError if it has no parameters, or if a hook's paths or slices
+        do not fit it."""
         whole = self._shaped(config, None)
         styles = None if self.tensor_table is None else self.tensor_table(config, Replicate())
         slice_of = None if self.slice is None else partial(self._shaped, config)
@@ -135,8 +136,8 @@ class OwnModel(ModelSource):
         return module
 
     def built(self, config: Config) -> nn.Module:
-        """Build the full module on the CPU, with the values that its constructor draws from the
-        seed."""
+        """Build the full module on the CPU, with the values that its constructor draws from
+        PyTorch's generator, seeded by the configuration's `seed`."""
         with seeded(config.seed):
             return self._construct(config, None)
 
@@ -148,8 +149,9 @@ class OwnModel(ModelSource):
             return made() if self.init_weights is None else built_without_parameters(made)
 
     def _shaped(self, config: Config, layers: range | None) -> nn.Module:
-        """Build the full module, or the slice with these layers, with all tensors on `meta`,
-        without memory."""
+        """Build the full module (`layers` None), or the slice with these layers, with all tensors
+        on `meta`, without memory. If its code cannot run on `meta`, it is built on the CPU and
+        moved there."""
         try:
             with torch.device("meta"):
                 module = self._construct(config, layers)
@@ -174,10 +176,12 @@ class OwnModel(ModelSource):
 
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
         """Build pipeline stage `number` on `meta` with the user's functions: matrices sharded over
-        `tensor` by `tensor_table`, linear layers adapted. ZeRO all-gathers `blocks` one by one, in
-        the weights' dtype, since their code may read weights outside matmuls. The slice gets the
-        batch's inputs if its `forward` has a parameter called `inputs`. Losses and streams have the
-        parameters' dtype."""
+        `tensor` by `tensor_table`, linear layers adapted. Return it with its call and its units.
+
+        ZeRO all-gathers `blocks` one by one, in the weights' dtype, since their code may read
+        weights outside matmuls. A stage after the first gets the batch's inputs if its `forward`
+        has a parameter called `inputs`. Losses and streams have the parameters' dtype.
+        """
         config, layers = plan.config, plan.stages[number]
         model = self.build_slice(config, layers, arithmetic.weights)
         if mesh.parameters is not None and plan.layout.tensor > 1:
@@ -197,8 +201,9 @@ class OwnModel(ModelSource):
         )
 
     def _shard(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-        """Shard this slice's modules over `mesh` as `tensor_table` says, in place, and tie
-        parameters again that were tied."""
+        """Shard this slice's modules over `mesh`, the `tensor` dimension, as `tensor_table` says,
+        in place, and tie parameters again that were tied. Paths that the slice lacks are
+        skipped."""
         assert self.tensor_table is not None  # the Plan has checked it
         tied = tied_names(model)
         stream = Shard(1) if plan.layout.sequence else Replicate()
@@ -208,10 +213,15 @@ class OwnModel(ModelSource):
         tie_again(model, tied)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
-        """Set the values in each slice (`models` maps stage number → slice), in place: by
-        `init_weights`, one sub-module after another; or by copying this rank's shards out of a full
-        module, built on the CPU with the seed and freed again. Adapters are drawn from the seed and
-        their names. Raises ConfigError for a buffer that the full module lacks."""
+        """Set all values in this rank's slices, in place. `models` maps stage number → slice, whose
+        shards are already allocated.
+
+        If `init_weights` is given, it sets one sub-module after another, and buffers are taken from
+        a slice built anew. If it is None, each rank builds the full module on the CPU with the
+        seed, copies its own shards and buffers out of it, and frees it. LoRA adapters (A and B) are
+        in neither; they are drawn from the seed and their names. Raises ConfigError for a buffer
+        that the newly built module lacks, and for a parameter that `init_weights` leaves unset.
+        """
         init_weights = self.init_weights
         whole = None if init_weights is not None else self.built(plan.config)
         specs = {spec.name: spec for spec in plan.table if is_of_adapter(spec)}
@@ -236,14 +246,16 @@ class OwnModel(ModelSource):
                         raise ConfigError(f"the whole module of {self._name} has no buffer {name}")
 
     def n_targets(self, targets: Tree) -> int | None:
-        """Return how many `targets` count, by `count_targets`; None if that is absent."""
+        """Return how many of `targets` (arrays) count in the loss, by the user's `count_targets`.
+        None if there is no such function: then all except -1 count."""
         return None if self.count_targets is None else self.count_targets(targets)
 
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return a seed for PyTorch's generator for each batch row in `rows`, int64 (B,), from the
-        configuration's seed, the step and the row's number."""
+        """Return a seed for PyTorch's generator, int64 (B,), for each batch row in `rows`, int64
+        (B,): from the configuration's seed, the step and the row's number in the global batch.
+        `attended` is not read."""
         key = make_key(plan.config.seed, "generator", step)
         return torch.from_numpy(bits(key, rows.astype(np.int32)).astype(np.int64))
 

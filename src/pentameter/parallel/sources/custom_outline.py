@@ -29,13 +29,13 @@ def custom_outline(
     styles: Mapping[str, ParallelStyle] | None,
 ) -> ModelOutline:
     """Return the outline (parameters, and how they may be sharded) for a custom module. `whole` is
-    the module on `meta`, and `built_by` names its build function for messages. `slice_of` returns
-    the slice for a layer range; `blocks` are paths, and `styles` maps paths to tensor-parallel
-    styles, as in pm.OwnModel; None means not declared.
+    the full module on `meta`, and `built_by` names its build function for messages.
 
-    Raises ConfigError for a module without parameters, for a path that matches no sub-module, and,
-    once a slice is asked for, for one with parameters that the full module lacks or has in another
-    shape.
+    `slice_of` returns the slice for a layer range, None if the user has no `slice` function;
+    `styles` maps paths to tensor-parallel styles, None without a `tensor_table`. `blocks` are paths
+    (with `*`) to the sub-modules that count as layers; () means none. Raises ConfigError for a
+    module without parameters, for a path that matches no sub-module, and, once a slice is asked
+    for, for one with parameters that the full module lacks or has in another shape.
     """
     table = tuple(_table(whole, blocks, styles or {}))
     shapes = {spec.name: spec.shape for spec in table}
@@ -83,8 +83,10 @@ def custom_outline(
 def _table(
     whole: nn.Module, blocks: Sequence[str], styles: Mapping[str, ParallelStyle]
 ) -> Iterator[ParameterSpec]:
-    """Yield the parameter specs: layers by position in `blocks`, weight decay for matrices, sharded
-    axes by `styles`. Raises ConfigError for a path that matches no sub-module."""
+    """Yield a spec for each parameter in `whole`. Its layer is the position of its block among the
+    sub-modules that match `blocks`, None outside; it decays if it is a matrix; `styles` (path →
+    tensor-parallel style) say which axis is sharded. Raises ConfigError for a path that matches no
+    sub-module."""
     layers = dict(enumerate(_matching(whole, blocks, "blocks")))
     dimensions: dict[str, int] = {}
     for path, style in styles.items():
@@ -109,8 +111,8 @@ def _table(
 
 
 def _adapted(whole: nn.Module, blocks: Sequence[str], config: Config, built_by: str) -> list[str]:
-    """Return paths to the linear layers within `blocks` that [lora] adapts. Raises ConfigError if
-    `blocks` have none."""
+    """Return paths to the linear layers within the sub-modules at `blocks` that [lora] adapts.
+    Raises ConfigError, naming the build function `built_by`, if there are no linear layers."""
     linear = [
         f"{path}.{name}".removesuffix(".")
         for path, block in _matching(whole, blocks, "blocks").items()
@@ -160,8 +162,9 @@ def modules_at(module: nn.Module, path: str) -> dict[str, nn.Module]:
 
 
 def _matching(whole: nn.Module, paths: Sequence[str], key: str) -> dict[str, nn.Module]:
-    """Return name → sub-module for those that match any path. Raises ConfigError, naming the option
-    `key`, for a path that matches none."""
+    """Return name → sub-module of `whole` for all that match any of `paths`. Raises ConfigError for
+    a path that matches none; `key` is the option's name in the message
+    (`blocks`, `tensor_table`)."""
     found: dict[str, nn.Module] = {}
     for path in paths:
         matches = modules_at(whole, path)

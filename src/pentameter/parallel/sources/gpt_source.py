@@ -42,8 +42,8 @@ class GPTSource(ModelSource):
 
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
         """Build pipeline stage `number` on `meta`, its matrices sharded over `tensor`, in one
-        dimension or several, and sequences over `context`. Adapters are sharded with the matrices
-        they adapt."""
+        dimension or several, and sequences over `context`, and return it with its call and its
+        units. Adapters, if configured, are sharded with the matrices they adapt."""
         layers, layout, sharding = plan.stages[number], plan.layout, plan.sharding
         with torch.device("meta"):
             model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
@@ -69,7 +69,8 @@ class GPTSource(ModelSource):
         return gpt_slice(model)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build all GPT layers on `device`, uninitialized."""
+        """Build all GPT layers on `device` in `dtype`, uninitialized: the caller loads the
+        weights."""
         with torch.device("meta"):
             model = GPT(config.model).to(dtype)
         return model.to_empty(device=device)
@@ -83,8 +84,9 @@ class GPTSource(ModelSource):
                 fill_shard(specs[name], parameter, plan.config.seed)
 
     def row_length(self, plan: Plan, n_tokens: int) -> int:
-        """Return `n_tokens`, or the context length if ranks exchange sequence shards or stages
-        exchange the stream, as these messages have fixed shapes."""
+        """Return how many tokens of each row are computed if only the first `n_tokens` matter:
+        `n_tokens`, or the context length with `context`, `sequence` or `pipeline` parallelism,
+        whose messages have fixed shapes."""
         layout = plan.layout
         is_fixed = layout.context > 1 or layout.sequence or layout.pipeline > 1
         return plan.config.model.context_length if is_fixed else n_tokens
@@ -92,9 +94,10 @@ class GPTSource(ModelSource):
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return the dropout keys for the batch rows numbered `rows`, int32 (B, n_sites, 2); None
-        without dropout. In mode 3d, attention weights get the keys for the rows `attended`
-        instead."""
+        """Return the dropout keys for one step and the batch rows numbered `rows` (B,), int32
+        (B, n_sites, 2) on the CPU; None without dropout. In tensor mode 3d, attention weights get
+        the keys for the rows `attended` (B,), whose attention this rank computes; in other modes
+        these are not read."""
         model, seed = plan.config.model, plan.config.seed
         if not (model.dropout or model.attention_dropout or model.embedding_dropout):
             return None

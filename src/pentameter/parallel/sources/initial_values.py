@@ -30,8 +30,8 @@ InitWeights = Callable[[Config, str, nn.Module], None]
 
 def fill_shard(spec: ParameterSpec, parameter: Tensor, seed: int) -> None:
     """Fill this rank's shard of a parameter with its initial value, in place. `spec` has the
-    parameter's name and distribution; values follow from the seed, the name and the element
-    indices, and none outside the shard is drawn."""
+    parameter's name, full shape and distribution; values follow from the run's `seed`, the name and
+    the element indices, and none outside the shard is drawn."""
     shard, offset = local_shard(parameter)
     sides = zip(offset, shard.shape, strict=True)
     fill(spec, shard, tuple((start, start + size) for start, size in sides), seed)

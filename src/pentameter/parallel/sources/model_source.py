@@ -51,8 +51,8 @@ class ModelSlice:
     (B,). If None, `call` runs on one row after another."""
 
     def call_by_row(self, x: Tree, targets: Tree | None) -> Tensor:
-        """Return each batch row's summed loss (B,) from the last slice, or the residual stream (B,
-        T, D). Without randomness."""
+        """Return each batch row's summed loss in nats (B,) from the last slice, for x and targets
+        (B, …), or the residual stream (B, T, D) from any other. Without randomness."""
         if self.row_call is not None:
             return self.row_call(self.model, x, targets, None)
         results = []
@@ -90,13 +90,13 @@ class ModelSource(ABC):
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
         """Build pipeline stage `number` without memory (on `meta`), with the dtypes and matmul in
         `arithmetic`, parallelized over every mesh dimension except the data-parallel ones; with
-        adapters and recomputed blocks, if the plan (what the run obeys) has them. Collective over
-        the world."""
+        adapters and recomputed blocks, if the plan has them. Collective over the world."""
 
     @abstractmethod
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build the full module on `device`, with parameters in `dtype`. Tensors in its state_dict
-        may be uninitialized, as a checkpoint sets them; all others have their values."""
+        """Build the full model on `device`, with parameters in `dtype`, without sharding. Tensors
+        in its state_dict may be uninitialized: the caller loads them from a checkpoint. All others
+        have their values."""
 
     @abstractmethod
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
@@ -112,8 +112,9 @@ class ModelSource(ABC):
         those of the rows whose attention this rank computes, which differ in tensor mode 3d."""
 
     def row_length(self, plan: Plan, n_tokens: int) -> int:
-        """Return how many tokens of a row are computed for a loss without gradients if only the
-        first `n_tokens` matter; here the whole context."""
+        """Return how many tokens of each row are computed for a loss without gradients if only the
+        first `n_tokens` matter. By default the whole context; a model that accepts shorter rows may
+        return fewer."""
         return plan.config.model.context_length
 
     def n_targets(self, targets: Tree) -> int | None:

@@ -59,8 +59,9 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedCopies:
     """Tie parameters across this rank's slices, in place, and return those tied to slices on other
-    ranks. `tied` maps each tied parameter to the `pipeline` coordinates that hold it, the owner's
-    first. Collective over the world."""
+    ranks. `models` are the slices; `tied` maps each tied parameter's name to the `pipeline`
+    coordinates that hold it, the owner's first. Collective over the world, as it creates process
+    groups."""
     tie_within(models, tied)
     if mesh.parameters is None:
         return TiedCopies()
@@ -82,8 +83,9 @@ def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Me
 
 
 def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
-    """Make each of these names one parameter across this rank's slices, in place: its gradients
-    then accumulate without communication."""
+    """Make each of these parameter names one parameter across this rank's slices, in place: its
+    gradients then accumulate without communication. Names in fewer than two slices are left
+    alone."""
     for name in names:
         found: Parameter | None = None
         for model in models:

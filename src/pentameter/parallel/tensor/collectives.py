@@ -26,8 +26,8 @@ all_gather = dist.all_gather_single if _HAS_NEW_NAME else dist.all_gather_into_t
 
 
 def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
-    """All-gather shards (n, …) over the named group into (n_rows, …). Each has `shard_size` rows;
-    the last may have fewer. Collective."""
+    """All-gather shards (n, …) over the named group into (n_rows, …), in rank order. Each has
+    `shard_size` rows; the last ones may have fewer, or none. Collective."""
     group = group_named(group_name)
     gathered = shard.new_empty((shard_size * group.size(), *shard.shape[1:]))
     all_gather(gathered, _padded(shard, shard_size), group=group)
@@ -35,8 +35,8 @@ def gathered_shards(shard: Tensor, shard_size: int, n_rows: int, group_name: str
 
 
 def gathered_columns(shard: Tensor, shard_size: int, n_columns: int, group_name: str) -> Tensor:
-    """All-gather columns (…, n) over the named group into (…, n_columns). Each rank has
-    `shard_size`; the last may have fewer. Collective."""
+    """All-gather columns (…, n) over the named group into (…, n_columns), in rank order. Each rank
+    has `shard_size` columns; the last ones may have fewer, or none. Collective."""
     columns = F.pad(shard, (0, shard_size - shard.shape[-1])).transpose(0, -1)
     gathered = gathered_shards(
         columns, shard_size, shard_size * group_named(group_name).size(), group_name
@@ -45,8 +45,8 @@ def gathered_columns(shard: Tensor, shard_size: int, n_columns: int, group_name:
 
 
 def reduced_shard(full: Tensor, shard_size: int, group_name: str) -> Tensor:
-    """Reduce-scatter tensors (n_rows, …) in shards of `shard_size` rows: return this rank's shard
-    (n, …) of their sum. Collective."""
+    """Sum tensors (n_rows, …) over the named group, and return this rank's shard (n, …) of the sum:
+    a reduce-scatter in shards of `shard_size` rows, the last ones with fewer. Collective."""
     group = group_named(group_name)
     shard = full.new_empty((shard_size, *full.shape[1:]))
     shards = list(_padded(full, shard_size * group.size()).chunk(group.size()))
@@ -122,8 +122,9 @@ def product_operation(
     n_columns: Callable[..., int],
 ) -> Callable[..., Tensor]:
     """Return `multiplied(x, weight, *rest)` as the custom operation `pentameter::<name>`, whose
-    backward is `differentiated(g, x, weight, *rest)`: the gradients for x and weight. Its output is
-    (…, N) for x (…, K), with N = `n_columns(weight, *rest)`."""
+    backward is `differentiated(g, x, weight, *rest)`: the gradients for x and weight. `rest` are
+    numbers and strings, such as group names. The output is (…, N) for x (…, K), with N =
+    `n_columns(weight, *rest)`."""
     operation = torch.library.custom_op(f"pentameter::{name}", multiplied, mutates_args=())
     backward = torch.library.custom_op(
         f"pentameter::{name}_backward", differentiated, mutates_args=()

@@ -21,10 +21,10 @@ from pentameter.parallel.mesh import group_named
 def normed(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute LayerNorm for x (B, T, D), or RMSNorm unless `centred`, with weight and bias (D,).
-    Returns the output (B, T, D), in float32 at least, and the statistics (2, B, T): the mean that
-    was subtracted (0 for RMSNorm) and the reciprocal standard deviation that was multiplied by.
-    Collective over the group."""
+    """Compute LayerNorm for x (B, T, D), or RMSNorm unless `centred`, over all ranks' channels; x,
+    weight and bias (D,) are this rank's. Returns the output (B, T, D), in float32 at least, and the
+    statistics (2, B, T): the mean that was subtracted (0 for RMSNorm) and the reciprocal standard
+    deviation that was multiplied by. Collective over the group."""
     group = group_named(group_name)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if centred:
@@ -49,8 +49,9 @@ def differentiated(
     g: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, centred: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients for x (B, T, D), weight (D,) and bias (D,), given the output gradient g
-    (B, T, D). Weight and bias gradients are sums over this rank's tokens only. Collective over the
-    group."""
+    (B, T, D) and the forward pass's `statistics` (2, B, T): mean and reciprocal standard deviation.
+    `centred` is True for LayerNorm, False for RMSNorm. Weight and bias gradients are sums over this
+    rank's tokens only. Collective over the group."""
     group = group_named(group_name)
     wide = x.to(statistics.dtype)
     unit = (wide - statistics[0, ..., None]) * statistics[1, ..., None]

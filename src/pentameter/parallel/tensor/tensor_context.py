@@ -54,8 +54,13 @@ class TensorContext(ABC):
         self.coordinates = mesh.coordinates
 
     def forwards(self, model: GPT) -> dict[nn.Module, Forward]:
-        """Return the forwards on local shards for those of a slice's modules that have a style, and
-        call `prepare`, which changes the slice in place."""
+        """Return a module → forward mapping for a slice: forwards that compute on local shards, for
+        the modules whose operation has a role in `styles`, and for the head's loss. They are not
+        installed; `install_forwards` does that.
+
+        The slice is changed in place all the same: `prepare` sets attributes that depend on this
+        rank's shards, such as its first head's number.
+        """
         run = operations(model.config, range(*model.layers))
         self.prepare(model, run)
         found: dict[nn.Module, Forward] = {}
@@ -69,23 +74,23 @@ class TensorContext(ABC):
 
     @abstractmethod
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Set the slice's attributes that depend on the shards, such as its first head, in place;
-        `run` lists its operations."""
+        """Set the slice's attributes that depend on this rank's shards, such as its first head's
+        number, in place. `run` lists the slice's operations in order."""
 
     def widest(self, n: int) -> int:
-        """Return the largest shard's size when the dimension `columns` shards n vocabulary rows or
-        channels."""
+        """Return the largest shard's size, over all ranks, when the dimension `columns` shards n
+        vocabulary rows or channels."""
         return self.sharding.local_shape((n,), ("vocab",))[0]
 
     @abstractmethod
     def vector(self, vector: Tensor | None) -> Tensor | None:
         """Return this rank's elements of a vector (N,) that belongs to column-parallel outputs,
-        such as a bias; None for None."""
+        such as a bias, given the full DTensor; None for None. Collective in mode 3d."""
 
     @abstractmethod
     def columns_matmul(self, weight: Tensor) -> Matmul | Any:
         """Return the matmul that maps this rank's inputs to its output columns, for a
-        column-parallel weight (N, D)."""
+        column-parallel weight (N, D). It communicates in a grid, and does not in one dimension."""
 
     @abstractmethod
     def head_input(self, x: Tensor) -> Tensor:
@@ -94,13 +99,14 @@ class TensorContext(ABC):
 
     @abstractmethod
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x (…, D) and targets (…,) for the tokens whose logits this rank computes, given
-        the local residual stream x (B, T, D) and targets (B, T)."""
+        """Return x (…, D) and targets (…,) for the tokens whose logits this rank computes, in one
+        order, given the local residual stream x (B, T, D) and targets (B, T)."""
 
 
 def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forward:
     """Return the forward of an RMSNorm for queries or keys (…, C), C channels in this rank's heads.
-    A norm per head is local; one over all heads' channels is collective."""
+    A norm per head is local; one over all heads' channels, whose weight is a DTensor, is
+    collective. `op` is not read."""
     eps = norm.eps
     assert eps is not None
     over_all_heads = isinstance(norm.weight, DTensor)
@@ -126,7 +132,8 @@ def looked_up(weight: Tensor, ids: Tensor) -> Tensor:
 
 def head(context: TensorContext, module: Any, op: Operation) -> Forward:
     """Return the output head's forward: local residual stream (B, T, D) → full logits (B, T, V) on
-    every rank, for inspection: no gradient flows through them. Collective."""
+    every rank, for inspection: no gradient flows through them. The forward is collective; `op` is
+    not read."""
 
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = module.weight if weight is None else weight
@@ -140,8 +147,9 @@ def head(context: TensorContext, module: Any, op: Operation) -> Forward:
 
 
 def head_loss(context: TensorContext, loss: HeadLoss) -> Forward:
-    """Return the forward of the vocabulary-parallel loss, in which each rank computes its columns
-    of the logits, and all get the summed loss. Collective."""
+    """Return the forward of the vocabulary-parallel loss: (x, weight, bias, targets) → summed loss
+    in nats, 0-dim, on every rank, while each computes its own columns of the logits. The forward is
+    collective; `loss` gives the vocabulary's size and the softcap."""
 
     # Compiled, ranks on one machine would load each other's code from a cache whose key has the
     # full weight's sizes only.

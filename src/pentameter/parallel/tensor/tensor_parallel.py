@@ -44,12 +44,13 @@ from pentameter.planning.sharding import Sharding
 
 def _mixes_tokens(op: Operation) -> bool:
     """Return whether the operation's matrix belongs to attention, which needs a sequence's tokens
-    in order."""
+    in order: one of its axes is heads or KV heads."""
     return bool({op.contracts, op.result.axes[1]} & {"heads", "kv_heads"})
 
 
 def _local_positions(rank: int, n_ranks: int, positions: Tensor) -> Tensor:
-    """Return this rank's positions (T / n,) in the residual stream, out of all (T,)."""
+    """Return the positions (T / n,) in the residual stream of the rank with coordinate `rank` among
+    `n_ranks` (n), out of all (T,)."""
     return positions.chunk(n_ranks)[rank]
 
 
@@ -57,9 +58,9 @@ def _local_positions(rank: int, n_ranks: int, positions: Tensor) -> Tensor:
 
 
 def _matmuls(context: TensorParallelContext, *, by_time: bool) -> Callable[..., list[Tensor]]:
-    """Return a function that all-gathers the residual stream (B, t, D) once, in sequence order if
-    `by_time`, and multiplies it with a sub-layer's column-parallel matrices: (…, N / n) for all
-    tokens and each matrix."""
+    """Return a function for a sub-layer's `read`: it all-gathers the residual stream (B, t, D)
+    once, in sequence order if `by_time`, and multiplies it with the sub-layer's column-parallel
+    matrices: (…, N / n) for all tokens and each matrix, with n ranks along `tensor`."""
     tokens = context.tokens(by_time=by_time)
 
     def read(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
@@ -78,8 +79,8 @@ def _matmuls(context: TensorParallelContext, *, by_time: bool) -> Callable[..., 
 
 
 def _column_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operation) -> Forward:
-    """Return a column-parallel linear's forward: x (…, D) for all tokens → this rank's columns (…,
-    N / n)."""
+    """Return a column-parallel linear's forward: x (…, D) for all tokens → this rank's columns
+    (…, N / n). `op` is not read."""
     matmul = context.arithmetic.matmul
 
     def forward(x: Tensor) -> Tensor:
@@ -89,8 +90,9 @@ def _column_parallel(context: TensorParallelContext, linear: nn.Linear, op: Oper
 
 
 def _row_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operation) -> Forward:
-    """Return a row-parallel linear's forward: x (…, K / n) for all tokens → partial sums (…, D),
-    which are summed over the n ranks; each then adds the bias to its own tokens: (B, t, D)."""
+    """Return a row-parallel linear's forward: x (…, K / n) for all tokens → partial products
+    (…, D), which are summed over the n ranks (collective); each then adds the bias to its own
+    tokens: (B, t, D). `op` tells whether it is attention's, whose tokens are in sequence order."""
     matmul, tokens = context.arithmetic.matmul, context.tokens(by_time=_mixes_tokens(op))
 
     def forward(x: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def _row_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operati
 
 def _token_embedding(context: TensorParallelContext, table: nn.Embedding, op: Operation) -> Forward:
     """Return a vocabulary-parallel embedding's forward, (B, T) → (B, t, D): look up ids in this
-    rank's range, zeros elsewhere, then sum over the ranks."""
+    rank's range, zeros elsewhere, then sum over the ranks (collective). `op` is not read."""
     first = context.rank * context.widest(table.num_embeddings)
 
     def forward(tokens: Tensor) -> Tensor:
@@ -146,10 +148,11 @@ class TensorParallelContext(TensorContext):
         self.reads_at_once = reads_at_once
 
     def tokens(self, *, by_time: bool = False) -> tuple[Order, str]:
-        """Return the layout that all-gathered tokens come in, and the name of the group to gather
-        over. Modules that treat each token independently take them in the order messages arrive,
-        unless `by_time`, which asks for sequence order. The layout is `whole` without
-        `sequence`."""
+        """Return (order, group name): the layout in which a module gets all tokens, and the group
+        over which to gather or sum them. The order is `whole` without `sequence`: every rank has
+        the whole stream. With `sequence` it is `by_time`, (B, T) in sequence order, if `by_time`
+        asks for that; by default it is `by_process`, (n · B, T / n) in rank order, for modules that
+        treat each token independently."""
         if not self.layout.sequence:
             return "whole", self.columns_group
         return ("by_time" if by_time else "by_process"), self.columns_group
@@ -163,8 +166,9 @@ class TensorParallelContext(TensorContext):
 
     def local_rows(self, linear: nn.Linear) -> list[Tensor]:
         """Return the local matrix rows (N, D), and the bias (N,) if any, that this rank uses in a
-        column-parallel linear. If there are fewer key and value heads than ranks, their matrices
-        are replicated, and a rank uses the rows for its own queries' head."""
+        column-parallel linear: its shard. If there are fewer KV heads than ranks, key and value
+        matrices are replicated instead, and a rank uses the rows for the KV head that its own
+        queries read."""
         found = [local(each) for each in (linear.weight, linear.bias) if each is not None]
         n_copies = self.sharding.kv_copies
         if isinstance(linear.weight, DTensor) or n_copies == 1:
@@ -173,11 +177,13 @@ class TensorParallelContext(TensorContext):
         return [each.chunk(n_shards)[self.rank * n_shards // self.size] for each in found]
 
     def vector(self, vector: Tensor | None) -> Tensor | None:
-        """Return this rank's elements (N / n,) of a vector (N,); None for None."""
+        """Return this rank's elements (N / n,) of a DTensor (N,), without communication; None for
+        None."""
         return None if vector is None else local(vector)
 
     def columns_matmul(self, weight: Tensor) -> Matmul:
-        """Return the run's matmul: inputs are whole, so that it needs no communication."""
+        """Return the run's matmul for any `weight`: inputs are whole, so that it needs no
+        communication."""
         return self.arithmetic.matmul
 
     def head_input(self, x: Tensor) -> Tensor:

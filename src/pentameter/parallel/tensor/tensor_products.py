@@ -38,7 +38,7 @@ Wait = Callable[[], Tensor]
 
 def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
     """Start to all-gather x (B, t, D) from all ranks. The returned function waits, and returns all
-    tokens, (B, T, D) or (n · B, t, D)."""
+    tokens: (n · B, t, D) if `order` is `by_process`, else (B, T, D)."""
     shards = x.new_empty((group.size() * len(x), *x.shape[1:]))
     work = all_gather(shards, x.contiguous(), group=group, async_op=True)
 
@@ -54,12 +54,13 @@ def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
-    """Start to sum x, every rank's contribution for all tokens, (B, T, D) or (n · B, t, D); `whole`
-    does it in place. The returned function waits, and returns this rank's tokens (B, t, D).
+    """Start to sum x over the group's n ranks: each rank's contribution for all tokens, (B, T, D),
+    or (n · B, t, D) if `order` is `by_process`. The returned function waits, and returns this
+    rank's tokens (B, t, D). With `whole`, x itself is overwritten by the sum, and t = T.
 
-    With sequence parallelism each rank sends the others their shards and sums its own in float32 at
-    least. A reduce-scatter would send as much, but sums in the message's dtype, and gloo implements
-    it as an all-reduce, which takes three times as long.
+    With sequence parallelism (t = T / n) each rank sends the others their shards and sums its own
+    in float32 at least. A reduce-scatter would send as much, but sums in the message's dtype, and
+    gloo implements it as an all-reduce, which takes three times as long.
     """
     if order == "whole":
         received = x
@@ -86,16 +87,17 @@ def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def gathered(x: Tensor, dtype: torch.dtype, order: str, group_name: str) -> Tensor:
-    """All-gather the residual stream x (B, t, D), cast to `dtype`, in the layout `order`: (B, T,
-    D), or (n · B, t, D) `by_process`. `whole` only copies it. Collective."""
+    """All-gather the residual stream x (B, t, D), cast to `dtype`, over the group's n ranks, in the
+    layout `order`: (B, T, D) for `by_time`, t = T / n; (n · B, t, D) for `by_process`; `whole` only
+    copies x, with t = T. Collective unless `order` is `whole`."""
     if order == "whole":
         return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return _start_gather(x.to(dtype), order, group_named(group_name))()
 
 
 def summed(x: Tensor, order: str, group_name: str) -> Tensor:
-    """Sum x over the group, (B, T, D), or (n · B, t, D) if `order` is `by_process`, and return this
-    rank's tokens (B, t, D). Collective."""
+    """Sum x over the group's n ranks, (B, T, D), or (n · B, t, D) if `order` is `by_process`, and
+    return this rank's tokens (B, t, D): t = T / n, or T if `order` is `whole`. Collective."""
     contribution = x.clone(memory_format=torch.contiguous_format) if order == "whole" else x
     return _start_sum(contribution, order, group_named(group_name))()
 
@@ -163,8 +165,9 @@ def multiplied(
     precision: str,
 ) -> list[Tensor]:
     """Return x · weightᵀ + bias (…, N) for all tokens and each column-parallel matrix in `weights`,
-    (N, D) each, given this rank's x (B, t, D). `biases` (N,) is empty if there are none; `order` is
-    the layout for all tokens, and `precision` names the matmul. Collective."""
+    (N, D) each, given this rank's tokens x (B, t, D). `biases` has one (N,) per matrix, or is empty
+    if there are none; `order` is the layout for all tokens, and `precision` names the matmul.
+    Collective unless `order` is `whole`."""
     all_x = x if order == "whole" else gathered(x, x.dtype, order, group_name)
     matmul = arithmetic(precision).matmul
     return [
@@ -183,7 +186,8 @@ def differentiated(
     precision: str,
 ) -> list[Tensor]:
     """Return one list with the gradients for x (B, t, D), the weights (N, D) and, if `has_biases`,
-    the biases (N,), given the output gradients `grads`, (…, N) each, for all tokens. Collective."""
+    the biases (N,), given the output gradients `grads`, (…, N) each, for all tokens. `order`, the
+    group and the `train.precision` are the forward pass's. Collective."""
     group, matmul = group_named(group_name), arithmetic(precision).matmul
     gather_inputs = None if order == "whole" else _start_gather(x, order, group)
     x_grad = matmul.input_gradient(grads[0], weights[0])
