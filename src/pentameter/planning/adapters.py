@@ -44,8 +44,8 @@ def with_adapters(
     table: Sequence[ParameterSpec], adapted: Sequence[ParameterSpec], rank: int
 ) -> tuple[ParameterSpec, ...]:
     """Return the parameters in `table`, frozen, followed by the trained adapter parameters for the
-    matrices `adapted`. Raises ConfigError if `rank` exceeds the smaller side of an adapted matrix.
-    """
+    matrices `adapted`. `rank` is the adapters' inner dimension. Raises ConfigError if it exceeds
+    the smaller side of an adapted matrix."""
     smallest = min(adapted, key=lambda spec: min(spec.shape), default=None)
     if smallest is not None and rank > min(smallest.shape):
         raise ConfigError(
@@ -77,16 +77,17 @@ class Run(tuple[Operation, ...]):
 
     @cached_property
     def groups(self) -> list[tuple[list[Operation], int]]:
-        """Pairs (operations, count) that cover the run: the operations outside any block, once,
-        then `alike_blocks`."""
+        """Pairs (operations, count) that cover the run: the operations outside any block, with
+        count 1, then `alike_blocks`, one pair for each kind of block."""
         return [([op for op in self if op.layer is None], 1), *self.alike_blocks]
 
 
 @lru_cache(maxsize=1024)
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
-    """Return a run's forward operations in the layers `layers` (None: the whole model): the
-    model's, with each adapter's two ahead of the matmul to whose result it adds. Raises ConfigError
-    for a target that is not a linear layer."""
+    """Return a run's forward operations in the layers `layers` (None: the whole model). With
+    `lora.rank` set, each adapter's two matmuls stand ahead of the matmul to whose result they add,
+    all other parameters are frozen, and operations before the first adapter compute no gradients.
+    Raises ConfigError for a target that is not a linear layer."""
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
@@ -133,8 +134,9 @@ def _adapted(parameters: Iterable[ParameterSpec], lora: LoraConfig) -> list[Para
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
-    """Return the paths in `linear`, linear layers, whose last component is one of `lora.targets`,
-    or all without targets. Raises ConfigError for a target that matches no path."""
+    """Return the paths in `linear` that adapters are asked for. `linear` holds paths to linear
+    layers, such as `blocks.0.attention.qkv`; a path is chosen if its last component is in
+    `lora.targets`, or if that is empty. Raises ConfigError for a target that matches no path."""
     kinds = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for target in lora.targets:
         if target not in kinds:
@@ -183,10 +185,15 @@ def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
 
 
 def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
-    """Return an operation with frozen parameters, and whether the backward pass computes the
-    gradients for its result and for its inputs. It does not save tensors that only the parameters'
-    gradients need: a matmul or a look-up then saves nothing. The head still saves as many bytes as
-    its input, namely the input's gradient, which is computed together with the loss."""
+    """Return `op` with its parameters frozen and two flags set: `reads_gradient` says whether the
+    backward pass computes the gradient for its result, `gives_gradient` whether it computes those
+    for its inputs.
+
+    Tensors that only the parameters' gradients need are no longer saved: none are for a matmul or a
+    look-up, nor for any operation without `gives_gradient`. The head is no matmul here: it saves as
+    many bytes as its input has, namely the input's gradient, which is computed together with the
+    loss.
+    """
     parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
     keeps = gives_gradient and op.kind not in ("product", "look_up")
     return replace(

@@ -128,9 +128,10 @@ class Collective:
     """Communication that an operation causes along each mesh dimension that shards `axis`; `tensor`
     is the activation that is sent.
 
-    `gather` needs all tokens of an input, whose gradient is a partial sum; `sum` has a partial sum
-    as its result. `mean_squares` are numbers per token that a norm sums, `softmax` is a loss over
-    logits, and `attend` needs the keys and values of all tokens.
+    `gather`: the operation needs all tokens of the input `tensor`, whose gradient is then a partial
+    sum on each rank. `sum`: the result `tensor` is a partial sum on each rank. `mean_squares`: a
+    norm sums `tensor`, numbers per token, over ranks. `softmax`: a loss over the logits `tensor`.
+    `attend`: attention needs the keys and values for all tokens.
     """
 
     kind: CollectiveKind
@@ -173,8 +174,9 @@ class Operation:
 
     @property
     def role(self) -> Role | None:
-        """How tensor parallelism treats the operation's module; None if it has no parameters, or if
-        every rank multiplies its own tokens."""
+        """How tensor parallelism treats the operation's module (see Role); None if it has no
+        parameters, or if every rank multiplies its own tokens with whole matrices, as in experts.
+        """
         if not self.parameters:
             return None
         match self.kind:

@@ -9,7 +9,7 @@ from pentameter.planning.layout import Layout
 
 def global_batch_size(config: Config) -> int:
     """Return the sequences per optimizer step, over all devices and micro-batches:
-    `train.batch_size`, or as many as make up `train.tokens_per_step`.
+    `train.batch_size` if it is set, else `train.tokens_per_step` ÷ `model.context_length`.
 
     Raises ConfigError if `tokens_per_step` is not a multiple of the context length.
     """
@@ -28,10 +28,14 @@ def global_batch_size(config: Config) -> int:
 
 
 def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
-    """Return the sequences in one rank's forward pass: `asked`, or if None all of the rank's
-    sequences at once; a pipeline then gets at least four micro-batches per rank along `pipeline` if
-    the batch is large enough. Raises ConfigError if the batch does not split evenly over the
-    data-parallel ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
+    """Return the sequences in one rank's forward pass: `asked`, if it is not None.
+
+    If it is None, a rank takes all its sequences (`batch_size` ÷ `layout.n_batch_shards`) at once
+    without a pipeline. With one, it takes as many as give the fewest equal micro-batches that are
+    at least 4 · `layout.pipeline`; if it has fewer sequences than that, one at a time. Raises
+    ConfigError if `batch_size`, the step's sequences, is not a multiple of `layout.n_batch_shards`,
+    or a rank's sequences are not a multiple of `asked`.
+    """
     n_shards = layout.n_batch_shards
     rows, rest = divmod(batch_size, n_shards)
     if rest:
@@ -57,7 +61,8 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
 
 
 def _batch_settings(layout: Layout) -> str:
-    """Return the settings that split the batch, as text for an error message."""
+    """Return the settings that split the batch, such as `parallel.data=4`, as text for an error
+    message; a tensor mode that splits it too is named with its factor."""
     in_mode = layout.n_batch_shards // layout.data
     data = f"parallel.data={layout.data}"
     if in_mode == 1:

@@ -37,10 +37,13 @@ def filled_buckets(sizes: Sequence[int]) -> list[slice]:
 
 
 def row_chunks(n_rows: int, width: int, max_logits: int) -> list[slice]:
-    """Split the rows of logits (n_rows, width) into the fewest chunks with at most `max_logits`
-    numbers each, a limit that is raised to one row and to an eighth of all rows if it is below
-    them. Chunks are as equal as possible: one or two distinct shapes, for the sake of whatever
-    compiles the kernel."""
+    """Split the rows in logits (n_rows, width) into the fewest chunks with at most `max_logits`
+    numbers each, and return them as slices of row indices.
+
+    A chunk may exceed `max_logits` if that is less than one row or than an eighth (MOST_CHUNKS) of
+    all rows; that is then the limit. Sizes are multiples of TILE_ROWS if the limit allows, and all
+    equal but the last, so that a compiler sees one or two shapes.
+    """
     most = max(1, max_logits // max(1, width), -(-n_rows // MOST_CHUNKS))
     size = -(-n_rows // max(1, -(-n_rows // most)))
     size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)

@@ -37,9 +37,10 @@ def flops_per_token(run: Sequence[Operation]) -> int:
 def end_weights(
     run: Sequence[Operation], partition: Literal["uniform", "weighted"]
 ) -> tuple[float, float]:
-    """Return embedding and head costs in units of one layer's cost, for a run's operations. They
-    are zero for a uniform partition. A weighted partition balances stages by their multiplications:
-    an embedding only looks up, while a head is a matmul with V · D weights."""
+    """Return (embedding's cost, head's cost) in units of one layer's cost, for a run's operations:
+    multiplications per token ÷ those in layer 0. A uniform partition gets zeros, so that stages
+    have equally many layers; a weighted one is balanced by these costs. An embedding only looks up,
+    while a head is a matmul with V · D weights."""
     match partition:
         case "uniform":
             return 0.0, 0.0
@@ -58,7 +59,8 @@ def end_weights(
 
 
 def padding_elements(table: Sequence[ParameterSpec], model: ModelConfig) -> int:
-    """Return how many embedding and head elements in a parameter table only pad the vocabulary."""
+    """Return how many embedding and head elements in a parameter table only pad the vocabulary:
+    those in rows from `vocab_size` up to `padded_vocab_size`."""
     assert model.vocab_size is not None
     n_rows = model.padded_vocab_size
     in_rows = sum(spec.n_elements for spec in table if "vocab" in spec.axes)

@@ -77,8 +77,9 @@ a GPU's registers and shared memory."""
 
 def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) -> str | None:
     """Return a run's first setting, with its value, for which attention with dropout must
-    materialize its weights on a GPU; None if the fused kernels run it. A particular GPU may add
-    obstacles, which a run checks separately."""
+    materialize its weights on a GPU; None if the fused kernels run it. `precision` is
+    `train.precision`, 'auto' resolved. A particular GPU may add obstacles, which a run checks
+    separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
     size = model.head_channels

@@ -133,8 +133,8 @@ def _ends(model: ModelConfig) -> Init:
 
 
 def _add_embedding(build: OperationList) -> None:
-    """Add the look-ups in the token and position embeddings to `build`; their sum is the residual
-    stream."""
+    """Add the look-ups in the token embedding, and in the position embedding if there is one, to
+    `build`, then the dropout on their sum, which is the residual stream."""
     for name in ("token_embedding", "position_embedding"):
         if f"{name}.weight" in build.specs:
             build.matrix(name, "look_up", (), residual_stream(build.model, name))
@@ -142,8 +142,9 @@ def _add_embedding(build: OperationList) -> None:
 
 
 def _add_block(build: OperationList, layer: int) -> None:
-    """Add one block's operations, sub-layer by sub-layer, to `build`. By `norm_position`, a norm
-    comes before each sub-layer, after its addition to the stream, or on its output."""
+    """Add one block's operations, sub-layer by sub-layer, to `build`. `model.norm_position` places
+    the norm: 'pre' ahead of each sub-layer, 'post' on the stream after the sub-layer was added,
+    'output' on the sub-layer's result before it is added."""
     model, build.layer = build.model, layer
     stream = x = residual_stream(model, f"blocks.{layer}")
     for sub_layer in sub_layers(model, layer):
@@ -167,7 +168,8 @@ def _add_block(build: OperationList, layer: int) -> None:
 
 
 def _add_head(build: OperationList) -> None:
-    """Add the final norm, if there is one, and the head: logits with their loss."""
+    """Add the final norm, if there is one, and the head, which multiplies with the token embedding
+    if tied: logits together with their loss."""
     model = build.model
     x = residual_stream(model, "blocks")
     if model.has_final_norm:

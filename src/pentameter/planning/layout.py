@@ -73,7 +73,8 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """The number of ranks that ZeRO shards a parameter over; 1 without ZeRO."""
+        """The number of ranks that ZeRO shards a parameter over: (data ÷ replicate) × context, and
+        in some tensor modes `depth`; 1 without ZeRO."""
         return self.parameter_sizes["shard"]
 
     @property
@@ -126,7 +127,7 @@ class Layout:
     @property
     def grid_width(self) -> str:
         """The mesh dimension that shards heads, feed-forward width and vocabulary between a layer's
-        two matmuls."""
+        two matmuls: `depth` in mode 3d, else `tensor`."""
         return "depth" if self.is_3d else "tensor"
 
     @property
@@ -188,7 +189,8 @@ class Layout:
 
     @property
     def chunks_of_time(self) -> int:
-        """Chunks that one rank computes from each sequence: two in a ring, else 1."""
+        """Chunks that one rank computes from each sequence: 2 in a context-parallel ring; 1 with
+        all-to-all, or without context parallelism."""
         if self.context == 1:
             return 1
         key = "parallel.context_mode"
@@ -226,7 +228,8 @@ class Layout:
 
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
         """Return the stage numbers on the ranks with `pipeline` coordinate `pipeline_index`: every
-        `pipeline`-th one, or in a V schedule one on the way down and one on the way back up."""
+        `pipeline`-th stage from there on, or in a V schedule two stages, one on the way down and
+        its mirror, `n_stages` - 1 - `pipeline_index`, on the way back up."""
         if self.turns_back:
             return pipeline_index, self.n_stages - 1 - pipeline_index
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
@@ -323,8 +326,10 @@ def _value(text: str, name: str, value: str) -> Any:
 
 
 def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int]:
-    """Return the ranks along (`depth`, `row`, `tensor`) when `tensor` ranks form a grid in a tensor
-    mode; `depth` is read in 2d and 2.5d only."""
+    """Return the number of ranks along (`depth`, `row`, `tensor`) when `tensor` ranks form a grid:
+    (1, 1, tensor) in 1d; (depth, q, q) in 2d and 2.5d, with q² = tensor ÷ depth; (l, l, l) in 3d,
+    with l³ = tensor. `depth` is ignored in 1d and 3d. Sizes are rounded: the caller checks that
+    their product is `tensor`."""
     match mode:
         case "1d":
             return 1, 1, tensor
@@ -367,11 +372,14 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
 
 
 def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layout:
-    """Return the Layout that a `[parallel]` section requests, for `world_size` ranks.
+    """Return the Layout that a `[parallel]` section requests, for `world_size` ranks (None: as many
+    as the section implies).
 
-    If `data` is not configured, it follows from `world_size`, or is 1 without that. Raises
-    ConfigError if the product over all degrees is not the rank count, or if a degree does not fit
-    the others.
+    If `data` is not configured, it is `world_size` ÷ (context × tensor × pipeline), or 1 if
+    `world_size` is None. A mode that has no effect becomes the default: `tensor_mode` if tensor =
+    1, `context_mode` if context = 1, `schedule` and `virtual_stages` if pipeline = 1. Raises
+    ConfigError if the product over all degrees is not `world_size`, if `replicate` does not divide
+    `data`, or if `tensor` ranks do not form the grid that `tensor_mode` needs.
     """
     model_parallel = ("context", "tensor", "pipeline")
     rest = math.prod(getattr(parallel, name) for name in model_parallel)

@@ -25,7 +25,7 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     """Raise ConfigError if the layout cannot shard the built-in GPT, its experts or its adapters,
     naming the possible values.
 
-    `local_size` is the rank count per machine; None if not known.
+    `local_size` is the rank count per machine, which `tensor` must divide; None if not known.
     """
     model, sharding = config.model, sharding_of(layout, config.model)
     if (obstacle := experts_obstacle(model, layout)) is not None:
@@ -46,8 +46,8 @@ def check_custom_layout(
     layout: Layout, config: Config, outline: ModelOutline, local_size: int | None = None
 ) -> None:
     """Raise ConfigError if the layout cannot shard a custom model, naming the `OwnModel` argument
-    that it lacks. `outline` holds its parameters and the arguments that it has; `local_size` is the
-    rank count per machine, None if not known."""
+    that it lacks. `outline` holds the model's parameters and the arguments that it was given;
+    `local_size` is the rank count per machine, which `tensor` must divide, or None if not known."""
     _check_places(sharding_of(layout, config.model), config.model, local_size)
     whose = f"the module that {outline.built_by} builds"
     _check_adapters(config.lora, layout)
@@ -98,8 +98,9 @@ def check_custom_layout(
 
 def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
     """Return the layout's first setting under which adapters (LoRA) cannot be trained, with the
-    reason, as text; None if they can be, or if there are none. `kv_copies` is the number of
-    tensor-parallel ranks that compute the same key and value head."""
+    reason, as text; None if they can be, or if there are none. Obstacles are a tensor mode other
+    than 1d, `kv_copies` above 1, and a schedule that splits the backward pass. `kv_copies` is the
+    number of tensor-parallel ranks that compute the same key and value head."""
     if lora.rank is None:
         return None
     if layout.is_grid:
@@ -119,7 +120,8 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
 
 def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     """Return the layout's first setting under which experts cannot be trained, with the reason, as
-    text; None if they can be, or if the model has none."""
+    text; None if they can be, or if the model has none. Obstacles are a tensor mode other than 1d,
+    and an expert capacity if sequences are split between ranks."""
     if model.n_experts is None:
         return None
     if layout.is_grid:
@@ -137,8 +139,8 @@ def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
 
 
 def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
-    """Raise ConfigError if adapters (LoRA) cannot be trained under the layout, naming the
-    setting."""
+    """Raise ConfigError if adapters (LoRA) cannot be trained under the layout, naming the setting.
+    `kv_copies` is the number of tensor-parallel ranks that compute the same key and value head."""
     if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
         raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
 
@@ -188,12 +190,14 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:
     """Return whether a run with this layout compiles its training steps, provided that it is long
-    enough and has a compiler."""
+    enough and has a compiler: `train.compile` is not false, and the schedule does not split the
+    backward pass."""
     return train.compile is not False and compile_obstacle(layout) is None
 
 
 def compile_obstacle(layout: Layout) -> str | None:
-    """Return why a layout's training steps cannot be compiled, as text; None if they can be."""
+    """Return why a layout's training steps cannot be compiled, as text: its schedule splits the
+    backward pass. None if they can be."""
     if layout.splits_backward:
         return (
             f"parallel.schedule='{layout.schedule}' splits the backward pass in two, which "
@@ -258,8 +262,10 @@ def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -
 
 
 def _check_grid(layout: Layout, model: ModelConfig) -> None:
-    """Raise ConfigError if a 2-D, 2.5-D or 3-D tensor mode cannot shard heads, widths and
-    vocabulary. Mode 3d shards a width twice, by `depth` and by `row`."""
+    """Raise ConfigError if a 2-D, 2.5-D or 3-D tensor mode cannot shard the model. With `edge`
+    ranks along `tensor`, head counts must be multiples of `edge`, and d_model and d_ff as well;
+    mode 3d shards these widths twice, so that they must be multiples of edge². No shard of the
+    vocabulary may be empty."""
     edge = layout.sizes["tensor"]
     n_shards = edge * edge if layout.is_3d else edge
     whose = f"{layout.grid_setting} over parallel.tensor={layout.tensor}"
@@ -290,8 +296,8 @@ def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
 
 
 def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
-    """Raise ConfigError if keys are normalized over all heads' channels but no rank has all these
-    heads."""
+    """Raise ConfigError if `model.qk_norm` is 'width', which normalizes keys over all heads'
+    channels, and several `tensor` ranks compute the same key head, so that no rank has them all."""
     if sharding.kv_copies > 1 and model.qk_norm == "width":
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
@@ -306,8 +312,9 @@ def _nearest_multiples(n: int, base: int) -> list[int]:
 
 
 def _check_sequence_split(sharding: Sharding, model: ModelConfig) -> None:
-    """Raise ConfigError if a sequence cannot be split into equal shards: two chunks per rank in a
-    ring, and each rank's chunks evenly again with `sequence`."""
+    """Raise ConfigError unless the context length is a multiple of the chunks that it is split
+    into: 2 · context in a ring, context with all-to-all, and context · tensor with `sequence` (the
+    least common multiple, if both apply)."""
     layout, ways, n_shards = sharding.layout, [], 1
     if layout.context > 1:
         chunks = layout.chunks_of_time
@@ -327,8 +334,8 @@ def _check_sequence_split(sharding: Sharding, model: ModelConfig) -> None:
 
 
 def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
-    """Raise ConfigError if context parallelism's all-to-all cannot give each rank equally many
-    heads."""
+    """Raise ConfigError if context parallelism goes by all-to-all and `context` does not divide the
+    key and value heads that one tensor-parallel rank has."""
     few = model.kv_heads < model.n_heads
     layout, n_heads = sharding.layout, sharding.n_kv_heads_here
     if layout.exchanges_heads and n_heads % layout.context:
@@ -342,10 +349,13 @@ def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
 
 def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: int) -> None:
     """Raise ConfigError if the pipeline's schedule cannot run `n_micro_batches` micro-batches per
-    step. `micro_batch_size` is used to name a remedy.
+    step on each rank. `micro_batch_size`, in sequences, is only used to name a remedy.
 
-    1F1B fills the pipeline before it alternates between forward and backward passes. Schedules that
-    also alternate between stages work in rounds with `pipeline` micro-batches each.
+    `1f1b` needs at least `layout.pipeline` micro-batches, to fill the pipeline before it alternates
+    between forward and backward passes. `interleaved` and `zero-bubble` work in max(1,
+    n_micro_batches // pipeline) rounds, which must be equally long: a multiple of `pipeline` always
+    fits, and so does any number below 2 · pipeline. `gpipe` and `zero-bubble-v` take any number, as
+    does a layout without a pipeline.
     """
     if layout.pipeline == 1:
         return

@@ -34,7 +34,8 @@ class ModelOutline:
     table: tuple[ParameterSpec, ...]
     """Every parameter, in the order of the model's `named_parameters()`."""
     names_of: Callable[[range], frozenset[str]]
-    """Returns the parameter names in the slice with a given layer range."""
+    """Returns the parameter names in the slice of the model with a given layer range; embeddings
+    belong to the first layer, final norm and head to the last."""
     flops_per_token: int | None
     """Forward and backward FLOPs per trained token; None if they could not be counted."""
     n_padding: int = 0
@@ -94,8 +95,9 @@ class ModelOutline:
 
 
 def outline_of_gpt(config: Config) -> ModelOutline:
-    """Return the built-in GPT's outline (parameters, FLOPs, stage balance), with adapters if [lora]
-    has them. Raises ConfigError if these do not fit the model."""
+    """Return the built-in GPT's outline (parameters, FLOPs, stage balance), with adapters if
+    `lora.rank` is set. `config.model.vocab_size` must be set. Raises ConfigError if the adapters do
+    not fit the model."""
 
     def names_of(layers: range) -> frozenset[str]:
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)

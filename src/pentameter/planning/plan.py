@@ -46,13 +46,16 @@ class Plan:
     """Everything that a run obeys: sharding, stages, batch sizes, steps. `config` is resolved: no
     value in it remains to be derived.
 
-    The resulting bytes, messages and seconds are in `pentameter.estimating`.
+    `batch_size` is in sequences per step over all ranks, `micro_batch_size` in sequences per
+    forward pass on one rank, and `n_micro_batches` counts those passes per rank and step. The
+    resulting bytes, messages and seconds are in `pentameter.estimating`.
     """
 
     config: Config
     layout: Layout
     table: tuple[ParameterSpec, ...]
     stages: tuple[range, ...]
+    """Each pipeline stage's layer range, in stage order."""
     stage_names: tuple[frozenset[str], ...]
     """Each pipeline stage's parameter names, in stage order."""
     tied: dict[str, tuple[int, ...]]
@@ -83,11 +86,12 @@ class Plan:
     whose FLOPs could not be counted."""
     flops_convention: str
     asked_micro_batch_size: int | None
+    """`train.micro_batch_size` as it was configured; None if it was left to the layout."""
 
     @property
     def portable_config(self) -> Config:
-        """`config` with the micro-batch size as it was configured, perhaps None, instead of the one
-        derived from the layout: for loading on another layout."""
+        """`config` with `train.micro_batch_size` as it was configured (None if it was left open)
+        instead of the one derived from the layout: for loading on another layout."""
         train = self.config.train.model_copy(
             update={"micro_batch_size": self.asked_micro_batch_size}
         )
@@ -112,7 +116,7 @@ class Plan:
     @property
     def has_known_length(self) -> bool:
         """Whether the step count is real. It is not if it was derived in epochs from UNKNOWN_EPOCH,
-        the placeholder for an uncounted epoch."""
+        the placeholder for an uncounted epoch, which makes it absurdly large."""
         in_epochs = self.steps * self.batch_size >= UNKNOWN_EPOCH >> 10
         return self.rows_per_epoch != UNKNOWN_EPOCH or not in_epochs
 
@@ -147,13 +151,14 @@ class Plan:
     @property
     def rounds_once(self) -> bool:
         """Whether weights are rounded to the matmul dtype once per step instead of once per
-        micro-batch."""
+        micro-batch: with several micro-batches, if tensor, pipeline or context parallelism is used
+        without ZeRO and without a grid."""
         return self.rules.rounds_once(self.n_micro_batches)
 
     @property
     def least_flops_per_token(self) -> int:
-        """`flops_per_token`, or if it could not be counted 6 per parameter, one matmul each. For
-        choices that need a number."""
+        """`flops_per_token`; if that could not be counted, 6 per parameter, as if each were in one
+        matmul. For choices that need a number."""
         return self.flops_per_token or 6 * self.n_parameters
 
     def to_json(self) -> dict[str, Any]:
@@ -252,8 +257,8 @@ def make_plan(
 
 
 def needs_data(config: Config) -> bool:
-    """Return whether `make_plan` needs facts about the data: its vocabulary size, or the epoch
-    length."""
+    """Return whether `make_plan` needs facts about the data. It does without `model.vocab_size`,
+    and if the run's length, its evaluations or its learning rate's decay count in epochs."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
     schedule = config.schedule
     decays_by_epoch = "decay_interval" in schedule.decay_keys and schedule.decay_interval is None
@@ -320,8 +325,9 @@ def _resolve(
 def _interval(
     asked: int | Literal["auto", "epoch"] | None, key: str, n_steps: int, epoch: Fraction | None
 ) -> int | None:
-    """Return the steps between two evaluations or samples for the value `asked` of the
-    configuration's `key`; None for never. `epoch` is an epoch's length in steps, if known."""
+    """Return the steps between two evaluations or samples for the configured value `asked`: 'auto'
+    chooses by the run's length `n_steps`, 'epoch' is one epoch, None means never. `epoch` is an
+    epoch's length in steps, None if not known; ConfigError, naming `key`, if 'epoch' needs it."""
     match asked:
         case "auto":
             return auto_interval(n_steps)
@@ -334,16 +340,18 @@ def _interval(
 
 
 def auto_interval(n_steps: int) -> int:
-    """Return the largest round step count that fits at least five times into `n_steps`."""
+    """Return the largest of AUTO_INTERVALS (round step counts) that fits at least five times into
+    `n_steps`; 1 if none does."""
     return next((n for n in AUTO_INTERVALS if 5 * n <= n_steps), 1)
 
 
 def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
-    """Return `schedule` with the step counts that follow from the run's length, `steps`. `epoch` is
-    an epoch's length in steps, if known. Raises ConfigError if the schedule does not fit into the
-    run."""
+    """Return `schedule` with every length in steps filled in: `decay_steps` ends with the run,
+    `cooldown_steps` is a fifth of it, `decay_interval` one epoch, if absent and used by the
+    schedule. `steps` is the run's length, `epoch` an epoch's length in steps (None if not known).
+    Raises ConfigError if the schedule does not fit into the run."""
     if schedule.start_step >= steps:
         raise ConfigError(
             f"schedule.start_step={schedule.start_step} is not before the end of the run, "

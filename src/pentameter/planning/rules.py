@@ -51,9 +51,10 @@ class LayoutRules:
         return self.layout.zero == 3
 
     def rounds_once(self, n_micro_batches: int) -> bool:
-        """Whether weights are rounded to the matmul dtype once, at the start of a step with several
-        micro-batches, and their gradients are accumulated in the weights' dtype as they arrive.
-        FSDP does so by itself; DDP needs gradients for the weights themselves."""
+        """Whether weights are rounded to the matmul dtype once, at the start of a step, and their
+        gradients are accumulated in the weights' dtype as they arrive. True with several
+        micro-batches in a model-parallel layout without ZeRO and without a grid. FSDP rounds by
+        itself; DDP needs gradients for the weights themselves."""
         layout = self.layout
         # Grids round the blocks they send.
         is_rounded = not (layout.is_data_parallel or layout.is_grid or layout.zero)
@@ -66,7 +67,8 @@ class LayoutRules:
 
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:
         """Whether unsharded gradients, rather than shards, are held from one backward pass of a
-        step to the next, or to the optimizer's step."""
+        step to the next, or to the optimizer's step. True without ZeRO and in a pipeline; else with
+        several micro-batches under ZeRO 1."""
         if self.layout.zero == 0 or self.layout.pipeline > 1:
             return True
         return n_micro_batches > 1 and not self.reduces_each_micro_batch

@@ -66,7 +66,7 @@ class Placement:
 
     def dimension(self, mesh_dimension: str) -> int | None:
         """Return the index of the tensor dimension that a mesh dimension shards; None if that mesh
-        dimension replicates the parameter."""
+        dimension replicates the parameter. ZeRO's sharding along `shard` is not included."""
         for index, dimensions in enumerate(self.sharded_by):
             if mesh_dimension in dimensions:
                 return index
@@ -121,8 +121,8 @@ class Sharding:
 
     @property
     def loss_copies(self) -> tuple[str, ...]:
-        """Mesh dimensions whose ranks all compute the same loss, because they shard the
-        vocabulary."""
+        """Mesh dimensions along which every rank computes the same loss: those that shard the
+        vocabulary, as their ranks exchange sums over it. () if none does."""
         return self.sharded_axes.get("vocab", ())
 
     def local_shape(
@@ -153,7 +153,8 @@ class Sharding:
 
     def shards_messages(self, context_length: int) -> bool:
         """Return whether each tensor-parallel rank holds the whole residual stream but sends only
-        its shard to the next pipeline stage."""
+        its shard, an equal block of tokens, to the next pipeline stage: in a pipeline without
+        `sequence`, if the tokens on a rank are a multiple of `tensor`."""
         time, message = (
             self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
         )
@@ -255,9 +256,11 @@ class Sharding:
 
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
         """Return the shard's size at a coordinate of a mesh dimension that shards an axis with n
-        entries. In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within
-        its shard; the size along `depth` is that of all its `row` shards, each of equal size but
-        the last."""
+        entries. A `message` that does not split evenly stays whole.
+
+        In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within its shard.
+        The size along `depth` is the total over its `row` shards, each of equal size but the last.
+        """
         size = self.layout.sizes[dimension]
         if axis == "message" and n % size:
             return n

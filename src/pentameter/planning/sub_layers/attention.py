@@ -51,8 +51,9 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add attention's operations to `build`, from the projections of x to the output dropout.
-    Attention weights are materialized only if they have dropout."""
+    """Add attention's operations to `build`, from the projections of x, (T, D), to the output
+    dropout. `path` is the module's path, such as `blocks.0.attention`. Attention weights are
+    materialized only if they have dropout."""
     model = build.model
     T, H = model.context_length, model.n_heads
     width = H * model.head_channels
@@ -88,9 +89,13 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 def _add_inputs(
     build: OperationList, path: str, x: ActivationTensor
 ) -> tuple[ActivationTensor, ...]:
-    """Add the projections of x, and norms and rotations if the model has them. Returns attention's
-    inputs: the projections' outputs, one fused tensor, or queries and keys with values; or q, k and
-    v separately if queries and keys are normalized or rotated."""
+    """Add the projections of x, (T, D), and the norms and rotations on queries and keys that the
+    model has.
+
+    Returns the tensors that attention reads. If queries and keys are normalized or rotated, these
+    are q, k and v. If not, they are the projections' outputs: one fused tensor, or queries and a
+    tensor with keys and values.
+    """
     model = build.model
     q_width, kv_width = (n * model.head_channels for n in (model.n_heads, model.kv_heads))
     made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))

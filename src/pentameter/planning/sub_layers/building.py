@@ -72,9 +72,9 @@ def linear(
     bias: bool,
     is_fused: bool = False,
 ) -> Iterator[ParameterSpec]:
-    """Yield a block's linear layer: a matrix with `shape` (outputs, inputs), and a bias if asked.
-    Pass `is_fused` for the fused projection to queries, keys and values, whose initialization
-    differs."""
+    """Yield the specs for a block's linear layer: a matrix with `shape` (outputs, inputs), and a
+    vector (outputs,) if `bias`. Pass `is_fused` for the fused projection to queries, keys and
+    values, whose initialization differs."""
     init = projection_init(model, shape, axes, is_fused=is_fused)
     yield ParameterSpec(f"{path}.weight", shape, axes, init, True, layer)
     if bias:
@@ -145,9 +145,9 @@ class OperationList:
         collectives: Sequence[Collective] = (),
     ) -> None:
         """Append a matmul or an embedding look-up (`kind`), with `collectives` in addition to its
-        own. The parameters are those under `name`, or under `weight` if the matrix belongs to
-        another module. Inputs are saved in the form that matmuls read them: all tokens, in the
-        matmul dtype."""
+        own: an all-gather for each input, a sum for the result. The parameters are those under
+        `name`; with `weight`, the matrix is that other module's. Inputs are saved in the form that
+        matmuls read them: all tokens, in the matmul dtype."""
         parameters = self.parameters(name, weight)
         contracts = parameters[0].axes[0 if kind == "look_up" else 1]
         rounded = [replace(x, dtype="products") for x in reads]
@@ -183,8 +183,8 @@ class OperationList:
         return ActivationTensor(name, shape, ("context", axis), dtype)
 
     def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
-        """Return the specs for a module's weight, or another module's if `weight` names one, and
-        its bias if there is one."""
+        """Return the specs that exist for a module: `name`.weight and `name`.bias. With `weight`,
+        the name of another module, the weight is that module's."""
         names = (f"{weight or name}.weight", f"{name}.bias")
         return tuple(self.specs[each] for each in names if each in self.specs)
 

@@ -56,8 +56,9 @@ def _feed_forward(
     groups: tuple[int, ...],
     group_axes: tuple[Axis, ...],
 ) -> Iterator[ParameterSpec]:
-    """Yield the matrices and biases of a feed-forward layer, `width` wide in between. `groups` and
-    `group_axes`, each of one entry or none, are their leading dimension: one matrix per expert."""
+    """Yield the matrices and biases of a feed-forward layer whose inner width is `width`. `groups`
+    and `group_axes` are a leading dimension and its axis, (E,) and ("experts",), for one matrix per
+    expert; both are () for a single layer."""
     D = model.d_model
     for name in (*column_parallel_names(model), "down"):
         is_down = name == "down"
@@ -91,8 +92,9 @@ def _vector(name: str, shape: tuple[int, ...], axes: tuple[Axis, ...], layer: in
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add the router, the chosen experts' matmuls over every token's k rows, and the shared experts
-    to `build`. Experts may get unequally many rows: together they always take T · k."""
+    """Add the router, the chosen experts' matmuls and the shared experts to `build`, for the tokens
+    x, (T, D). Each token is a row in k experts. Experts may get unequally many rows, together
+    always T · k."""
     model = build.model
     E, k, F, D = model.n_experts, model.n_chosen, model.expert_width, model.d_model
     assert E is not None
@@ -122,8 +124,9 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 def _add_feed_forward(
     build: OperationList, path: str, x: ActivationTensor, width: int, n_outputs: int
 ) -> ActivationTensor:
-    """Add a feed-forward layer on x, with `width` and `n_outputs` numbers per token, over all rows
-    of a token together, and return its result."""
+    """Add a feed-forward layer on x and return its result. `width` and `n_outputs` count the inner
+    and the resulting numbers per token, summed over the rows that a token has: k · F and k · D for
+    k chosen experts."""
     made = []
     for name in column_parallel_names(build.model):
         made.append(_tensor(build, f"{path}.{name}", width, "expert_mlp"))
@@ -137,8 +140,8 @@ def _add_feed_forward(
 def _add_grouped(
     build: OperationList, name: str, x: ActivationTensor, result: ActivationTensor
 ) -> None:
-    """Add a matmul that multiplies each row with its expert's matrix, or each token with a shared
-    one."""
+    """Add the matmul `name` on x: each row is multiplied with its own expert's matrix, or every
+    token with a single matrix in a shared expert."""
     saved = replace(x, dtype="products")
     build.add(
         name,
