@@ -24,11 +24,13 @@ _LOOKED_AT_BYTES = 1 << 16
 def configuration_of(
     source: str, overrides: list[str], init_from: Path | None = None
 ) -> tuple[str, list[str]]:
-    """Return (source, overrides) for `load_config`. If `source` is a text (file, folder, pattern or
-    URL), the source becomes the configuration beside the model `init_from`, else the quickstart,
-    and the text is added to the overrides as data.path.
+    """Return (source, overrides) to pass to `load_config`. A preset or a configuration file stays
+    as it is.
 
-    Raises ConfigError if the overrides name a text too.
+    If `source` is a text (file, folder, pattern or URL), it becomes the override data.path, and the
+    source becomes `init_from`/config.toml if that exists, with a run name from the text; if not,
+    the preset `quickstart`. `init_from` is the folder with the model to begin from, None for none.
+    Raises ConfigError if `overrides` name a text too.
     """
     is_elsewhere = is_remote(source) or (has_magic(source) and not Path(source).exists())
     if source in preset_names() or not (is_elsewhere or is_text(Path(source))):
@@ -64,9 +66,10 @@ def is_text(path: Path) -> bool:
 
 
 def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:
-    """Return `config`, with the tokenizer file in the folder `model` if the one that it names is
-    missing, and a list with a warning if so. An imported folder names its own file, and may have
-    been moved."""
+    """Return (config, warnings), with the tokenizer path corrected for a model folder that was
+    moved. If `data.tokenizer` is the path to a missing tokenizer.json and the folder `model` has
+    one, the configuration names that, and there is one warning. Nothing changes in other cases, nor
+    if `model` is None."""
     if model is None:
         return config, []
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"

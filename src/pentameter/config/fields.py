@@ -91,14 +91,14 @@ def value_in(tree: Any, path: str) -> Any:
 
 
 def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the values that an option of a Leaf (a JSON schema) lists; empty if it accepts any
-    value of a type."""
+    """Return the values that `option` lists, one of a Leaf's accepted kinds as a JSON schema; empty
+    if it accepts any value of a type."""
     return option.get("enum") or ([option["const"]] if "const" in option else [])
 
 
 def tables_of(leaf: Leaf) -> Mapping[str, Mapping[str, Any]]:
-    """Return key → JSON schema for the tables that a key holds as a list; empty if it holds
-    none."""
+    """For a key that holds a list of tables, such as `data.sources`, return each key in a table →
+    its JSON schema; empty for any other key."""
     return _keys_of_tables(leaf.options[0])
 
 

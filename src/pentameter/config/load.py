@@ -144,7 +144,8 @@ def _evaluates(tree: Tree) -> bool:
 
 
 def text_name(text: str) -> str:
-    """Return a run's name made from a corpus's name, a path or a URL."""
+    """Return a run's name made from a corpus's name, a path or a URL: the last part up to its first
+    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name."""
     if is_remote(text):
         text = last_part(text)
     path = PurePath(text)
@@ -188,7 +189,9 @@ def _merge_keys(base: Tree, layer: Tree) -> Tree:
 
 
 def _read_chain(source: str | Path) -> Tree:
-    """Read `source` and everything that it extends, in turn, and return them merged."""
+    """Read `source`, a preset's name or a file, and everything that it extends, and return them
+    merged, nearer ones over farther ones. Raises ConfigError if one cannot be read or they extend
+    each other in a circle."""
     layers: list[Tree] = []
     labels: dict[str, str] = {}  # location → how messages call it, in the order of extension
     folder, named_by = Path(), ""
@@ -319,7 +322,8 @@ def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
 
 
 def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, list[str]]:
-    """Return overrides as nested dicts, and the dotted paths that are not in the schema."""
+    """Return (overrides as nested dicts, dotted paths that are not in the schema). Text is parsed
+    as the key's type; other values stay as they are."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     pairs: Sequence[tuple[str, Any]]

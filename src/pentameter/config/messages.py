@@ -72,8 +72,8 @@ def problems(
 
 
 def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
-    """Return the sentence for one of pydantic's errors (`detail`), which is at the dotted path
-    `path`."""
+    """Return the sentence for one error that pydantic found (`detail`), at the dotted path `path`
+    in the nested dict `asked`."""
     if path not in leaves() and detail["type"] == "value_error":
         return str(detail["ctx"]["error"])  # our own validators name their paths
     value = value_in(asked, path)

@@ -237,22 +237,24 @@ class ModelConfig(Section):
 
     @property
     def feed_forward_width(self) -> int:
-        """The feed-forward layer's inner width: `d_ff`, or its default."""
+        """The feed-forward layer's inner width: `d_ff`, or 4 · `d_model` if that is None."""
         return self.d_ff if self.d_ff is not None else 4 * self.d_model
 
     @property
     def n_chosen(self) -> int:
-        """The number of experts that a token is sent to (k): `experts_per_token`, or its
-        default."""
+        """The number of experts that a token is sent to (k): `experts_per_token`, or 2 if that is
+        None."""
         return 2 if self.experts_per_token is None else self.experts_per_token
 
     @property
     def expert_width(self) -> int:
-        """An expert's inner width: `d_expert`, or its default."""
+        """An expert's inner width: `d_expert`, or `feed_forward_width` if that is None."""
         return self.d_expert if self.d_expert is not None else self.feed_forward_width
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has experts instead of one feed-forward layer."""
+        """Return whether layer number `layer`, from 0, has experts instead of one feed-forward
+        layer: with `n_experts`, all layers except `dense_layers` (the first so many, or those
+        listed)."""
         if self.n_experts is None:
             return False
         dense = self.dense_layers
@@ -260,17 +262,18 @@ class ModelConfig(Section):
 
     @property
     def has_gate(self) -> bool:
-        """Whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
+        """Whether the feed-forward layer has a gate, a further matrix with the shape of `up`: with
+        the activations `swiglu` and `geglu`."""
         return look_up(GATES, self.activation, "model.activation", "the parameter table")
 
     @property
     def head_channels(self) -> int:
-        """The channels per attention head: `head_size`, or its default."""
+        """The channels per attention head: `head_size`; if that is None, `d_model` ÷ `n_heads`."""
         return self.head_size if self.head_size is not None else self.d_model // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads: `n_kv_heads`, or its default."""
+        """The number of key and value heads: `n_kv_heads`, or `n_heads` if that is None."""
         return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
 
     @property
@@ -282,12 +285,14 @@ class ModelConfig(Section):
 
     @property
     def turning_channels(self) -> int:
-        """The channels per head that rotary embeddings rotate, an even number."""
+        """The channels per head that rotary embeddings rotate, an even number: `head_channels` ·
+        `rotary_fraction`."""
         return round(self.head_channels * self.rotary_fraction)
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens a query in a layer attends to, itself included; None for the whole
-        prefix."""
+        """Return how many tokens a query in layer number `layer`, from 0, attends to, itself
+        included; None for the whole prefix. This is `sliding_window`, except in every
+        `sliding_window_pattern`-th layer, or if the window is no shorter than the context."""
         size, every = self.sliding_window, self.sliding_window_pattern
         if size is None or size >= self.context_length:
             return None
@@ -295,24 +300,28 @@ class ModelConfig(Section):
 
     @property
     def embedding_dropout_rate(self) -> float:
-        """The dropout rate after the embedding: `embedding_dropout`, or its default."""
+        """The dropout rate after the embedding: `embedding_dropout` if it is set (0 included), else
+        `dropout`, the rate after the sub-layers."""
         return self.dropout if self.embedding_dropout is None else self.embedding_dropout
 
     @property
     def norm_has_bias(self) -> bool:
-        """Whether norms have a bias; RMSNorm has none by definition."""
+        """Whether norms have a bias: with `bias`, if `norm` is `layernorm`; RMSNorm has none by
+        definition."""
         possible = look_up(NORM_MAY_HAVE_BIAS, self.norm, "model.norm", "the parameter table")
         return self.bias and possible
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether there is a norm between the last block and the head."""
+        """Whether there is a norm between the last block and the head: yes unless `norm_position`
+        is `post`."""
         key = "model.norm_position"
         return look_up(FINAL_NORM, self.norm_position, key, "the parameter table")
 
     @property
     def has_position_table(self) -> bool:
-        """Whether position embeddings are parameters, one row per position."""
+        """Whether position embeddings are parameters, one row per position: if `positions` is
+        `learned`."""
         return look_up(POSITION_TABLE, self.positions, "model.positions", "the parameter table")
 
     @property

@@ -61,12 +61,14 @@ class OptimizerConfig(Section):
 
     @property
     def default_momentum(self) -> float | None:
-        """The rule's momentum when absent; None for a rule that does not read `momentum`."""
+        """The momentum that this optimizer uses if `momentum` is None: 0 for SGD, 0.95 for Muon;
+        None for an optimizer that does not read `momentum`."""
         return look_up(MOMENTUM, self.name, "optimizer.name", "the planner")
 
     @property
     def momentum_used(self) -> float:
-        """The momentum for SGD and Muon: `momentum`, or the rule's default."""
+        """The momentum for SGD and Muon: `momentum`, or `default_momentum` if that is None; 0 if
+        both are None."""
         return self.momentum if self.momentum is not None else self.default_momentum or 0.0
 
 
@@ -94,7 +96,8 @@ class ScheduleConfig(Section):
 
     @property
     def decay_keys(self) -> tuple[str, ...]:
-        """The keys that shape this schedule's decay."""
+        """The keys in [schedule] that shape this schedule's decay, such as `decay_steps`; () for
+        `constant`."""
         return look_up(DECAY_KEYS, self.name, "schedule.name", "the planner")
 
 

@@ -61,15 +61,16 @@ class FileRecord:
 
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """Return the StorageError whose message is `cannot DOING PATH: reason; remedy` (DOING is a
-    verb)."""
+    """Return, without raising it, the StorageError with the message `cannot DOING PATH: reason;
+    remedy`, for an OSError at `path`; `doing` is a verb."""
     remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
 
 
 @contextmanager
 def storage_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: …`."""
+    """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: reason; remedy`;
+    `doing` is a verb."""
     try:
         yield
     except OSError as error:
@@ -306,8 +307,9 @@ def read_checked(
 ) -> bytes:
     """Return the content of the small file `name` in `folder`, verified against its record.
 
-    Raises CorruptError if no record has this name, the file is missing, larger than `max_bytes`, or
-    its sha256 differs; StorageError if it cannot be read.
+    `records` say which size and sha256 the folder's files must have. Raises CorruptError if no
+    record has this name, the file is missing, larger than `max_bytes`, or its sha256 differs;
+    StorageError if it cannot be read.
     """
     path = folder / name
     record = next((each for each in records if each.name == name), None)
@@ -329,11 +331,12 @@ class MissingFileError(CorruptError):
 
 @contextmanager
 def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
-    """Open a regular file for readingthat another program may have placed.
+    """Open a regular file for reading that another program may have placed.
 
     Never waits for a pipe or reads a device, which may have no end. A link at `path` is followed
-    only with `follow_links`; folders in the path may be links. Raises CorruptError for other than a
-    regular file or for a link, MissingFileError if it is absent, StorageError if it cannot be read.
+    only with `follow_links`; folders in the path may be links. Raises CorruptError for a link
+    without it and for anything but a regular file, MissingFileError if it is absent, StorageError
+    if it cannot be read.
     """
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.

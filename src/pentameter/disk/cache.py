@@ -35,7 +35,8 @@ class PublicFile:
         return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
 
     def checksum_of(self, content: bytes) -> str:
-        """Return any content's checksum, in the form of `checksum()`."""
+        """Return the checksum that `content` has, in the same kind as `checksum`, so that the two
+        can be compared."""
         if self.sha256:
             return f"sha256 {hashlib.sha256(content).hexdigest()}"
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
@@ -86,7 +87,8 @@ def public_file(file: PublicFile) -> Path:
 
 
 def local_file(file: PublicFile) -> Path | None:
-    """Return a public file's path on this machine, unchecked; None if it must be downloaded."""
+    """Return a public file's path on this machine, unchecked: below PENTAMETER_DATA_DIR, else in
+    the cache. None if it must be downloaded."""
     paths = (folder / file.path for folder in _public_folders())
     return next((path for path in paths if path.exists()), None)
 

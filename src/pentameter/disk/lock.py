@@ -83,9 +83,9 @@ class RunLock:
     """Context manager that owns the folder containing `path` (`…/run.lock`); creates the folder.
 
     Entering raises RunFolderInUseError, naming the owner, if another process holds it. A dead
-    owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat if the
-    owner was on another. A thread raises the counter in the file (the beat) every `beat_seconds`,
-    until the context ends.
+    owner's lock is taken over: at once if the owner was on this machine, after `stale_seconds`
+    without a beat if it was on another. A thread raises the counter in the file (the beat) every
+    `beat_seconds`, until the context ends.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ class RunLock:
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
     ) -> tuple[Owner, int] | None:
-        """Try once to take the lock. Return None if it is now ours or its file just vanished (the
-        caller checks which), else the remote owner and its beat, to watch.
+        """Try once to take the lock. Return None if it is now held by this object or its file just
+        vanished (`_owner` tells which), else (owner, beat) as recorded by an owner on another
+        machine, to watch.
 
-        `guarded`: this process is the only newcomer on this machine. `watched`: a remote owner
-        whose beat stood still long enough to be dead. Raises RunFolderInUseError if the lock is
-        held on this machine.
+        `guarded`: this process is the only newcomer on this machine. `watched`: the (owner, beat)
+        of a remote owner whose beat stood still long enough to be dead; None for none. Raises
+        RunFolderInUseError if the lock is held on this machine.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -412,15 +413,16 @@ def _is_same_machine(owner: Owner, me: Owner) -> bool:
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
-    """Return whether a recorded owner is certainly gone; `locked`: this process holds the file's
-    `flock`."""
+    """Return whether the recorded `owner` is certainly gone, as seen by this process, `me`.
+    `locked`: this process holds the file's `flock`."""
     if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
     return _is_dead(owner, me)
 
 
 def _is_dead(owner: Owner, me: Owner) -> bool:
-    """Return whether the owner ran on this machine and has ended; False if that cannot be known."""
+    """Return whether `owner` ran on the machine that this process, `me`, runs on and has ended;
+    False if that cannot be known."""
     if not _is_same_machine(owner, me):
         return False
     with suppress(PermissionError):  # another user's

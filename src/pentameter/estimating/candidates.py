@@ -69,9 +69,9 @@ class Candidates:
     def __init__(
         self, plan: Plan, cluster: Cluster, precision: str, *, sequence: bool | None = None
     ) -> None:
-        """`plan` is the configuration's Plan on a single rank, `precision` the matmul precision (a
-        `train.precision` other than `auto`). `sequence` sets whether tensor-parallel ranks also
-        split the sequence; None tries both."""
+        """`plan` is the configuration's Plan (batch, steps, parameters) on a single rank,
+        `precision` the matmul precision (a `train.precision` other than `auto`). `sequence` sets
+        whether tensor-parallel ranks also split the sequence; None tries both."""
         self.plan = plan
         self.cluster = cluster
         self.precision = precision
@@ -127,8 +127,8 @@ class Candidates:
                     yield LayoutCandidate(step, bound.seconds(step))
 
     def device_bytes(self, candidate: LayoutCandidate) -> int:
-        """Return the bytes that the fullest rank holds on its device. `candidate` must be from
-        `by_bound`; results are cached by its identity."""
+        """Return the estimated bytes that the fullest rank holds on its device. `candidate` must be
+        from `by_bound`; results are cached by its identity."""
         known = id(candidate)  # from `by_bound`, which keeps it alive
         if known not in self._bytes:
             memory = step_memory(candidate.step, known=self._memories)
@@ -221,8 +221,9 @@ def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int
 
 
 def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
-    """Yield the pipeline schedules for `pipeline` ranks, each with a number of stages per rank that
-    the layers allow."""
+    """Yield (schedule, stages per rank) for a pipeline with `pipeline` ranks: every schedule with
+    each number of stages that it takes, up to MOST_VIRTUAL_STAGES. With several stages per rank,
+    all stages must have equally many layers. Without a pipeline, ("1f1b", 1) alone."""
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -314,8 +315,8 @@ class _Bound:
 
     def sums_of_layer(self, step: Step) -> float:
         """Return the minimum seconds per micro-batch that one layer waits for tensor-parallel sums
-        in its two sub-layers. Each sum takes as long as an all-reduce or, with sequence
-        parallelism, as two collectives half as long."""
+        in its two sub-layers, forward and backward; 0 without tensor parallelism. With sequence
+        parallelism a sum is two collectives, each half as long as an all-reduce."""
         layout, config = self.layout, step.config
         if layout.tensor == 1:
             return 0.0
@@ -331,8 +332,8 @@ class _Bound:
 
     def gradients_and_weights(self, step: Step) -> float:
         """Return the minimum seconds in a step for summing gradients and gathering weights over
-        data-parallel ranks: one message, or one per ZeRO unit. For parameters that tensor-parallel
-        ranks replicate, only an even fraction is counted."""
+        data-parallel ranks, in one call per step, or one per ZeRO unit. For parameters that
+        tensor-parallel ranks replicate, only 1/tensor is counted."""
         rules, M, links = self.rules, step.n_micro_batches, self.links
         data_sum = step.sharding.data_sum
         if data_sum == "none":

@@ -198,7 +198,8 @@ class Cluster(Section):
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of device memory that one rank may use."""
+        """Bytes of device memory that one rank may use: the device's, less CONTEXT_BYTES on a GPU;
+        on a CPU, its fraction of the node's memory."""
         assert self.device.memory_bytes is not None  # checked by parse_cluster
         reserved = 0.0 if self.device.shared else CONTEXT_BYTES
         return self.device.memory_bytes / self.sharing - reserved
@@ -223,8 +224,8 @@ class Cluster(Section):
         return peak / self.sharing
 
     def resized(self, n_devices: int) -> Cluster:
-        """Return a cluster with `n_devices` devices in the same kind of nodes, with fewer per node
-        if one node has more."""
+        """Return a cluster with at least `n_devices` devices in nodes like these: as many nodes as
+        needed, or a single one with `n_devices` devices if that is fewer than `node_size`."""
         node_size = min(self.node_size, n_devices)
         n_nodes = -(-n_devices // node_size)
         return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})
@@ -281,10 +282,10 @@ def read_devices(path: Path) -> Mapping[str, Device]:
 
 def parse_cluster(text: str) -> Cluster:
     """Parse `DEVICE:GPUSxNODES`, such as `h100-80gb:8x16`. DEVICE is a known device or the path to
-    a TOML file with one; devices per node and node count are each 1 if omitted.
+    a TOML file with one; GPUS (devices per node) and NODES are each 1 if omitted.
 
-    Raises ConfigError for an unknown device, an invalid shape, or a device whose memory, links or
-    network are not known.
+    Raises ConfigError for an unknown device, an invalid shape, a device whose memory or links are
+    not known, or several nodes without a known network.
     """
     key, _, shape = text.strip().rpartition(":")
     if not key:

@@ -78,13 +78,13 @@ class CommunicationCounter:
 
 
 def step_communication(step: Step, rank: int = 0) -> StepCommunication:
-    """Return the calls and bytes of one rank in a step, including the gradient norm; empty on a
-    single device.
+    """Return the calls and bytes of one rank in a step, including the gradient norm, counted from
+    the model's operations rather than measured; empty on a single device.
 
     An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism shards its matrices,
-    which is left out). DDP's first two steps differ, while it learns the order in which gradients
-    arrive. So does a rank with more than three stages under ZeRO, because the schedule gathers them
-    again.
+    which is left out). A run differs in two cases: in DDP's first two steps, while it learns the
+    order in which gradients arrive; and on a rank with more than three stages under ZeRO, whose
+    weights the schedule gathers again.
     """
     on_rank = _RankCommunication(step, rank)
     if step.layout.world_size > 1:
@@ -119,13 +119,15 @@ def communication_of_stages(step: Step) -> list[StepCommunication]:
 
 
 def busiest(step: Step) -> StepCommunication:
-    """Return the step's communication for the rank that has the most bytes in total."""
+    """Return the step's communication for the pipeline rank that passes the most bytes to
+    collectives and messages in total."""
     each = communication_of_stages(step)
     return max(each, key=lambda sent: sum(traffic.n_bytes for traffic in sent.values()))
 
 
 def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, int]]]:
-    """Return communication as `train --dry-run` prints it: dimension → kind → calls and bytes."""
+    """Return communication as `train --dry-run` prints it: dimension → kind → {"calls", "bytes"},
+    per step on one rank."""
     nested: dict[str, dict[str, dict[str, int]]] = {}
     for (dimension, kind), counted in traffic.items():
         nested.setdefault(dimension, {})[kind] = {
@@ -136,7 +138,8 @@ def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, in
 
 
 class _RankCommunication:
-    """Counts everything that one rank sends in a step, in `counter`."""
+    """Counts everything that one rank sends in a step, in `counter`; each `count_…` method adds one
+    source."""
 
     def __init__(self, step: Step, rank: int) -> None:
         self.step = step
@@ -222,9 +225,11 @@ class _RankCommunication:
             self.counter.add("data", "all_reduce", n_bytes)
 
     def count_shards(self) -> None:
-        """Count ZeRO's collectives; does nothing without ZeRO. Weights are all-gathered once, or
-        for each pass; gradients are reduce-scattered in the last micro-batch, or in each; replicas
-        of a shard all-reduce its gradient in the last."""
+        """Count ZeRO's collectives; does nothing without ZeRO. Weights are all-gathered once if
+        they stay gathered over the step (`rules.weights_stay_gathered`), else in both passes of
+        each micro-batch. Gradients are reduce-scattered in each micro-batch if
+        `rules.reduces_each_micro_batch`, else in the last one only. If shards have replicas, these
+        all-reduce gradients in the last micro-batch."""
         rules, shard = self.step.rules, self.layout.shard
         if self.sharding.data_sum != "fsdp":
             return

@@ -147,8 +147,8 @@ class _ElementwiseTime:
         )
 
     def _norm(self, op: Operation) -> PassSeconds:
-        """Return the seconds for a norm together with the residual addition before it, which is not
-        listed as an operation of its own."""
+        """Return the seconds for a norm and for the residual addition before it, which is not
+        listed as an operation."""
         stream = self._bytes(op.reads)
         rounded = self._bytes([replace(op.result, dtype="products")])  # as matmuls read it
         if self.joins:
@@ -194,7 +194,8 @@ class _ElementwiseTime:
 
     def _dropout(self, op: Operation) -> PassSeconds:
         """Return the seconds for dropout, including its random mask. With compilation, dropout
-        before a residual addition costs nothing: it is fused with the following norm."""
+        before a residual addition costs nothing, because it is fused with the following norm; only
+        the embedding's dropout then counts."""
         once = self._element_wise(op)
         if self.joins:
             return once if op.layer is None else PassSeconds(0.0, 0.0, 0.0)
@@ -290,9 +291,10 @@ class _OperationTime(_ElementwiseTime):
         )
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
-        """Return the bytes moved in a micro-batch to round these weights for matmuls, and those
-        moved to widen and accumulate their gradients. If gathered weights arrive already rounded,
-        one operation adds gradients to the unsharded ones."""
+        """Return (bytes moved in a micro-batch to round these weights for matmuls, bytes moved to
+        add their gradients). The first is 0 if weights come in the matmul dtype already. The second
+        covers widening gradients from a narrower dtype, and accumulating them if micro-batches add
+        unsharded gradients."""
         e, p = self.step.element_bytes, self.step.product_bytes
         n = sum(math.prod(self.step.sharding.parameter_shape(spec)) for spec in parameters)
         if not self.step.rounds_weights:
@@ -318,8 +320,8 @@ class _OperationTime(_ElementwiseTime):
 
     def _attention(self, op: Operation) -> PassSeconds:
         """Return the seconds for attention between the projections. Fused attention skips masked
-        blocks, and kernels may include dropout; otherwise attention is two full matmuls that write
-        out the attention weights."""
+        blocks. If attention dropout is on and neither GPU kernels nor the fused CPU step apply it,
+        attention is instead two full matmuls that write out the attention weights."""
         whole = math.prod(op.result.shape)
         local = math.prod(self.step.sharding.local_shape(op.result.shape, op.result.axes))
         n_tokens = self.step.micro_batch_size * op.result.shape[0]
@@ -361,8 +363,8 @@ class _OperationTime(_ElementwiseTime):
 
 
 class ComputeTime:
-    """Pass times in seconds for one micro-batch, by stage or by operation, on one rank; results are
-    cached."""
+    """Estimated pass times in seconds for one micro-batch, by stage or by operation, on one rank;
+    results are cached."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
         self.step = step
@@ -414,8 +416,8 @@ class ComputeTime:
         return PassSeconds(forward, backward_input, backward_weight)
 
     def attention(self, layers: range) -> float:
-        """Return the seconds for a stage's attention, forward and backward together, with which
-        ring attention overlaps its messages."""
+        """Return the seconds for attention in a stage with these layers, forward and backward
+        together, for one micro-batch. Ring attention overlaps its messages with them."""
         return sum(
             kind.n * sum(self.operation(kind))
             for kind in kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
@@ -423,8 +425,8 @@ class ComputeTime:
         )
 
     def reading(self, layers: range) -> PassSeconds:
-        """Return the pass times for a stage's column-parallel matrices alone (those that read the
-        residual stream); their gradients may overlap with communication."""
+        """Return the pass times for one micro-batch in a stage's column-parallel matmuls alone
+        (those that read the residual stream); their gradients may overlap with communication."""
         if layers not in self._reading:
             one_by_one = [
                 (kind.n, self.operation(kind))

@@ -64,13 +64,15 @@ class Step:
 
     @cached_property
     def n_rows(self) -> int:
-        """Sequences per step on each data-parallel rank."""
+        """Sequences per step on each data-parallel rank: `train.batch_size` ÷
+        `layout.n_batch_shards`."""
         assert self.config.train.batch_size is not None  # resolved
         return self.config.train.batch_size // self.layout.n_batch_shards
 
     @cached_property
     def micro_batch_size(self) -> int:
-        """Sequences per micro-batch, a divisor of `n_rows`."""
+        """Sequences in one forward pass on each data-parallel rank: `train.micro_batch_size`, which
+        divides `n_rows`, the rank's sequences per step."""
         assert self.config.train.micro_batch_size is not None  # resolved
         return self.config.train.micro_batch_size
 
@@ -137,9 +139,9 @@ class PassSeconds(NamedTuple):
 
 
 def pass_seconds(step: Step) -> list[PassSeconds]:
-    """Return, for each stage, its passes' costs in multiplications per token. Attention is counted
-    in full, without skipping masked positions; recomputation counts as part of the backward
-    pass."""
+    """Return, for each stage, a PassSeconds in multiplications per token instead of seconds, so
+    that no cluster is needed. Attention is counted in full, without skipping masked positions;
+    recomputation counts as part of the backward pass."""
     config = step.config
     how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
     recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
@@ -168,7 +170,8 @@ class ActivationBytes:
     step: Step
 
     def of(self, tensors: Iterable[ActivationTensor]) -> int:
-        """Return the total bytes for these activations; equal ones are counted once."""
+        """Return the total bytes for these activations in one micro-batch on the rank; equal ones
+        are counted once."""
         return sum(self._one(tensor) for tensor in set(tensors))
 
     def _one(self, tensor: ActivationTensor) -> int:
@@ -183,7 +186,8 @@ class ActivationBytes:
 
     @property
     def message(self) -> int:
-        """Bytes of the residual stream that one rank sends to the next pipeline stage."""
+        """Bytes that one rank sends to the next pipeline stage for one micro-batch: its block of
+        the residual stream."""
         stream = residual_stream(self.step.config.model, "message")
         return self._one(replace(stream, axes=("message", "embed")))
 
@@ -225,7 +229,8 @@ class ActivationBytes:
 
     def _gathers_again(self, op: Operation) -> bool:
         """Whether a matmul saves only its input's sequence shard, so that its backward pass
-        all-gathers the input again."""
+        all-gathers the input again: with `sequence`, if it is column-parallel and computed together
+        with those that have the same input (`rules.reads_at_once`)."""
         reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
         at_once = self.step.rules.reads_at_once(self.step.config.lora)
         return reads_stream and at_once and self.step.layout.sequence
@@ -323,7 +328,8 @@ class ActivationBytes:
 
     def multiplying(self, run: Sequence[Operation]) -> int:
         """Return the largest extra bytes during any matmul's backward pass in a block, for blocks
-        from other ranks that shard it; 0 if none does."""
+        received from other ranks: in grids, and if inputs are gathered again under sequence
+        parallelism; 0 otherwise."""
         n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
         n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
         products = (op for op in run if op.kind == "product")
@@ -358,7 +364,7 @@ class ActivationBytes:
 def attention_elements(
     op: Operation, sharding: Sharding, coordinates: Mapping[str, int] | None = None
 ) -> tuple[int, int]:
-    """Return two element counts per sequence on a rank: queries, and keys with values.
+    """Return (elements in queries, elements in keys and values) that a rank has per sequence.
     `coordinates` is the rank's position on the mesh; None means the largest shard."""
     n_q = math.prod(sharding.local_shape(op.result.shape, op.result.axes, coordinates))
     n_read = sum(

@@ -29,7 +29,7 @@ LARGE_BUBBLE = 0.25
 @dataclass(frozen=True)
 class Estimate:
     """The estimated cost of running a Plan (a resolved configuration: sharding, batch, steps) on a
-    cluster."""
+    cluster. Every figure is computed; nothing is run or measured."""
 
     plan: Plan
     cluster: Cluster
@@ -210,8 +210,8 @@ def make_estimate(
     needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
     counts in epochs.
 
-    Raises ConfigError if the layout needs more devices than there are or contradicts the
-    configuration (see `make_plan`).
+    Raises ConfigError if the layout needs more devices than there are, or if model, batch and
+    layout do not fit each other.
     """
     if layout is not None:
         config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
@@ -265,7 +265,8 @@ def _named_processes(config: Config) -> int:
 
 def best_precision(config: Config, cluster: Cluster) -> str:
     """Return the configured `train.precision`, or for `auto` the one that a run would choose on
-    these devices, judged by their peak FLOP/s."""
+    these devices: bf16, else fp16, if its peak FLOP/s exceed fp32's; else fp32. Without an fp32
+    peak, the format with the highest."""
     if config.train.precision != "auto":
         return config.train.precision
     known: dict[str, float] = dict(cluster.device.tflops)

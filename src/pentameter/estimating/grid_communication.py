@@ -88,9 +88,10 @@ class GridCommunication(OperationCommunication):
         return self._summa(n_out, n_in // self.edge, n_tokens, n_forward)
 
     def _summa(self, n_out: int, n_in: int, n_tokens: int, n_forward: int) -> Iterator[Sent]:
-        """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per grid column: in each
-        pass, weight blocks and blocks of the result's gradient are broadcast, and each partial sum
-        is reduced to one rank."""
+        """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per grid column. Each
+        pass broadcasts weight blocks; the forward pass reduces each partial result to one rank. The
+        backward pass also broadcasts blocks of the result's gradient, and reduces the weight's.
+        `n_forward` counts forward passes (2 if recomputed)."""
         p = self.step.product_bytes
         for coordinate in range(self.edge):
             n = shard_size(n_out, self.edge, coordinate)
@@ -100,9 +101,10 @@ class GridCommunication(OperationCommunication):
             yield Sent("row", "reduce", self.summed_bytes * n * n_in)
 
     def _matmul_3d(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
-        """Yield the 3-D algorithm's collectives for a matmul: input and weight are all-gathered in
-        each pass; the result is reduce-scattered, and backward its gradient is all-gathered, and
-        the input's and the weight's are reduce-scattered."""
+        """Yield the 3-D algorithm's collectives for a matmul. Each pass all-gathers input and
+        weight. The forward pass reduce-scatters the result; the backward pass all-gathers the
+        result's gradient and reduce-scatters the gradients for input and weight. `n_forward` counts
+        forward passes (2 if recomputed)."""
         n_out, n_in = op.parameters[0].shape
         reads_stream = op.contracts == "embed"
         inputs, results = ("depth", "tensor") if reads_stream else ("tensor", "depth")

@@ -22,7 +22,7 @@ Link = Literal["inside a node", "between nodes"]
 
 @dataclass(frozen=True)
 class Links:
-    """Communication times in a layout on a cluster, by mesh dimension."""
+    """Estimated communication times in a layout on a cluster, by mesh dimension."""
 
     layout: Layout
     cluster: Cluster
@@ -48,8 +48,9 @@ class Links:
         return "inside a node" if self.group(dimension)[2] == 1 else "between nodes"
 
     def seconds(self, dimension: str, kind: Kind, traffic: Communication) -> float:
-        """Return the seconds for all calls in `traffic` of one `kind` along a mesh dimension, one
-        after another, without overlap; 0 for a group with one rank."""
+        """Return the seconds for all calls that `traffic` counts, in a step or another span, when
+        they follow one another without overlap: collectives or messages of one `kind` along a mesh
+        dimension, or WORLD. 0 for a group with one rank."""
         size, within, nodes = self.group(dimension)
         if size == 1 or not traffic.calls:
             return 0.0
@@ -60,8 +61,8 @@ class Links:
         )
 
     def total(self, traffic: StepCommunication, *dimensions: str) -> float:
-        """Return the seconds for all communication in `traffic` along the named mesh dimensions,
-        one call after another."""
+        """Return the seconds for all communication in `traffic`, one rank's by (dimension, kind),
+        along the named mesh dimensions, one call after another."""
         return sum(
             self.seconds(dimension, kind, counted)
             for (dimension, kind), counted in traffic.items()
@@ -71,8 +72,8 @@ class Links:
     def seconds_and_calls(
         self, traffic: StepCommunication, dimension: str, kind: Kind
     ) -> tuple[float, int]:
-        """Return the seconds and the number of calls for one kind of collective along a mesh
-        dimension; (0.0, 0) if there are none."""
+        """Return (seconds, number of calls) in `traffic`, one rank's by (dimension, kind), for one
+        kind of collective along a mesh dimension; (0.0, 0) if there are none."""
         counted = traffic.get((dimension, kind))
         if counted is None:
             return 0.0, 0

@@ -44,7 +44,8 @@ class StateBytes:
     @property
     def snapshot_bytes(self) -> int:
         """Upper bound on host memory for a rank's copy of its weights and optimizer state, while a
-        checkpoint is written during training; ranks with the same values divide them."""
+        checkpoint is written during training. Ranks that hold the same values each copy a fraction
+        of them."""
         return self.weights_bytes + self.optimizer_bytes
 
 
@@ -70,12 +71,12 @@ class Memory(StateBytes):
 
 
 def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
-    """Return the Memory in a step on the rank that needs the most.
+    """Return the Memory in a step on the rank that needs the most, estimated from shapes.
 
     Attention dropout is assumed to write out the attention weights, unless `step.fused_dropout`.
     Among ranks that shard the same tensors, the first holds the largest shards. Muon's workspace
     for a matrix is left out. `known`, a dict kept by the caller, caches the results that depend on
-    parameters alone, for calls with the same model, optimizer and precision.
+    parameters alone, for calls with the same model, optimizer and precision; None caches nothing.
     """
     layout, n_micro_batches = step.layout, step.n_micro_batches
     under_way = passes_under_way(layout, n_micro_batches)
@@ -104,9 +105,9 @@ def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateBytes:
-    """Return the fullest rank's bytes for weights, gradients and optimizer state, which follow from
-    parameters alone. `tables` lists the parameters per pipeline stage, with the axes that each is
-    sharded along."""
+    """Return the fullest rank's bytes for weights, gradients and optimizer state, estimated by the
+    parameters' shapes alone. `tables` lists each pipeline stage's parameters; one in several stages
+    is counted once per rank."""
     layout, sharding, optimizers = step.layout, step.sharding, step.config.optimizer
     whole_gradients = step.rules.keeps_whole_gradients(step.n_micro_batches)
 
@@ -213,22 +214,24 @@ class _RankActivations:
         return kept, split, max(*extra, costs.multiplying(run))
 
     def peaks(self, under_way: UnderWay) -> tuple[int, int]:
-        """Return the peak activation bytes over the step, and the peak after the first backward
-        pass, when gradients exist (0 if nothing is in flight then). Both include the temporary
-        bytes for recomputing one block and for the loss."""
+        """Return (peak activation bytes over the step, peak after the first backward pass, when
+        gradients exist). The second is 0 if nothing is in flight then. Both include the temporary
+        bytes for recomputing one block and for the loss. `under_way` counts this rank's passes in
+        flight at each moment."""
         ever, later = under_way.peaks(self.of_passes)
         return ever + self.at_once, later + self.at_once if later else 0
 
     def received(self, waiting: int) -> int:
-        """Return the bytes in pipeline messages: `waiting` received ones, the gradient that a
-        backward pass is computing for sending, and per stage the one sent before."""
+        """Return the bytes in pipeline messages on this rank: `waiting` messages received and not
+        yet read, for each stage after the first the gradient that was sent last, and the gradient
+        being computed."""
         n_sending = sum(number > 0 for number in self.numbers)
         return self.costs.message * (waiting + n_sending + (n_sending > 0))
 
 
 class _RankMemory:
-    """Memory of the rank at one `pipeline` coordinate, coordinate 0 elsewhere; holds everything
-    that follows from its parameters alone."""
+    """Computes the Memory of the rank at one `pipeline` coordinate, with coordinate 0 along every
+    other mesh dimension; holds everything that follows from its parameters alone."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
         """The result is reused for other micro-batch sizes: it depends on `step`'s micro-batches
@@ -321,8 +324,10 @@ class _RankMemory:
     # -- snapshots of a step ----------------------------------------------------------------------
 
     def without_zero(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of a step without ZeRO, one per moment that may be the peak. If
-        micro-batches accumulate gradients, DDP holds buckets for all gradients from the start."""
+        """Yield the live bytes (estimated, as a _Snapshot) at each moment in a step without ZeRO
+        that may be the peak: the first backward pass, a later one if there are several
+        micro-batches, the end of the last one, and the all-reduce after it. If micro-batches
+        accumulate gradients, DDP holds buckets for all gradients from the start."""
         data_sum, whole = self.step.sharding.data_sum, self.gradients_bytes
         rounded = self.rounded_bytes
         split = self.split_gradient_bytes
@@ -341,8 +346,8 @@ class _RankMemory:
 
     @cached_property
     def rounded_bytes(self) -> int:
-        """Bytes for weights in the matmul dtype that are kept for all micro-batches, without
-        ZeRO."""
+        """Bytes for weights in the matmul dtype that are kept for all micro-batches, without ZeRO;
+        0 if each micro-batch rounds them anew, or if none need rounding."""
         return sum(map(self.rounded_bytes_of, self.tables))
 
     @cached_property
@@ -368,7 +373,10 @@ class _RankMemory:
 
 
 class _FsdpSnapshots:
-    """Snapshots of a rank's step with ZeRO, one per moment that may be the peak."""
+    """Yields snapshots of a rank's step with ZeRO: at each moment that may be the peak, the live
+    bytes for gradients with gathered weights, and for activations, besides weights and optimizer
+    state. They are estimated, not measured. Moments are each unit's gather in the forward pass, its
+    gradients and their reduction in the backward pass, and the step's end."""
 
     def __init__(self, rank: _RankMemory) -> None:
         self.rank = rank
@@ -376,7 +384,7 @@ class _FsdpSnapshots:
     @property
     def adds_whole(self) -> bool:
         """Whether micro-batches accumulate gradients unsharded, so that they are reduced only once
-        per step."""
+        per step: with several micro-batches, under ZeRO 1 or in a pipeline."""
         return self.rank.accumulates and not self.rank.step.rules.reduces_each_micro_batch
 
     @cached_property
@@ -426,9 +434,10 @@ class _FsdpSnapshots:
     def gathering(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int
     ) -> Iterator[_Snapshot]:
-        """Yield snapshots of a forward pass, with `accumulated` bytes of gradients held throughout.
-        A unit's gather buffer is kept until the next one is available; with prefetching, the next
-        unit is gathered while this one computes."""
+        """Yield a snapshot for each unit in a forward pass. `blocks` are the units in execution
+        order, `root` the one gathered throughout; `accumulated` bytes of gradients are held all the
+        time. A unit's gather buffer is kept until the next one is available; with prefetching, the
+        next unit is gathered while this one computes."""
         each = self.rank.activations_bytes / len(blocks)
         gathered = root.gathered
         for index, unit in enumerate(blocks):
@@ -443,9 +452,10 @@ class _FsdpSnapshots:
     def reducing(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int, reduced: int
     ) -> Iterator[_Snapshot]:
-        """Yield snapshots of a backward pass. `accumulated`: gradient bytes from earlier
-        micro-batches; `reduced`: the input kept from the previous reduction. Each unit is freed,
-        and its gradients are copied for reduction, once all are computed. The root, whose first
+        """Yield snapshots of a backward pass, two for each unit in `blocks` (execution order) and
+        two for `root`. `accumulated` is gradient bytes from earlier micro-batches, `reduced` the
+        previous reduction's input, which is kept. Once a unit's gradients are all computed, its
+        weights are freed and the gradients are copied for reduction. The root, whose first
         gradients are the head's, follows at the end."""
         adds_whole = self.adds_whole
         each = self.rank.activations_bytes / len(blocks)
@@ -475,9 +485,9 @@ class _FsdpSnapshots:
         yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
 
     def arriving(self, unit: _FsdpUnit) -> int:
-        """Return the bytes of a unit's new gradients at the end of its backward pass, besides
-        accumulated ones: only the largest parameter's if they are accumulated in place, in the same
-        dtype."""
+        """Return the bytes for a unit's new gradients at the end of its backward pass, besides
+        accumulated ones. If they are accumulated in place, in the dtype that they are computed in,
+        only the largest parameter's count."""
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:

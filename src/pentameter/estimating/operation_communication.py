@@ -71,8 +71,9 @@ class OperationCommunication:
         return set().union(*map(recomputed_results, groups))
 
     def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
-        """Yield the calls for these kinds of collectives; None means all. For equal blocks one
-        entry is yielded, with its calls multiplied by their number."""
+        """Yield the calls, forward and backward, for the collectives of these kinds that operations
+        list; None means all kinds. Equal blocks yield one entry, with its calls multiplied by their
+        number."""
         for run in self.runs:
             for operations, n in run.groups:
                 for each in self._sent_by(operations, kinds):
@@ -111,8 +112,9 @@ class OperationCommunication:
                 refuse_unknown(unknown, "a collective's kind", "the planner's communication")
 
     def _gather(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield the calls for `x`, an input that column-parallel matrices read: all-gathers of its
-        sequence shards, and the sum of its gradient."""
+        """Yield the calls along `dimension` for `x`, an input that column-parallel matrices read:
+        all-gathers of its sequence shards (none unless the dimension shards the sequence), and the
+        sum of its gradient."""
         at_once = op.kind == "product" and self.step.rules.reads_at_once(self.step.config.lora)
         yield self._gather_of("forward", dimension, x)
         if op.layer is not None and self._gathers_again(at_once):
@@ -163,7 +165,8 @@ class OperationCommunication:
     def _mean_squares(
         self, op: Operation, squares: ActivationTensor, dimension: str
     ) -> Iterator[Sent]:
-        """Yield a norm's all-reduces, one number per token in each pass."""
+        """Yield the all-reduces for a norm whose channels are sharded: `squares`, one number per
+        token, in the forward pass (twice if recomputed) and in the backward pass."""
         n_calls = (2 if op.name in self.repeated else 1) + op.gives_gradient
         yield Sent(dimension, "all_reduce", self._bytes_of_all_tokens(squares), n_calls)
 

@@ -26,9 +26,9 @@ from pentameter.planning.plan import Plan
 
 def step_of(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Step:
     """Return the Step (one optimizer step in a layout) that a Plan's estimates are computed from.
-    `precision` is the run's matmul precision, if the configuration leaves it open. With
-    `fused_dropout`, GPU kernels apply dropout to the attention weights, which are otherwise written
-    out."""
+    `precision` is the run's matmul precision; None takes `train.precision`, with fp32 for `auto`.
+    With `fused_dropout`, GPU kernels apply dropout to the attention weights, which are otherwise
+    written out."""
     return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout)
 
 
@@ -43,10 +43,10 @@ def plan_state_bytes(plan: Plan) -> StateBytes:
 
 
 def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
-    """Return the bytes that the fullest rank holds in a step. `precision` is the run's matmul
-    precision, if the configuration leaves it open; with `fused_dropout`, kernels do not write out
-    dropped attention weights. Raises ConfigError for a custom model, whose activations are not
-    known."""
+    """Return the estimated bytes that the fullest rank holds in a step. `precision` is the run's
+    matmul precision; None takes `train.precision`, with fp32 for `auto`. With `fused_dropout`,
+    kernels do not write out dropped attention weights. Raises ConfigError for a custom model, whose
+    activations are not known."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
     return step_memory(step_of(plan, precision, fused_dropout=fused_dropout))
@@ -56,16 +56,17 @@ def plan_communication(
     plan: Plan, rank: int = 0, precision: str | None = None
 ) -> StepCommunication:
     """Return the calls and bytes that a rank sends and receives in a step, by (mesh dimension,
-    kind). `precision` is the run's matmul precision, if the configuration leaves it open. Raises
-    ConfigError for a custom model."""
+    kind), counted from the model's operations. `precision` is the run's matmul precision; None
+    takes `train.precision`, with fp32 for `auto`. Raises ConfigError for a custom model."""
     if plan.built_by is not None:
         raise ConfigError(f"the messages of the module of {plan.built_by} are not known")
     return step_communication(step_of(plan, precision), rank)
 
 
 def plan_bubble(plan: Plan) -> float | None:
-    """Return the pipeline ranks' idle time ÷ their compute time: 0 without a pipeline, None for a
-    custom model with one."""
+    """Return the pipeline ranks' idle time ÷ their compute time, simulated with passes that take
+    time in proportion to their multiplications: 0 without a pipeline, None for a custom model with
+    one."""
     if plan.layout.pipeline == 1:
         return 0.0
     if plan.built_by is not None:
@@ -87,8 +88,10 @@ def describe_plan(plan: Plan) -> str:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the Plan as a JSON object, as `train --dry-run` prints it and a run folder's plan.json
-    holds it. Figures unknown for a custom model are None."""
+    """Return the JSON object that `train --dry-run` prints and a run folder's plan.json holds: the
+    Plan's figures, and the estimated "memory" (bytes on the fullest rank), "communication" (the
+    busiest rank's, per step) and "time" (the bubble). Figures unknown for a custom model are None.
+    """
     sent, held = None, plan_state_bytes(plan)
     if plan.built_by is None:
         sent = by_dimension(busiest(step_of(plan)))

@@ -69,8 +69,8 @@ def scale(
     most: int = MOST_DEVICES,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
-    `cluster`. The configuration's batch size is kept; `vocab_size` and `rows_per_epoch` are the
-    data's, if the configuration needs them."""
+    `cluster`. The configuration's batch size is kept. `vocab_size` is needed if the configuration
+    sets none, `rows_per_epoch` (batch rows in the training split) if it counts in epochs."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1

@@ -68,14 +68,15 @@ def search(
     allowed: Allowed = lambda candidate: True,
     among: Candidates | None = None,
 ) -> Found:
-    """Find the fastest layouts for a configuration that use the whole cluster and fit its devices.
+    """Find the fastest layouts for a configuration that use the whole cluster and fit its devices,
+    by estimated times.
 
     The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
-    batch is kept. `vocab_size` and `rows_per_epoch` are the data's, if the configuration needs
-    them. At most `n_best` layouts are returned, after at most `most_timed` full timings. `sequence`
-    sets whether tensor-parallel ranks also split the sequence; None tries both. Candidates for
-    which `allowed` is false are left out. `among` reuses the candidates from another search for the
-    same configuration and cluster.
+    batch is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch
+    rows in the training split) if it counts in epochs. At most `n_best` layouts are returned, after
+    at most `most_timed` full timings. `sequence` sets whether tensor-parallel ranks also split the
+    sequence; None tries both. Candidates for which `allowed` is false are left out. `among` reuses
+    the candidates from another search for the same configuration and cluster; None lists them anew.
     """
     start = time.monotonic()
     every = among or all_candidates(config, cluster, vocab_size, rows_per_epoch, sequence=sequence)
@@ -126,7 +127,8 @@ def search(
 
 
 def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
-    """Return a sentence that says why a search found nothing and which change would help."""
+    """Return a sentence that says why `found`, the result of a search without estimates, is empty,
+    and which change would help."""
     nothing = f"no layout of {config.name} fits {cluster}"
     if not found.n_legal:
         return (
@@ -167,9 +169,11 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
 def settings_that_fit(
     plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
 ) -> list[str]:
-    """Return changes to a Plan with which a rank needs at most `usable_bytes`, as command-line
-    options ("--train.micro-batch-size 1"): single changes first, then recomputation with the
-    smallest micro-batch. `precision` and `fused_dropout` as in `step_of`."""
+    """Return changes to a Plan with which a rank needs at most `usable_bytes`, each as command-line
+    options ("--train.micro-batch-size 1"): single changes first, then full recomputation with
+    micro-batches of one sequence, then these with ZeRO 3. `precision` is the matmul precision
+    (None: `train.precision`, with fp32 for `auto`); with `fused_dropout`, attention dropout does
+    not write out the weights."""
     ways = [[change] for change in _single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -211,8 +215,9 @@ def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
 
 
 def _single_changes(plan: Plan) -> list[Change]:
-    """Return changes of one setting to another value: micro-batch size, activation checkpointing,
-    ZeRO stage, sequence parallelism, schedule."""
+    """Return changes of one setting to another value: the micro-batch size doubled or reduced to
+    one of the next smaller sizes that divide a rank's sequences, activation checkpointing, ZeRO
+    stage, sequence parallelism, pipeline schedule."""
     rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
     sizes = [size for size in (micro * 2, *range(micro - 1, 0, -1)) if rows % size == 0]
     ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
@@ -255,8 +260,9 @@ def all_candidates(
     sequence: bool | None = None,
 ) -> Candidates:
     """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
-    as `among`. `sequence` sets whether tensor-parallel ranks also split the sequence; None tries
-    both."""
+    as `among`. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch rows
+    in the training split) if it counts in epochs. `sequence` sets whether tensor-parallel ranks
+    also split the sequence; None tries both."""
     plan = _base(config, vocab_size, rows_per_epoch)
     return Candidates(plan, cluster, best_precision(config, cluster), sequence=sequence)
 

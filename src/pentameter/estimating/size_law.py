@@ -100,9 +100,10 @@ CHARACTERS = "char"
 
 
 def best_vocabulary(n_bytes: int, tokens_of_run: Callable[[int], float]) -> str:
-    """Return the `data.tokenizer` for a text with `n_bytes` of UTF-8: "bpe:N" with the largest
-    vocabulary whose entries occur often enough in the text and in the run, else "char".
-    `tokens_of_run` gives the tokens that a run has time for with a vocabulary size."""
+    """Return the `data.tokenizer` for a text with `n_bytes` of UTF-8: "bpe:N" with the largest N in
+    VOCABULARIES for which the text has at least BYTES_PER_ENTRY · N bytes and the run at least
+    TOKENS_PER_ENTRY · N tokens; "char" if there is none. `tokens_of_run` gives the tokens that a
+    run has time for with a vocabulary size."""
     found = CHARACTERS
     for size in VOCABULARIES:
         if size * BYTES_PER_ENTRY <= n_bytes and size * TOKENS_PER_ENTRY <= tokens_of_run(size):
@@ -116,7 +117,8 @@ SMALLEST_STEP_TOKENS, LARGEST_STEP_TOKENS = 2048, 1 << 19
 
 def step_tokens(n_tokens: float) -> int:
     """Return the tokens per step for a run that reads `n_tokens`: the largest power of two that
-    leaves at least STEPS_OF_A_RUN steps, within the allowed range."""
+    leaves at least STEPS_OF_A_RUN steps, but no less than SMALLEST_STEP_TOKENS and no more than
+    LARGEST_STEP_TOKENS."""
     wanted = max(1, math.floor(n_tokens / STEPS_OF_A_RUN))
     fitting = 1 << (wanted.bit_length() - 1)
     return min(LARGEST_STEP_TOKENS, max(SMALLEST_STEP_TOKENS, fitting))
@@ -128,5 +130,6 @@ AdamW's."""
 
 
 def best_rate(d_model: int) -> float:
-    """Return the peak learning rate for a model width, in inverse proportion to its square root."""
+    """Return the peak learning rate for a model width: RATE at WIDTH_OF_RATE, and in inverse
+    proportion to the square root of the width."""
     return round(RATE * math.sqrt(WIDTH_OF_RATE / d_model), 5)

@@ -40,7 +40,7 @@ IN_LAYERS = ("tensor", "row", "depth")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step's time in seconds and its components, which add up to it (except `hidden`)."""
+    """One step's estimated seconds and their components, which add up to them (except `hidden`)."""
 
     seconds: float
     compute: float
@@ -118,8 +118,9 @@ class _Waits:
         return self._waits[key]
 
     def _waiting_of(self, layers: range, coordinate: int, fraction: float) -> _Waiting:
-        """Return the communication seconds in these layers' passes for one micro-batch: `fraction`
-        of the rank's in a step."""
+        """Return the communication seconds in these layers' passes for one micro-batch. The rank at
+        `pipeline` coordinate `coordinate` spends `fraction` of its communication in a step on them.
+        """
         forward, backward, hidden = self._tensor(layers, coordinate, fraction)
         waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
         if self.step.layout.context > 1:
@@ -136,8 +137,10 @@ class _Waits:
     def _tensor(
         self, layers: range, coordinate: int, fraction: float
     ) -> tuple[float, float, float]:
-        """Return the seconds that these layers' passes wait for sharded matrices, forward and
-        backward, and the overlapped seconds: `fraction` of the rank's in a step."""
+        """Return (forward, backward, hidden): the seconds that these layers' forward and backward
+        passes wait for tensor-parallel or grid communication in one micro-batch, and those that
+        overlap with compute. The rank at `coordinate` spends `fraction` of its communication in a
+        step on them."""
         in_layers = fraction * self.links.total(self.communication[coordinate], *IN_LAYERS)
         if self.step.layout.is_grid or not in_layers:
             return FORWARD_SHARE * in_layers, (1 - FORWARD_SHARE) * in_layers, 0.0
@@ -163,8 +166,9 @@ class _Waits:
         return forward, total - hidden - forward, hidden
 
     def _reordering(self, traffic: StepCommunication) -> float:
-        """Return the seconds in which a rank reorders sequence shards, half of which arrive by rank
-        but are needed by sequence position, and sums the shards that other ranks sent."""
+        """Return the seconds in which a rank reorders and sums sequence shards in memory, as
+        `traffic` counts them: gathered shards arrive in rank order but are needed by sequence
+        position, and shards that other ranks sent are added up."""
         moved = sum(MOVES.get(kind, 0) * each.n_bytes for (_, kind), each in traffic.items())
         return moved / self.links.cluster.memory_bandwidth
 
@@ -265,8 +269,9 @@ class _StepOnCluster:
                 return self._sharded(forward, backward)
 
     def _overlapped(self, compute: float, sent: float, calls: int, name: str) -> float:
-        """Return the seconds for `compute` with overlapped communication: `sent` seconds in `calls`
-        equal calls, the last one exposed. Notes both under `name`, a mesh dimension."""
+        """Return the seconds for `compute` seconds of work with overlapped communication: `sent`
+        seconds in `calls` equal calls, the last one exposed. Adds the exposed and the hidden
+        seconds to `exposed` and `hidden` under `name`, a mesh dimension."""
         last = sent / max(1, calls)
         time = compute + self.links.exposed_seconds(compute, sent - last) + last
         self._note(self.exposed, name, time - compute)
@@ -274,9 +279,10 @@ class _StepOnCluster:
         return time
 
     def _sharded(self, forward: float, backward: float) -> float:
-        """Return the seconds for a step with ZeRO, given the seconds for one micro-batch's passes.
-        Weights are gathered once, or before each pass; gradients are reduced in the last
-        micro-batch, or in each."""
+        """Return the seconds for a step with ZeRO, given the forward and backward seconds for one
+        micro-batch. Weights are gathered once if they stay gathered over the step, else before each
+        pass. Gradients are reduced in each micro-batch if `rules.reduces_each_micro_batch`, else in
+        the last one only."""
         traffic, M = self.communication[0], self.n_micro_batches
         gathers, n_gathers = self.links.seconds_and_calls(traffic, "shard", "all_gather")
         sums, n_sums = self.links.seconds_and_calls(traffic, "shard", "reduce_scatter")
@@ -329,8 +335,10 @@ class _StepOnCluster:
     def _pipeline(
         self, computed: list[PassSeconds], waiting: list[PassSeconds]
     ) -> tuple[PipelineTime, float, float, float]:
-        """Return the simulated passes, the seconds including those after the last pass, and the
-        ranks' mean compute and idle seconds, from each stage's pass and waiting times."""
+        """Return (simulated passes, length, compute, bubble), given each stage's pass times and
+        waiting times for one micro-batch. Length is the step's seconds until all gradients are
+        summed, without the optimizer; compute and bubble (idle) seconds are means over the
+        pipeline's ranks."""
         both = [
             PassSeconds(*(a + b for a, b in zip(*pair, strict=True)))
             for pair in zip(computed, waiting, strict=True)

@@ -97,9 +97,10 @@ def pass_order(layout: Layout, n_micro_batches: int) -> list[list[Pass]]:
 
 
 def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
-    """Return how many micro-batches to simulate for a step with `n_micro_batches`: some full rounds
-    plus the remainder. All are simulated if they are few, or if stages alternate in rounds of
-    another length."""
+    """Return how many micro-batches to simulate for a step with `n_micro_batches`: SIMULATED_ROUNDS
+    full rounds (one micro-batch per pipeline rank each) plus the remainder. All are simulated if
+    there are at most SIMULATED_ROUNDS + 2 rounds, or if ranks alternate between several stages, not
+    in a V schedule, and there is a remainder."""
     p, M = layout.pipeline, n_micro_batches
     turns = layout.virtual_stages > 1 and not layout.turns_back
     if (SIMULATED_ROUNDS + 2) * p >= M or (turns and M % p):
@@ -253,7 +254,8 @@ def _readers_by_row(layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _passes(pipeline: Layout, n_micro_batches: int) -> _Passes:
-    """Return all ranks' passes, in an order in which they can run."""
+    """Return all ranks' passes in one order in which they can run: a pass comes after the one whose
+    result it reads. `pipeline` is from `_order_settings`."""
     m, orders = n_micro_batches, _orders(pipeline, n_micro_batches)
     needs_of, readers = _needs_by_row(pipeline), _readers_by_row(pipeline)
     index_of = array("l", [-1]) * (len(KINDS) * pipeline.n_stages * m)
@@ -393,9 +395,10 @@ def pipeline_time(
     seconds: Sequence[PassSeconds],
     message_seconds: float = 0.0,
 ) -> PipelineTime:
-    """Return a step's PipelineTime. `seconds` holds each stage's pass times, `message_seconds` the
-    time for a message between ranks. If there are many rounds, only some are simulated, and each
-    omitted one adds as much as the last simulated one."""
+    """Return a step's PipelineTime. `seconds` holds each stage's pass times for one micro-batch,
+    `message_seconds` the time for a message between ranks. With many micro-batches only some rounds
+    are simulated (`simulated_micro_batches`), and each omitted round adds as much time as the last
+    simulated one."""
     n = simulated_micro_batches(layout, n_micro_batches)
     _, ends = _simulated(layout, n, seconds, message_seconds)
     length = max(ends)
@@ -488,8 +491,9 @@ def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def planned_bubble(step: Step) -> float:
-    """Return idle time ÷ busy time for a step on any device: a pass takes as long as it has
-    multiplications, a message no time. 0 without a pipeline."""
+    """Return the pipeline's idle time ÷ busy time in a step, simulated without a cluster: the time
+    for a pass is proportional to its multiplications per token, and messages take no time. 0
+    without a pipeline."""
     layout, n_micro_batches = step.layout, step.n_micro_batches
     if layout.pipeline == 1:
         return 0.0

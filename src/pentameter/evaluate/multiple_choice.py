@@ -64,8 +64,9 @@ def evaluate_multiple_choice(
 ) -> ChoiceMetrics | None:
     """Compute loss and accuracies over `questions`; None if `should_stop` ended it early.
 
-    `name` labels the result. `batch_size` choices run at once; the figures do not depend on it.
-    `should_stop` is asked before each batch. The loss is NaN if any logit is. Collective.
+    `name` and `step` label the result. `batch_size` choices run at once, over all ranks; the
+    figures do not depend on it. `should_stop` is asked before each batch. The loss is NaN if any
+    logit is. Collective.
     """
     start = time.perf_counter()
     scores = choice_scores(engine, questions.choices, batch_size=batch_size, stop=should_stop)
@@ -101,9 +102,9 @@ def choice_scores(
     """Return each choice's log-probability, in nats, given its context: (n_choices,) float64; None
     if `stop` ended it early.
 
-    `stop` is asked before each batch. `batch_size` choices with similar lengths run at once; scores
-    do not depend on it, as a causal model cannot see the padding behind a choice. Collective: every
-    rank gets all scores.
+    `stop` is asked before each batch. `batch_size` choices with similar lengths run at once, over
+    all ranks; scores do not depend on it, as a causal model cannot see the padding behind a choice.
+    Collective: every rank gets all scores.
     """
     scores = np.empty(len(choices))
     # The longest first: if memory is short, that shows at once.

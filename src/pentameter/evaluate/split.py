@@ -23,8 +23,8 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Metrics from a pass over a whole split: loss in nats per token, tokens counted as targets,
-    and seconds taken. `best` marks a run's best loss so far."""
+    """Metrics from a pass over a whole split after `step` optimizer steps: loss in nats per token,
+    tokens counted as targets, and seconds taken. `best` marks a run's best loss so far."""
 
     step: int
     split: str
@@ -49,11 +49,12 @@ def evaluate(
     """Compute loss, perplexity and bits per byte over `split`; None if `should_stop`, asked before
     each batch, ended it early.
 
-    Every target token counts once, so the figures do not depend on `batch_size`. Windows with
-    context_length inputs are adjacent, or begin every `stride` tokens and overlap. If training
-    reads one document per batch row, so does evaluation, and for conversations always.
-    `batch_size`: rows per batch, over all ranks. Bits per byte are nats per token ÷ ln 2 × tokens
-    per UTF-8 byte in the split's text; they compare models with different tokenizers. In
+    `name` and `step` label the result. Every target token counts once, so the figures do not depend
+    on `batch_size`, the batch rows per pass over all ranks. Windows with context_length inputs are
+    adjacent if `stride` is None; else they begin every `stride` tokens and overlap. No window
+    crosses a document's end if the split holds conversations, or if training reads one document per
+    batch row (`data.order` documents, without packing). Bits per byte are nats per token ÷ ln 2 ×
+    tokens per UTF-8 byte in the split's text; they compare models with different tokenizers. In
     conversations only assistant tokens count. Collective. Raises ConfigError for a stride outside 1
     … context_length, or a split with nothing to predict.
     """
@@ -86,11 +87,8 @@ def evaluate(
 
 def evaluation_batch_size(plan: Plan, row_length: int) -> int:
     """Return batch rows per evaluation batch during training, over all ranks, for rows with
-    `row_length` tokens.
-
-    Each data-parallel rank gets as many as in a micro-batch, or more if rows are short (up to 4,096
-    tokens).
-    """
+    `row_length` tokens: for each data-parallel rank as many as in a micro-batch, or 4,096 ÷
+    `row_length`, rounded down, if that is more."""
     per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // row_length)
     return plan.layout.n_batch_shards * per_shard
 

@@ -58,12 +58,12 @@ def generate(
     seed: int = 0,
     context_length: int | None = None,
 ) -> list[str]:
-    """Return continuations for `prompt` (without it), one text per sample: the chunks from
-    `stream`, joined.
+    """Return continuations for `prompt` (without it), one text per sample.
 
-    max_new_tokens: tokens per sample. num_samples: texts to return. temperature: 0 takes the
-    likeliest token. top_k, top_p: keep only the likeliest tokens. seed: keys the draws.
-    context_length: tokens that a module other than GPT can see; required for it.
+    prompt: text to continue; may be empty. max_new_tokens: tokens per sample. num_samples: texts to
+    return. temperature: 0 takes the likeliest token. top_k, top_p: keep only the k likeliest
+    tokens, then the likeliest with total probability p; None keeps all. seed: keys the draws.
+    context_length: tokens that a module other than GPT can see; required for it, ignored for a GPT.
 
     Raises ConfigError for arguments out of range and for a prompt that the tokenizer cannot encode,
     CorruptError if the model's logits are not finite.
@@ -223,8 +223,9 @@ def sample_text(
     """Return a prompt with its continuation by the model in training, on any layout; None except in
     the main process. Collective.
 
-    `seed` keys the draws, at temperature 1. If each process has the whole model, the main one
-    samples alone, with a cache; else all compute each token together, without one. Raises
+    `seed` keys the draws, at temperature 1; at most `max_new_tokens` are drawn, fewer if a token in
+    `prompt.ends` comes. If each process has the whole model, the main one samples alone, with a
+    key/value cache. If not, all processes compute each token together, without a cache. Raises
     CorruptError if the logits are not finite.
     """
     context_length = engine.plan.config.model.context_length
@@ -287,7 +288,7 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the tokenizer's chat template; ConfigError if it has none."""
+    """Return the tokenizer's chat template; ConfigError, naming `--chat`, if it has none."""
     if tokenizer.chat is None:
         raise ConfigError(
             f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
@@ -299,9 +300,9 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 def encode_messages(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
 ) -> Tokens:
-    """Return the ids (n,) for a conversation (each message a role and a content), up to the next
-    answer's start. `render` turns the messages into text by the tokenizer's template. Special
-    tokens in a message's own text are not encoded as such.
+    """Return the ids (n,) for a conversation, up to the next answer's start. Each message is a
+    mapping with "role" and "content"; `render` turns them into text by the tokenizer's chat
+    template. Special tokens in a message's own text are not encoded as such.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
@@ -372,7 +373,8 @@ def _sampled(
 
 @torch.inference_mode()
 def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tokens) -> Floats:
-    """Return logits (B, V) for the token after text (B, n), by a pass over the visible window."""
+    """Return logits (B, V) for the token after `text` (B, n), V = `vocab_size`, by a pass over the
+    visible window: the last tokens that a model with `context_length` positions sees."""
     seen = text[:, -window_tokens(text.shape[1], context_length) :]
     device = next(model.parameters()).device
     logits = model(torch.from_numpy(np.ascontiguousarray(seen)).to(device))
@@ -395,8 +397,8 @@ class _Window:
             self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
 
     def next_logits(self, text: Tokens) -> Floats:
-        """Return logits (B, V) for the token after text (B, n); call it with n one larger each
-        time."""
+        """Return logits (B, V) for the token after `text` (B, n). Call it with n one larger each
+        time: tokens already in the cache are not computed again."""
         n_seen = window_tokens(text.shape[1], self._context_length)
         n_cached = n_seen - 1
         if self._cache.length != n_cached:  # the first call, or the window starts anew

@@ -14,8 +14,9 @@ NEXT_PORTS = 20
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has an address and does not listen yet; port 0 takes a free one. Raises
-    ConfigError, with a remedy, if the address cannot be had."""
+    """Return a TCP socket bound to `host` and `port` that does not listen yet; port 0 takes a free
+    one. Raises ConfigError, with a remedy, if the address is in use, forbidden or not this
+    machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     try:
@@ -52,7 +53,7 @@ def _free_port(family: int, host: str, port: int) -> int | None:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of a server's first page: `http://127.0.0.1:8000/`."""
+    """Return the URL at which the socket's server has its first page: `http://127.0.0.1:8000/`."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 

@@ -125,8 +125,8 @@ def machine_capabilities() -> Capabilities:
 
 
 def gpu_name(name: str, architecture: str) -> str:
-    """Return the GPU's name from the driver; if several chips have that name, with its chip added,
-    `architecture` (`gfx90a`)."""
+    """Return the GPU's name from the driver. The chip, `architecture` (`gfx90a`), is added if
+    several chips have that name."""
     return f"{name} ({architecture})" if name in NAMES_OF_ANY else name
 
 
@@ -153,8 +153,8 @@ def find_compiler(device: torch.device, capabilities: Capabilities | None = None
     out by trying it (0.3 s on a CPU).
 
     On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same is
-    really built. On a GPU Triton generates the kernels; it needs only a C compiler. capabilities:
-    this machine's, by default looked up.
+    really built. On a GPU Triton generates the kernels; it needs only a C compiler, and nothing is
+    built. On MPS the answer is always no. capabilities: this machine's, by default looked up.
     """
     if device.type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")

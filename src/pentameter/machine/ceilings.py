@@ -59,14 +59,14 @@ def ceiling(
     measure: Callable[[torch.device, torch.dtype], float] = measure_matmul,
 ) -> Ceiling:
     """Measure a matmul in `dtype` now, and return the best rate ever measured on this machine under
-    the same conditions, this one included. Collective.
+    the same conditions, this one included. Keeps it in the cache folder for later runs. Collective.
 
     Args:
         name: the device's product name, one condition.
         device: the device to measure.
         dtype: the matmul's dtype.
         n_processes: processes in this run on this machine; they measure at once.
-        collect: the World's all-gather.
+        collect: all-gather over the run's ranks (`World.all_gather`); by default there is one rank.
         measure: (device, dtype) → FLOP/s.
 
     Raises ConfigError if the device cannot multiply this dtype.

@@ -142,7 +142,9 @@ class PythonChild(Child):
         callable that this returns answers each request.
 
         The child's stdout and stderr go to `output`; by default stderr is this process's, and
-        stdout is discarded. environment, folder: as for `Child`.
+        stdout is discarded. environment: the child's variables. folder: a temporary folder that the
+        child removes if this process is killed and cannot. Raises OSError if the system cannot
+        start a process.
         """
         from multiprocessing import Pipe
 
@@ -188,7 +190,7 @@ class PythonChild(Child):
 
 @dataclass(frozen=True)
 class Forked:
-    """A worker process forked by a ForkServer."""
+    """A worker process that a ForkServer has forked."""
 
     pid: int
     connection: Connection
@@ -309,8 +311,9 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
 
 
 def _work(server: Connection, connection: Connection, function: str) -> NoReturn:
-    """Run a forked worker: close the server's connection, and answer requests by `function` over
-    its own. Never returns."""
+    """Run a forked worker until its connection closes, then exit: close the fork server's
+    connection, `server`, and answer requests on `connection` by calling `function` (`module:name`).
+    Never returns."""
     try:
         server.close()
         end_with_parent()

@@ -69,12 +69,13 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
 def choose_precision(
     setting: str, device: torch.device, capabilities: Capabilities | None = None
 ) -> tuple[str, str]:
-    """Return the matmul precision (`bf16`) that `train.precision` = `setting` means on `device`,
-    and the reason in words.
+    """Return (precision, reason): the matmul precision (`bf16`) that `train.precision` = `setting`
+    means on `device`, and the reason in words.
 
     `auto` is bf16 if the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a CPU,
-    sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32. Raises ConfigError,
-    listing the possible ones, if the device lacks the precision.
+    sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32. capabilities: this
+    machine's, by default looked up. Raises ConfigError, listing the possible ones, if the device
+    lacks the precision.
     """
     capabilities = capabilities or machine_capabilities()
     if device.type == "cuda":
@@ -143,13 +144,14 @@ def choose_compile(
     precision: str | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[bool, str]:
-    """Return whether `train.compile` = `setting` has `torch.compile` compile the step, and the
-    reason in words.
+    """Return (whether to compile, reason): whether `train.compile` = `setting` has `torch.compile`
+    compile the step, and the reason in words. Nothing is compiled here but a probe.
 
     `auto` compiles if a compiler works and the whole run, with `total_flops`, is long enough for
     the saved time to pay for about 40 s spent compiling. The whole run, not its rest, so that a
-    resumed run chooses the same. precision: from `choose_precision`, by default its `auto`. Raises
-    ConfigError if `setting` is True and no compiler works.
+    resumed run chooses the same. precision: from `choose_precision`; None for its `auto`.
+    capabilities: this machine's, by default looked up. Raises ConfigError if `setting` is True and
+    no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
     match setting:
@@ -178,12 +180,10 @@ def choose_compile(
 def choose_asynchronous(
     setting: Literal["auto"] | bool, needed_bytes: int, host_bytes: int | None
 ) -> bool:
-    """Return whether to write checkpoints while training goes on, as `checkpoint.asynchronous`
-    = `setting` says.
-
-    `auto` does so if the machine's memory `host_bytes` holds `needed_bytes`, the bytes that its
-    processes need while they save; and if `host_bytes` is None, unknown.
-    """
+    """Return whether to write checkpoints while training goes on. `setting` is
+    `checkpoint.asynchronous`: a bool decides; `auto` says yes unless the machine's memory is known
+    and too small. needed_bytes: bytes that all processes on this machine need while they save.
+    host_bytes: this machine's memory, None if not known."""
     match setting:
         case bool():
             return setting

@@ -61,10 +61,11 @@ def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ
 
 
 def fair_thread_count(cores: frozenset[int], all_cores: Iterable[frozenset[int]]) -> int:
-    """Return the number of threads, at least one, for a process that may use the cores `cores`.
+    """Return the number of threads, at least one, for a process that may use the cores `cores`:
+    these ÷ the processes that may use any of them.
 
-    all_cores: for each process on the machine, this one included, the cores that it may use.
-    Processes that SLURM bound to separate cores use all theirs; the others split their common ones.
+    all_cores: for each process on the machine, this one included, the cores that it may use. So
+    processes that SLURM bound to separate cores use all theirs, and the others split common ones.
     """
     n_users = sum(1 for other in all_cores if other & cores)
     return max(1, len(cores) // max(1, n_users))
@@ -85,8 +86,9 @@ def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
 
 
 def check_memory(n_processes: int, needed_bytes: int) -> None:
-    """Raise ConfigError if `n_processes` processes, each with an interpreter and `needed_bytes` for
-    tensors, exceed this machine's memory."""
+    """Raise ConfigError if `n_processes` processes, each with an interpreter (INTERPRETER_BYTES)
+    and `needed_bytes` for tensors, exceed this machine's memory; does nothing if that is not known.
+    """
     total, each = host_memory_bytes(), INTERPRETER_BYTES + needed_bytes
     if total is not None and n_processes * each > total:
         raise ConfigError(
@@ -146,7 +148,8 @@ class OtherPrograms:
 
     def cores(self, collect: Collect) -> float:
         """Return how many cores programs outside this run kept busy on this machine, on average
-        since construction. collect: the World's all-gather. Collective."""
+        since construction. collect: all-gather over the run's ranks (`World.all_gather`).
+        Collective."""
         busy, used, now = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
         node = platform.node()
         by_process = collect((node, used - self._start[1]))
@@ -154,8 +157,9 @@ class OtherPrograms:
         return max(0.0, busy - self._start[0] - used_by_run) / max(now - self._start[2], 1e-3)
 
     def warning(self, collect: Collect) -> str | None:
-        """Return a sentence for people if other programs keep BUSY_CORES or more busy, else None;
-        None, too, under a container's CPU quota. collect: the World's all-gather. Collective."""
+        """Return a sentence for people if other programs keep BUSY_CORES or more busy. None if they
+        do not, and under a container's CPU quota. collect: all-gather over the run's ranks
+        (`World.all_gather`). Collective."""
         cores, n = self.cores(collect), len(self._cores)
         if cores < BUSY_CORES or _has_quota():
             return None

@@ -22,7 +22,7 @@ PACKAGES = ("pentameter", "torch", "numpy", "safetensors", "tokenizers", "pydant
 
 def environment(device: torch.device, capabilities: Capabilities | None = None) -> dict[str, Any]:
     """Return versions, devices, git commit, command line, flags and the training `device`, as JSON
-    values."""
+    values. capabilities: this machine's, by default looked up."""
     devices = asdict(capabilities or machine_capabilities())
     cpu = devices["cpu"]
     cpu["cores"], cpu["threads"] = cpu.pop("n_cores"), cpu.pop("n_threads")
@@ -55,7 +55,8 @@ def versions(names: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def device_name(device: torch.device, capabilities: Capabilities) -> str:
-    """Return a device's product name: a GPU's from its driver, else the CPU's from the kernel."""
+    """Return a device's product name: a GPU's from its driver, else the CPU's from the kernel.
+    `capabilities` are this machine's, from `machine_capabilities`."""
     if device.type == "cuda":
         return capabilities.gpu(device).name
     return f"{capabilities.cpu.name}{' (MPS)' if device.type == 'mps' else ''}"

@@ -31,8 +31,13 @@ SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
 
 def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
-    """Return the Cluster for `world_size` processes, `local_size` per machine, and whether its
-    figures are published or measured rather than typical."""
+    """Return (Cluster, whether its figures are published or measured rather than typical) for
+    `world_size` processes, `local_size` per machine.
+
+    Published figures are taken for a known GPU. Those that `doctor --measure` saved are taken
+    without GPUs, if all processes are on this machine. In all other cases they are typical for a
+    CPU with this many cores.
+    """
     from pentameter.machine.capabilities import machine_capabilities  # it imports torch
 
     capabilities = machine_capabilities()

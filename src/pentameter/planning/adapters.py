@@ -86,8 +86,8 @@ class Run(tuple[Operation, ...]):
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
     """Return a run's forward operations in the layers `layers` (None: the whole model). With
     `lora.rank` set, each adapter's two matmuls stand ahead of the matmul to whose result they add,
-    all other parameters are frozen, and operations before the first adapter compute no gradients.
-    Raises ConfigError for a target that is not a linear layer."""
+    and all other parameters are frozen. Operations between the embedding and the first adapter then
+    compute no gradients. Raises ConfigError for a target that is not a linear layer."""
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)

@@ -31,10 +31,10 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
     """Return the sequences in one rank's forward pass: `asked`, if it is not None.
 
     If it is None, a rank takes all its sequences (`batch_size` ÷ `layout.n_batch_shards`) at once
-    without a pipeline. With one, it takes as many as give the fewest equal micro-batches that are
-    at least 4 · `layout.pipeline`; if it has fewer sequences than that, one at a time. Raises
-    ConfigError if `batch_size`, the step's sequences, is not a multiple of `layout.n_batch_shards`,
-    or a rank's sequences are not a multiple of `asked`.
+    without a pipeline. With a pipeline, the number of micro-batches is the smallest divisor of
+    these sequences that is at least 4 · `layout.pipeline`; if there are fewer sequences, each is a
+    micro-batch. Raises ConfigError if `batch_size`, the step's sequences, is not a multiple of
+    `layout.n_batch_shards`, or a rank's sequences are not a multiple of `asked`.
     """
     n_shards = layout.n_batch_shards
     rows, rest = divmod(batch_size, n_shards)

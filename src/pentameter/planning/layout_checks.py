@@ -207,9 +207,10 @@ def compile_obstacle(layout: Layout) -> str | None:
 
 
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError for a layout that is impossible whichever operations a layer has: for
-    example, a sequence that cannot be split, a machine's ranks that `tensor` does not divide, or
-    more pipeline stages than layers."""
+    """Raise ConfigError for a layout that is impossible whichever operations a layer has: a
+    sequence that cannot be split evenly, a rank count per machine (`local_size`, None if not known)
+    that `tensor` does not divide, more pipeline stages than layers, or a pipeline with more than
+    MOST_PASSES passes to fill it."""
     _check_sequence_split(sharding, model)
     _check_normalized_heads(sharding, model)
     layout, t = sharding.layout, sharding.layout.tensor

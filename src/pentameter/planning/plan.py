@@ -257,8 +257,8 @@ def make_plan(
 
 
 def needs_data(config: Config) -> bool:
-    """Return whether `make_plan` needs facts about the data. It does without `model.vocab_size`,
-    and if the run's length, its evaluations or its learning rate's decay count in epochs."""
+    """Return whether `make_plan` needs facts about the data: True if `model.vocab_size` is not set,
+    or if the run's length, its evaluations or its learning rate's decay count in epochs."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
     schedule = config.schedule
     decays_by_epoch = "decay_interval" in schedule.decay_keys and schedule.decay_interval is None
@@ -348,10 +348,10 @@ def auto_interval(n_steps: int) -> int:
 def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
-    """Return `schedule` with every length in steps filled in: `decay_steps` ends with the run,
-    `cooldown_steps` is a fifth of it, `decay_interval` one epoch, if absent and used by the
-    schedule. `steps` is the run's length, `epoch` an epoch's length in steps (None if not known).
-    Raises ConfigError if the schedule does not fit into the run."""
+    """Return `schedule` with every absent length in steps filled in: `decay_steps` ends with the
+    run; if the schedule uses them, `cooldown_steps` is a fifth of `decay_steps`, and
+    `decay_interval` one epoch. `steps` is the run's length, `epoch` an epoch's length in steps
+    (None if not known). Raises ConfigError if the schedule does not fit into the run."""
     if schedule.start_step >= steps:
         raise ConfigError(
             f"schedule.start_step={schedule.start_step} is not before the end of the run, "

@@ -153,8 +153,8 @@ class Sharding:
 
     def shards_messages(self, context_length: int) -> bool:
         """Return whether each tensor-parallel rank holds the whole residual stream but sends only
-        its shard, an equal block of tokens, to the next pipeline stage: in a pipeline without
-        `sequence`, if the tokens on a rank are a multiple of `tensor`."""
+        its shard, an equal block of tokens, to the next pipeline stage: in a pipeline with tensor
+        mode 1d and without `sequence`, if the tokens on a rank are a multiple of `tensor`."""
         time, message = (
             self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
         )

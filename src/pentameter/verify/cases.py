@@ -217,8 +217,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
 
 
 def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:
-    """Search for the layouts on which `config` is estimated to train fastest on `cluster` (text as
-    for `plan --cluster`), and return them as cases, best first. sizes: the data's vocabulary and
+    """Search for the layouts on which `config` is estimated to train fastest on `cluster` (text
+    such as `h100-80gb:8x2`), and return them as cases, best first. sizes: the data's vocabulary and
     rows per epoch. Raises ConfigError if none fits."""
     found = search(config, parse_cluster(cluster), sizes.vocab_size, sizes.rows_per_epoch)
     if not found.estimates:

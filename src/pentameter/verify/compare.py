@@ -89,6 +89,7 @@ class Outcome:
     parameter_error: float | None = None
     """Largest error in a weight after an update."""
     worst: Difference | None = None
+    """The largest difference, even if within TOLERANCE; None if the case failed."""
     first: Difference | None = None
     """The first difference beyond TOLERANCE, in the order in which a step computes; None if there
     is none. It is closest to the fault."""
@@ -145,8 +146,9 @@ def verify_layouts(
         workers: the started worker processes.
         n_steps: number of optimizer steps.
         prepare: `module:function`, called in each process of a case before it computes, but not
-            in the one process; tests plant faults with it.
-        timeout_seconds: longest time for one case; more for one above MOST_PROCESSES ranks.
+            in the one process; tests plant faults with it. None calls nothing.
+        timeout_seconds: longest time for one case with up to MOST_PROCESSES ranks; in proportion
+            longer for more.
         model: a custom model; None for the built-in GPT.
         outline_of: function from a configuration to the model's outline (its parameters, and how
             they may be sharded).
@@ -196,7 +198,8 @@ def verify_layouts(
 def _reference(
     compute: Callable[[Case], list[list[StepNumbers]]], tied_head: bool | None
 ) -> list[StepNumbers]:
-    """Compute the one process's steps without micro-batches, and return its numbers for each.
+    """Compute the one process's steps without micro-batches, and return its numbers for each step.
+    `compute` runs a case and returns each rank's numbers by step.
 
     tied_head: the case's setting; None for the configuration's. Raises TrainingFailedError if the
     process fails, or a loss or norm is not finite.

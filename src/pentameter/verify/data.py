@@ -80,8 +80,8 @@ def verify_data(
     """Compare the batches that each layout reads in `steps` with one process's, and yield the
     outcomes; the first is one process itself, the reference.
 
-    batch_size: sequences per step, over all ranks. Nothing is started: each rank's batch rows
-    (`Layout.rows`) are read in this process.
+    batch_size: sequences per step, over all ranks; a layout whose `data` does not divide it is
+    refused. Nothing is started: each rank's batch rows (`Layout.rows`) are read in this process.
     """
     alone = Layout()
     started = time.monotonic()

@@ -111,8 +111,8 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:
-    """Return few small experts, if the model has any: enough of them for its groups, and one layer
-    with and one without if it has both kinds."""
+    """Return overrides (key → value) that leave few small experts, if the model has any: enough for
+    its groups, and one layer with and one without if it has both kinds; {} without experts."""
     if model.n_experts is None:
         return {}
     is_grouped = model.router_groups is not None
@@ -136,24 +136,27 @@ def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None
 
 
 def _head_shards(layout: Layout) -> int:
-    """Return the number of ranks over which the layout shards attention heads."""
+    """Return the number of ranks over which the layout shards attention heads: those along `tensor`
+    (in mode 3d `depth`), times `context` if it exchanges heads by all-to-all."""
     by_tensor = layout.sizes[layout.grid_width]
     return by_tensor * (layout.context if layout.exchanges_heads else 1)
 
 
 def _width_shards(layout: Layout) -> int:
-    """Return the number of shards into which the layout splits one of the model's widths,
-    or its vocabulary."""
+    """Return the number of shards into which the layout splits one of the model's widths, or its
+    vocabulary: the ranks along `tensor`, in mode 3d times those along `row`."""
     return layout.sizes["tensor"] * (layout.sizes["row"] if layout.is_3d else 1)
 
 
 def shrunk_cases(
     config: Config, layouts: str, custom: ModelSource | None = None
 ) -> tuple[Config, list[Case]]:
-    """Shrink a configuration for the cases that `layouts` names, and return it with the cases.
+    """Shrink a configuration for the cases that `layouts` names (text as for `--layouts`: `all`, or
+    `data=2;tensor=2`), and return it with the cases.
 
-    A custom model keeps its section `[model]`, and `all` means the cases that it can have. Raises
-    ConfigError for any other case that no run could have.
+    `custom` is a custom model's source; None for the built-in GPT. A custom model keeps its section
+    `[model]`, and `all` means the cases that it can have. Raises ConfigError for any other case
+    that no run could have.
     """
     is_gpt = custom is None
     outline_of = outline_of_gpt if custom is None else custom.outline

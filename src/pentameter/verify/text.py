@@ -12,8 +12,8 @@ from pentameter.verify.data import DataOutcome
 
 
 def summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
-    """Return the closing sentence: `3 of 3 layouts equal one process: … (12 s)`. said: the part in
-    the middle, which says in which numbers they are equal."""
+    """Return the closing sentence: `3 of 3 layouts equal one process: … (12 s)`. said: the middle
+    part, in place of `…`, which says in which numbers they are equal."""
     compared = [outcome for outcome in outcomes if outcome.passed is not None]
     n_passed = sum(1 for outcome in compared if outcome.passed)
     seconds = sum(outcome.seconds for outcome in outcomes)

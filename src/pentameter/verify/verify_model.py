@@ -30,15 +30,17 @@ def verify_model(
         config: the run's configuration. The built-in model is shrunk. Nothing is known about a
             custom model that could be shrunk, so `[model]` stays, without its dropout: give a small
             one.
-        model: a custom model as for `Trainer`; None for the built-in GPT.
-        batches: a custom model's batch function as for `Trainer`; None for random tokens.
+        model: a custom model: a function from the configuration to a module, or an `OwnModel`,
+            which also says how to shard it; None for the built-in GPT.
+        batches: a custom model's batch function, `batches(step, rows)` → inputs and targets for
+            these rows in the global batch; None for random tokens.
         layouts: text as for `--layouts`: `data=2;tensor=2`, or `all`, which leaves out layouts that
             a custom model cannot have.
         steps: number of optimizer steps.
 
-    Worker processes import the script that calls this function, so call it below
-    `if __name__ == "__main__":`. Raises ConfigError for an invalid layout and for a model that
-    other processes cannot import, and TrainingFailedError if the one process fails.
+    Worker processes import the script that calls this function, so call it below `if __name__ ==
+    "__main__":`. Raises ConfigError for an invalid layout and for a model that other processes
+    cannot import, and TrainingFailedError if the one process fails.
     """
     source = model_source(model)
     is_gpt = isinstance(source, GPTSource)

@@ -67,7 +67,8 @@ class Workers:
             self._end(self._workers)
 
     def new_file(self) -> str:
-        """Return an unused file path, at which a case's processes can meet."""
+        """Return an unused file path, at which a case's processes can meet; the file is not
+        created."""
         return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
@@ -104,7 +105,8 @@ class Workers:
 
     def _ask(self, busy: Sequence[Forked], jobs: Sequence[Job]) -> dict[int, Any]:
         """Send job i to worker i, wait, and return the replies by rank: a result, a Failed, or None
-        for a process that ended. Incomplete after a failure or a timeout."""
+        for a process that ended. Replies may be missing after a timeout, or GRACE_SECONDS after a
+        failure."""
         for worker, job in zip(busy, jobs, strict=True):
             with suppress(OSError):  # it is gone, as the wait below will show
                 worker.connection.send(job)
@@ -129,8 +131,9 @@ class Workers:
         """Raise CaseFailedError unless every worker replied with a result.
 
         It names the failure that others follow from: a process that ended comes first, then an
-        error, then an error that merely says another process is gone, then a missing reply. said:
-        offset in the workers' stderr file at which this run began.
+        error, then an error that merely says another process is gone, then a missing reply.
+        answers: the replies by rank. busy: the workers, by rank. said: offset in the workers'
+        stderr file at which this run began.
         """
         for rank, answer in answers.items():
             if answer is None:
