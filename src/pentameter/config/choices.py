@@ -16,7 +16,8 @@ Entry = TypeVar("Entry")
 
 def look_up(table: Mapping[Any, Entry], value: object, key: str, reader: str) -> Entry:
     """Return the entry for `value` in `table`. Raises ConfigError if there is none; the message
-    names value, the configuration key and `reader`, the part of the program that has the table."""
+    names value, the configuration key and `reader`, the part of the program that has the table, in
+    words ("the planner")."""
     if value not in table:
         known = ", ".join(map(str, table))
         raise ConfigError(f"{key}={value!r} is not known to {reader}; possible there: {known}")

@@ -49,7 +49,7 @@ def configuration_of(
 
 def is_text(path: Path) -> bool:
     """Return True if `path` can be trained on: a file that is no configuration, or a folder that
-    holds neither a configuration nor a model."""
+    holds neither a configuration nor a model. False if it does not exist or cannot be read."""
     try:
         is_folder = path.is_dir()
         if is_folder and any(path.glob("*.safetensors")):

@@ -174,7 +174,9 @@ class DataConfig(Section):
         return self
 
     def _check_sources(self) -> None:
-        """Raise ValueError for impossible sources or evaluations."""
+        """Raise ValueError for impossible `sources` and `evaluations`: a split's name used twice,
+        both or neither key set when one is needed, or keys beside `sources` that suit a single
+        text."""
         names = [each.name for each in self.evaluations]
         for name in names:
             if name in RESERVED_SPLITS or names.count(name) > 1:

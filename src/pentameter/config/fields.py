@@ -192,5 +192,5 @@ def whole_number(value: Any) -> Any:
 
 
 def takes_whole_number(leaf: Leaf) -> bool:
-    """Return True if the key accepts any whole number in a range."""
+    """Return True if the key accepts any whole number in a range, not only some listed ones."""
     return any(o["type"] == "integer" and not choices_of(o) for o in leaf.options)

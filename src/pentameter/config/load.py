@@ -109,12 +109,12 @@ def preset_names() -> list[str]:
 
 
 def merge(base: Tree, layer: Tree) -> Tree:
-    """Return `base` with `layer` over it, both nested dicts; if `layer` sets a key in EXCLUSIVE,
-    `base`'s alternatives are dropped.
+    """Return `base` with `layer` over it, both nested dicts. If `layer` sets a key in EXCLUSIVE,
+    `base`'s alternatives to it are dropped.
 
-    If `layer` switches evaluations off, `base`'s patience is dropped. If `layer` chooses another
-    text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the run is
-    named after the new text: in the old one's folder it would be refused as another run.
+    If `layer` switches evaluations off, `base`'s `train.patience` is dropped. If `layer` chooses
+    another text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the
+    run is named after the new text: in the old one's folder it would be refused as another run.
     """
     old, new = _text_of(base), _text_of(layer)
     if old is not None and new not in (None, old):
@@ -155,7 +155,8 @@ def text_name(text: str) -> str:
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
-    """Return the [data] key and value by which `tree` chooses a text; None if it chooses none."""
+    """Return the key in [data] (`corpus`, `path` or `sources`) and its value by which `tree`
+    chooses a text; None if it chooses none."""
     section, *keys = EXCLUSIVE[0]
     for key in keys:
         value = value_in(tree, f"{section}.{key}")
@@ -219,7 +220,8 @@ def _read_chain(source: str | Path) -> Tree:
 
 def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
     """Read a preset, or a file relative to `folder`. Return (location, name for messages, bytes).
-    `named_by` begins error messages. Raises ConfigError if it cannot be read."""
+    `named_by` begins error messages: it names the file that extends this one, and is empty if none
+    does. Raises ConfigError if it cannot be read."""
     name = str(source)
     if not name:
         raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")

@@ -109,7 +109,8 @@ def _wrong_in_table(
 
 
 def _unknown_key(path: str) -> str:
-    """Return the sentence for a dotted path that the schema lacks, with the most similar one."""
+    """Return the sentence for a dotted path that the schema lacks: it names the most similar key,
+    or if there is none the keys that the section has."""
     path = shortened(printable(path))
     section = path.rpartition(".")[0]
     for leaf in leaves().values():  # of a table in a list, `data.sources.0.pth`
@@ -141,7 +142,8 @@ def _nearest_path(path: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as short, printable text for an error message, as in TOML."""
+    """Return `value` as short, printable text for an error message, as in TOML; None as `none`.
+    Long text is cut at LONGEST_VALUE_SHOWN characters."""
     if value is None:
         return ABSENT
     if isinstance(value, bool):

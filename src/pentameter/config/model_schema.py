@@ -339,7 +339,8 @@ class ModelConfig(Section):
 
 
 def _check_experts(model: ModelConfig) -> None:
-    """Raise ValueError unless the keys of experts fit each other."""
+    """Raise ValueError unless the keys about experts fit each other: none is set without
+    `n_experts`, no more experts are chosen than there are, and at least one layer has experts."""
     if model.n_experts is None:
         for key in EXPERT_KEYS:
             if getattr(model, key) != ModelConfig.model_fields[key].default:
@@ -376,7 +377,8 @@ def _check_experts(model: ModelConfig) -> None:
 
 
 def _check_router(model: ModelConfig) -> None:
-    """Raise ValueError unless the router's keys fit each other."""
+    """Raise ValueError unless the router's keys fit each other: how it scores, balances and groups
+    experts. Groups must have equal sizes, and the open ones hold `experts_per_token` experts."""
     E, k, groups = model.n_experts, model.n_chosen, model.router_groups
     assert E is not None
     if model.router_top_k_first and (model.router != "softmax" or model.router_renormalize):
@@ -419,7 +421,8 @@ def _check_router(model: ModelConfig) -> None:
 
 
 def _check_positions(model: ModelConfig) -> None:
-    """Raise ValueError unless widths suit the positions, and keys of rotary ones have them."""
+    """Raise ValueError if `d_model` is odd with sinusoidal positions, if rotary ones would rotate
+    an odd number of channels, or if a key for rotary positions is set with others."""
     if model.positions == "sinusoidal" and model.d_model % 2:
         raise ValueError(
             f"model.d_model={model.d_model} must be even for model.positions='sinusoidal' "
@@ -437,7 +440,7 @@ def _check_positions(model: ModelConfig) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    """Raise ValueError unless the rotated channels are pairs."""
+    """Raise ValueError unless head size · `rotary_fraction` is even: rotated channels are pairs."""
     size = model.head_size or model.d_model // model.n_heads
     n_turning = size * model.rotary_fraction
     if n_turning % 2:

@@ -24,7 +24,7 @@ NAME_IN_WORDS = (
 
 
 def checked_name(name: str) -> str:
-    """Return a run's name in Unicode's NFC form. Raises ValueError if it is too long or has
+    """Return the run name `name` in Unicode's NFC form. Raises ValueError if it is too long or has
     characters that no name may have."""
     name = normalize("NFC", name)
     is_short = len(name) <= LONGEST_NAME and len(name.encode()) <= LONGEST_NAME_BYTES

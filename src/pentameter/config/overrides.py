@@ -13,9 +13,9 @@ def split_overrides(
 ) -> tuple[list[str], list[str]]:
     """Return a verb's own arguments, and the configuration overrides, each in the order given.
 
-    Every option that is not in `own_options` (`{"run-dir", "resume", "help"}`) is an override, so
-    that one with a forgotten section (`--n-layers 4`) reaches the loader, which knows the right
-    path. After `--` everything is the verb's own.
+    Every option that is not in `own_options` (names without dashes: `{"run-dir", "resume",
+    "help"}`) is an override, so that one with a forgotten section (`--n-layers 4`) reaches the
+    loader, which knows the right path. After `--` everything is the verb's own.
     """
     own_names = {option.replace("_", "-") for option in own_options}
     own: list[str] = []

@@ -245,7 +245,8 @@ class ParallelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_a_v(cls, values: Any) -> Any:
-        """Give a V two stages a rank, also if the default of one is written out."""
+        """Return the section's raw values, with `virtual_stages` = 2 if the schedule is
+        `zero-bubble-v` and they say 1 or nothing: a V has two stages on each rank."""
         is_v = isinstance(values, dict) and values.get("schedule") == "zero-bubble-v"
         if is_v and values.get("virtual_stages", 1) == 1:
             return {**values, "virtual_stages": 2}

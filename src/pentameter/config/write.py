@@ -93,8 +93,8 @@ def _shown(default: Any) -> str:
 
 
 def reference_page() -> str:
-    """Return docs/configuration.md: every section and key with default, accepted values and
-    meaning."""
+    """Return the Markdown text for docs/configuration.md: every section and key with default,
+    accepted values and meaning."""
     lines = [
         "# Configuration",
         "",

@@ -109,8 +109,9 @@ def matrix_communication(step: Step, rank: int) -> dict[When, StepCommunication]
 
 
 def communication_of_stages(step: Step) -> list[StepCommunication]:
-    """Return a list with the communication in a step for each `pipeline` coordinate, by its first
-    rank; coordinates with equal stages are computed once and share the object."""
+    """Return, for each `pipeline` coordinate, the communication of its first rank in a step: (mesh
+    dimension, kind) → calls and bytes. Coordinates with equal stages are computed once and share
+    the object."""
     found: dict[int, StepCommunication] = {}
     for coordinates in alike_stages(step.layout, step.stages):
         rank = step.layout.rank_of(pipeline=coordinates[0])
@@ -126,8 +127,8 @@ def busiest(step: Step) -> StepCommunication:
 
 
 def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, int]]]:
-    """Return communication as `train --dry-run` prints it: dimension → kind → {"calls", "bytes"},
-    per step on one rank."""
+    """Return a rank's communication in a step, (dimension, kind) → calls and bytes, as `train
+    --dry-run` prints it: dimension → kind → {"calls", "bytes"}."""
     nested: dict[str, dict[str, dict[str, int]]] = {}
     for (dimension, kind), counted in traffic.items():
         nested.setdefault(dimension, {})[kind] = {
@@ -266,7 +267,8 @@ class _RankCommunication:
 
 
 def _backward_order(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    """Return parameters in the order in which a backward pass completes their gradients."""
+    """Return parameters in the order in which a backward pass completes their gradients: `specs`
+    reversed, with the embeddings last."""
     first = ("token_embedding.weight", "position_embedding.weight")
     return [
         *(spec for spec in reversed(specs) if spec.name not in first),

@@ -69,8 +69,8 @@ class Kind(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> tuple[Kind, ...]:
-    """Return the operations in a range of layers, with the model's ends if included, grouped by
-    equal shapes and costs."""
+    """Return the operations in a range of layers, grouped by equal shapes and costs. The embedding
+    is included with layer 0, the final norm and the head with the last layer."""
     found: dict[str, Kind] = {}
     run = run_operations(model, lora, layers)
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
@@ -262,8 +262,8 @@ class _OperationTime(_ElementwiseTime):
         return by_kind.get(op.kind, self._element_wise)(op)
 
     def _matmul(self, op: Operation) -> PassSeconds:
-        """Return the seconds for a weight's matmul and for both its gradients, which are matmuls
-        with the same three sides, including rounding and accumulation."""
+        """Return the seconds for a weight's matmul, (m, k) × (k, n), and for both its gradients,
+        which are matmuls with the same three sides, including rounding and accumulation."""
         n_tokens, n_out = self.step.sharding.local_shape(op.result.shape, op.result.axes)
         (x,) = op.reads
         _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
@@ -391,8 +391,8 @@ class ComputeTime:
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
-        """Return the pass times of a stage with these layers, including recomputation in the
-        backward pass."""
+        """Return the pass times for one micro-batch in a stage with these layers, including
+        recomputation in the backward pass."""
         if layers not in self._slices:
             self._slices[layers] = self._slice(layers)
         return self._slices[layers]
@@ -447,7 +447,8 @@ class ComputeTime:
         return self.recomputes_products or not self._operations.bytes.saves_selectively(op)
 
     def operation(self, kind: Kind) -> PassSeconds:
-        """Return the pass times in seconds for one operation in a Kind, without recomputation."""
+        """Return the pass times for one micro-batch in one of the equal operations that `kind`
+        groups, without recomputation."""
         if kind.key not in self._known:
             self._known[kind.key] = self._operations.of(kind.op)
         return self._known[kind.key]

@@ -83,7 +83,8 @@ class Step:
 
     @property
     def precision(self) -> str:
-        """The `train.precision` that matmuls are counted in, never `auto`."""
+        """The precision that matmuls are counted in: `asked_precision` if it is set, else
+        `train.precision`; fp32 in place of `auto`."""
         precision = self.asked_precision or self.config.train.precision
         return "fp32" if precision == "auto" else precision
 
@@ -337,9 +338,12 @@ class ActivationBytes:
 
     def _matmul_blocks(self, op: Operation, n_tokens: int) -> int:
         """Return the bytes for other ranks' blocks in a matmul's backward pass with `n_tokens`
-        tokens. With sequence parallelism: the input gathered again, its gradient, and other ranks'
-        partial results. SUMMA: two blocks each from the weight and from the result's gradient, and
-        a sum for another rank. Mode 3d: gathered inputs, weight and gradients."""
+        tokens; 0 in tensor mode 1d unless the input is gathered again.
+
+        With sequence parallelism: the input gathered again, its gradient, and other ranks' partial
+        results. SUMMA: two blocks each from the weight and from the result's gradient, and a sum
+        for another rank. Mode 3d: gathered inputs, weight and gradients.
+        """
         layout, weight = self.step.layout, op.parameters[0]
         p, summed = self.step.product_bytes, max(4, self.step.product_bytes)
         if not layout.is_grid:

@@ -239,9 +239,10 @@ def plan(
     local_size: int | None = None,
 ) -> Plan | Estimate:
     """Implement `pm.plan`: return the Estimate for a configuration on a cluster (a Cluster, or text
-    such as "h100-80gb:8x2"), or without one the Plan for `world_size` ranks, `local_size` per node.
-    `layout` ("data=8,tensor=2") replaces `[parallel]`. An int in the cluster's position is the
-    `vocab_size`, followed by `rows_per_epoch` (batch rows in the training split).
+    such as "h100-80gb:8x2"), or without one the Plan for `world_size` ranks (None: as many as the
+    layout implies), `local_size` per node (None: not known). `layout` ("data=8,tensor=2") replaces
+    `[parallel]`. An int in the cluster's position is the `vocab_size`, followed by `rows_per_epoch`
+    (batch rows in the training split).
 
     Raises ConfigError for an invalid layout or cluster.
     """

@@ -81,8 +81,8 @@ class Links:
 
     def exposed_seconds(self, compute: float, sent: float) -> float:
         """Return the seconds that communication with a duration of `sent` adds to overlapped
-        compute: the excess over `compute` seconds, and a fraction of the overlap, by which the
-        communication slows compute."""
+        compute: the excess over `compute` seconds, and a fraction (the device's
+        `interference_share`) of the overlap, by which the communication slows compute."""
         cost = self.cluster.device.calibration.interference_share
         return max(0.0, sent - compute) + cost * min(compute, sent)
 
@@ -91,8 +91,8 @@ class Links:
         return self.seconds("pipeline", "send", Communication(1, n_bytes))
 
     def _bandwidth(self, kind: Kind, size: int, within: int, nodes: int) -> float:
-        """Return the bytes per second that enter each group member in a call of this kind; `within`
-        is the members per node."""
+        """Return the bytes per second that enter each group member in a call of this kind. The
+        group has `size` ranks, `within` per node, in `nodes` nodes."""
         device = self.cluster.device
         assert device.link_bytes_per_second is not None  # checked by parse_cluster
         link = device.link_bytes_per_second * device.calibration.link_share

@@ -38,7 +38,7 @@ class StateBytes:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer state together."""
+        """Bytes for weights, gradients and optimizer state together."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
@@ -137,8 +137,9 @@ def device_bytes(memory: Memory, *, offload: bool) -> int:
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
-    """Return how many elements of state the optimizer keeps per element of a parameter: 2 for
-    AdamW's moments, 0 for plain SGD. The configuration must be resolved."""
+    """Return how many elements of state the optimizer keeps per element of a parameter: 2 for AdamW
+    and Adam; 1 for SGD with momentum, 0 without; for Muon 1 in a matrix within a block, else 2. The
+    configuration must be resolved."""
     if optimizer.name == "sgd" and not optimizer.momentum:
         return 0
     if optimizer.name == "muon" and spec.is_block_matrix:
@@ -234,8 +235,9 @@ class _RankMemory:
     other mesh dimension; holds everything that follows from its parameters alone."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
-        """The result is reused for other micro-batch sizes: it depends on `step`'s micro-batches
-        only by whether there are several."""
+        """`coordinate` is the rank's `pipeline` coordinate. The object is reused for other
+        micro-batch sizes: it depends on `step`'s micro-batches only by whether there are several.
+        """
         self.step = step
         config, layout = step.config, step.layout
         self.has_tied_head = config.model.tied_head
@@ -293,7 +295,7 @@ class _RankMemory:
     @cached_property
     def gradients_bytes(self) -> int:
         """Gradient bytes held from one micro-batch to the next, or to the optimizer's step:
-        unsharded or this rank's shards, as ZeRO's stage prescribes."""
+        unsharded if `rules.keeps_whole_gradients` says so, else this rank's shards."""
         whole = self.step.rules.keeps_whole_gradients(self.step.n_micro_batches)
         elements = self.whole_elements if whole else self.elements
         return self.element_bytes * sum(map(elements, self.trained))
@@ -306,8 +308,9 @@ class _RankMemory:
         return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
 
     def embedding_gradient_bytes(self) -> int:
-        """Return the extra bytes at the end of the backward pass for the embedding's new gradient,
-        before it is added to another; 0 if this rank has none to add."""
+        """Return the extra bytes at the end of the backward pass while the embedding's new gradient
+        is added to another: the new one and the sum if the tied head is on this rank too; the new
+        one alone with several micro-batches; 0 in all other cases."""
         if not self.has_first or not self.specs[0].is_trained:
             return 0
         fresh = self.element_bytes * self.whole_elements(self.specs[0])
@@ -414,8 +417,9 @@ class _FsdpSnapshots:
         )
 
     def snapshots(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of the step's last micro-batch with ZeRO, from gathering the weights to
-        reducing the gradients; in a pipeline, those of the whole step."""
+        """Yield snapshots (bytes held at one moment, besides weights and optimizer state) of the
+        step's last micro-batch with ZeRO, from gathering the weights to reducing the gradients; in
+        a pipeline, those of the whole step."""
         if self.rank.step.layout.pipeline > 1:
             yield from self.in_pipeline()
             return
@@ -434,10 +438,10 @@ class _FsdpSnapshots:
     def gathering(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int
     ) -> Iterator[_Snapshot]:
-        """Yield a snapshot for each unit in a forward pass. `blocks` are the units in execution
-        order, `root` the one gathered throughout; `accumulated` bytes of gradients are held all the
-        time. A unit's gather buffer is kept until the next one is available; with prefetching, the
-        next unit is gathered while this one computes."""
+        """Yield a snapshot (bytes held at one moment) for each unit in a forward pass. `blocks` are
+        the units in execution order, `root` the one gathered throughout; `accumulated` bytes of
+        gradients are held all the time. A unit's gather buffer is kept until the next one is
+        available; with prefetching, the next unit is gathered while this one computes."""
         each = self.rank.activations_bytes / len(blocks)
         gathered = root.gathered
         for index, unit in enumerate(blocks):
@@ -452,11 +456,11 @@ class _FsdpSnapshots:
     def reducing(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int, reduced: int
     ) -> Iterator[_Snapshot]:
-        """Yield snapshots of a backward pass, two for each unit in `blocks` (execution order) and
-        two for `root`. `accumulated` is gradient bytes from earlier micro-batches, `reduced` the
-        previous reduction's input, which is kept. Once a unit's gradients are all computed, its
-        weights are freed and the gradients are copied for reduction. The root, whose first
-        gradients are the head's, follows at the end."""
+        """Yield snapshots (bytes held at one moment) of a backward pass, two for each unit in
+        `blocks` (execution order) and two for `root`. `accumulated` is gradient bytes from earlier
+        micro-batches, `reduced` the previous reduction's input, which is kept. Once a unit's
+        gradients are all computed, its weights are freed and the gradients are copied for
+        reduction. The root, whose first gradients are the head's, follows at the end."""
         adds_whole = self.adds_whole
         each = self.rank.activations_bytes / len(blocks)
         head = self.rank.head_gradient_bytes()
@@ -491,8 +495,8 @@ class _FsdpSnapshots:
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:
-        """Yield snapshots of a pipeline's step, in which all units stay gathered, and gradients
-        unsharded, until its end."""
+        """Yield snapshots (bytes held at one moment) of a pipeline's step, in which all units stay
+        gathered, and gradients unsharded, until its end."""
         blocks, root = self.units
         every = [*blocks, root]
         gathered = sum(unit.gathered for unit in every)

@@ -125,8 +125,9 @@ class OperationCommunication:
             yield self._sum_of("beside" if at_once else "backward", dimension, x)
 
     def _sum(self, op: Operation, result: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield the calls for a row-parallel matrix's partial results: their sum, and an all-gather
-        of the gradient's sequence shards."""
+        """Yield the calls along `dimension` for `result`, a row-parallel matmul's partial result:
+        its sum, again if recomputed, and an all-gather of the gradient's sequence shards (none
+        unless the dimension shards the sequence)."""
         yield self._sum_of("forward", dimension, result)
         if op.name in self.repeated:
             yield self._sum_of("backward", dimension, result)
@@ -134,9 +135,9 @@ class OperationCommunication:
             yield self._gather_of("backward", dimension, result)
 
     def _gathers_again(self, at_once: bool) -> bool:
-        """Whether recomputing a block all-gathers the inputs of its matrices again. Selective
-        checkpointing keeps the result of an operation that communicates itself (`at_once`), so it
-        does not."""
+        """Whether recomputing a block all-gathers the inputs of its matrices again: with full
+        activation checkpointing always; with selective checkpointing unless `at_once`, since the
+        result of an operation that communicates itself is kept."""
         how = self.step.config.train.activation_checkpoint
         return how == "full" or (how == "selective" and not at_once)
 

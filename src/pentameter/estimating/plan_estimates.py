@@ -33,9 +33,9 @@ def step_of(plan: Plan, precision: str | None = None, *, fused_dropout: bool = F
 
 
 def plan_state_bytes(plan: Plan) -> StateBytes:
-    """Return the fullest rank's bytes for weights, gradients and optimizer state. For the built-in
-    GPT this is a `Memory`, which adds activations, in the configuration's precision; attention
-    dropout writes out its weights."""
+    """Return the fullest rank's estimated bytes for weights, gradients and optimizer state. For the
+    built-in GPT this is a `Memory`, which adds activations, in the configuration's precision, with
+    attention dropout writing out its weights."""
     if plan.built_by is None:
         return step_memory(step_of(plan))
     tables = [[spec for spec in plan.table if spec.name in names] for names in plan.stage_names]

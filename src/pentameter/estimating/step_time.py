@@ -249,7 +249,8 @@ class _StepOnCluster:
 
     def _without_pipeline(self, computed: PassSeconds, waiting: PassSeconds) -> float:
         """Return the seconds for all micro-batches' passes without a pipeline, including gradient
-        sums and ZeRO's gathers, partly overlapped."""
+        sums and ZeRO's gathers, partly overlapped. `computed` and `waiting` are one micro-batch's
+        compute and waiting seconds by pass."""
         traffic, M = self.communication[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])
@@ -358,7 +359,8 @@ class _StepOnCluster:
 
 def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
     """Return the seconds that a pipeline rank communicates outside its passes, by mesh dimension:
-    weight gathers before the first pass, gradient sums after the last."""
+    weight gathers before the first pass, gradient sums after the last. `traffic` is its
+    communication in a step."""
     return {
         "data": links.total(traffic, "data"),
         "shard": links.total(traffic, "shard"),

@@ -244,7 +244,7 @@ def _needs_by_row(layout: Layout) -> list[int]:
 
 def _readers_by_row(layout: Layout) -> list[int]:
     """Return, at index kind · stages + stage, the `pipeline` coordinate of the rank that reads a
-    pass's result; its own for none."""
+    pass's result; the pass's own rank if no other stage reads it."""
     place_of, n = layout.pipeline_rank_of_stage, layout.n_stages
     steps = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: -1, BACKWARD_WEIGHT: 0}
     return [

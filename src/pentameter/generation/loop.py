@@ -108,8 +108,9 @@ def stream(
     sample, position in the text), so sample 0 in 16 is the same as a single one. The model is in
     `eval()` until the iterator ends.
 
-    model: a GPT, or any module that maps tokens (B, T) to logits (B, T, V); the latter takes a pass
-    over the text per token, and can see its last `context_length` tokens.
+    model: a GPT, or any other module that maps tokens (B, T) to logits (B, T, V). For each token,
+    the other module takes a pass over the last tokens in the text, at most `context_length`, which
+    it requires.
 
     Raises ConfigError at once for arguments out of range and for a prompt that the tokenizer cannot
     encode, CorruptError if the model's logits are not finite.
@@ -198,8 +199,8 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
 
 def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Prompt | None:
     """Return the Prompt for a user's message in the chat template; for an empty message, the first
-    conversation in `split` up to its first answer. None if the split has no conversation, or the
-    tokenizer no template for the message.
+    conversation in `split` up to its first answer. None for a message if the tokenizer has no chat
+    template, and for an empty one if the split has no conversation.
 
     Any special token ends the answer. Raises ConfigError if the template refuses the message.
     """
@@ -263,8 +264,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     """Return the prompt's token ids (n,), n ≥ 1.
 
     A prompt without tokens (empty, or without words) becomes the tokenizer's end of text, which
-    precedes texts in training; without one, a newline, or token 0. Raises ConfigError for a prompt
-    that the tokenizer cannot encode.
+    precedes texts in training. If the tokenizer has none, it becomes a newline, or token 0 if that
+    cannot be encoded. Raises ConfigError for a prompt that the tokenizer cannot encode.
     """
     if len(ids := tokenizer.encode(prompt)):
         return ids
@@ -331,8 +332,8 @@ def window_tokens(n_tokens: int, context_length: int) -> int:
 def _decoded(
     steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (sample index, text chunk) from each step's token ids (B,); `prompt` has the ids that
-    are shown already."""
+    """Yield (sample index, text chunk) from each step's token ids (B,), B = `num_samples`; `prompt`
+    has the ids that are shown already, the same for all samples."""
     samples = [Detokenizer(tokenizer, prompt) for _ in range(num_samples)]
     for tokens in steps:
         for sample, token in enumerate(tokens.tolist()):

@@ -117,8 +117,8 @@ def emulates(precision: str, device: torch.device, capabilities: Capabilities) -
 
 
 def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return three things about a GPU: the precisions it supports, those 16-bit ones that its
-    matrix units multiply fast, and a phrase that gives the reason."""
+    """Return (supported, fast, reason): the precisions that a GPU supports, the 16-bit ones that
+    its matrix units multiply fast, and a phrase that says why."""
     chip = f"{gpu.name}, {gpu.architecture}"
     if gpu.architecture.startswith("gfx"):  # AMD
         if not gpu.architecture.startswith(_ROCM_BF16):

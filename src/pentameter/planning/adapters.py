@@ -26,11 +26,11 @@ A, B = "lora_a", "lora_b"
 def training_table(
     config: Config, *, first_layer: int = 0, last_layer: int | None = None
 ) -> tuple[ParameterSpec, ...]:
-    """Return a run's parameters, from layer `first_layer` up to but not including `last_layer`
-    (None: to the end): the model's, followed by its adapters'. With adapters, only theirs are
-    trained.
+    """Return the specs (name, shape, axes, initialization) for a run's parameters, from layer
+    `first_layer` up to but not including `last_layer` (None: to the end): the model's, followed by
+    its adapters'. With adapters, only theirs are trained.
 
-    Raises ConfigError if a target is not a linear layer in the model's blocks, or if the rank
+    Raises ConfigError if a target is not a linear layer in the model's blocks, or if `lora.rank`
     exceeds the smaller side of an adapted matrix.
     """
     lora = config.lora

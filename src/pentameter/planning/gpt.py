@@ -122,7 +122,8 @@ def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 
 def _ends(model: ModelConfig) -> Init:
-    """Return the initialization for embeddings and head: N(0, init_std), or U(±0.1)."""
+    """Return the initialization for embeddings and head: N(0, init_std) if `model.init` is
+    'normal', U(±0.1) if it is 'uniform'."""
     match model.init:
         case "normal":
             return Init("normal", model.init_std)

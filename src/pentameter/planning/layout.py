@@ -79,13 +79,14 @@ class Layout:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether every rank computes with the whole model, though ZeRO may shard it."""
+        """Whether every rank computes with the whole model, though ZeRO may shard it: without
+        tensor and pipeline parallelism. Context parallelism is allowed."""
         sizes = self.parameter_sizes
         return sizes["data"] * sizes["shard"] == self.world_size
 
     @property
     def n_stages(self) -> int:
-        """Pipeline stages in total: several per rank in an interleaved pipeline."""
+        """Pipeline stages in total: `pipeline` × `virtual_stages`, the stages per rank."""
         return self.pipeline * self.virtual_stages
 
     @cached_property
@@ -132,13 +133,13 @@ class Layout:
 
     @property
     def grid_setting(self) -> str:
-        """The tensor mode's key and value, for error messages."""
+        """The tensor mode as a setting for error messages: `parallel.tensor_mode='2d'`."""
         return f"parallel.tensor_mode='{self.tensor_mode}'"
 
     @property
     def n_batch_shards(self) -> int:
-        """Equal shards into which the global batch is split: data-parallel ranks × ranks in a
-        tensor mode that also split the batch."""
+        """Equal shards into which the global batch is split: `data` × `depth` × `row`, the last two
+        being 1 in tensor mode 1d."""
         return self.data * self.sizes["depth"] * self.sizes["row"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -198,8 +199,8 @@ class Layout:
 
     @property
     def exchanges_heads(self) -> bool:
-        """Whether context-parallel ranks exchange sequence shards for head shards (all-to-all)
-        instead of passing keys and values round a ring."""
+        """Whether context-parallel ranks exchange sequence shards for head shards (mode all-to-all)
+        instead of passing keys and values round a ring; False without context parallelism."""
         mode, key = self.context_mode, "parallel.context_mode"
         return self.context > 1 and look_up(EXCHANGES_HEADS, mode, key, "the layout")
 
@@ -236,13 +237,14 @@ class Layout:
 
     @property
     def turns_back(self) -> bool:
-        """Whether stages run down the pipeline's ranks and back up (V schedule)."""
+        """Whether stages run down the pipeline's ranks and back up, so that the first rank has the
+        first and the last stage: schedule `zero-bubble-v`."""
         return look_up(TURNS_BACK, self.schedule, "parallel.schedule", "the layout")
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the backward pass is split in two: the inputs' gradients, then the weights'
-        gradients."""
+        """Whether the backward pass is split in two, first the inputs' gradients, then the
+        weights': with a zero-bubble schedule in a pipeline."""
         splits = look_up(SPLITS_BACKWARD, self.schedule, "parallel.schedule", "the layout")
         return splits and self.pipeline > 1
 
@@ -275,8 +277,8 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
     """Return the Layout for text such as `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b`.
 
     Omitted degrees are 1 (`zero` 0). Raises ConfigError for an unknown name or an impossible value,
-    naming the possible ones; `also` lists names that the message adds to these, which the caller
-    itself accepts.
+    naming the possible ones. `also` lists names that the caller accepts besides, such as
+    `micro_batches`; only that message uses them.
     """
     return make_layout(parse_parallel(text, also=also))
 
@@ -284,10 +286,10 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
 def parse_parallel(
     text: str, base: ParallelConfig | None = None, *, also: Sequence[str] = ()
 ) -> ParallelConfig:
-    """Return the `[parallel]` section for a layout's text; `data` is None if omitted. Keys that the
-    text leaves out (`partition`, `timeout_seconds`) are copied from `base`, or have their defaults.
-    Raises ConfigError for an unknown or repeated name or an impossible value; `also` lists names
-    that the message adds to the possible ones."""
+    """Return the `[parallel]` section for a layout's text; `data` is None if omitted. `partition`
+    and `timeout_seconds`, which are not in the text, are copied from `base`; if that is None, they
+    have their defaults. Raises ConfigError for an unknown or repeated name or an impossible value;
+    `also` lists names that the message adds to the possible ones."""
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name not in NOT_OF_A_LAYOUT]
     base = base or ParallelConfig()

@@ -238,8 +238,8 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return axis → key in `[model]` → size, for the axes whose shards must be equal if they are
-    sharded."""
+    """Return nested mappings, axis → key in `[model]` → size, for the axes whose shards must be
+    equal if they are sharded."""
     every = dict.fromkeys(each for n in range(model.n_layers) for each in sub_layers(model, n))
     return {k: v for each in every for k, v in each.even_sizes(model).items()}
 

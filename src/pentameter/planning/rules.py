@@ -20,24 +20,26 @@ class LayoutRules:
     layout: Layout
 
     def reads_at_once(self, lora: LoraConfig) -> bool:
-        """Whether column-parallel matrices with the same input are computed as one operation. This
-        operation saves only this rank's shard of the input, and overlaps its communication with the
-        matmuls for the gradients. It is not used with adapters, which act on each matrix
-        separately, nor with a schedule that splits the backward pass, whose second half would run
-        the whole operation again."""
+        """Whether, with tensor parallelism in mode 1d, column-parallel matrices with the same input
+        are computed as one operation. It saves only this rank's shard of the input, and overlaps
+        its communication with the matmuls for the gradients. It is not used with adapters, which
+        act on each matrix separately, nor with a schedule that splits the backward pass, whose
+        second half would run the whole operation again."""
         is_column_parallel = self.layout.tensor > 1 and not self.layout.is_grid
         return is_column_parallel and lora.rank is None and not self.layout.splits_backward
 
     @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether every backward pass reduces its gradients to ZeRO's shards, so that no unsharded
-        gradient remains. Otherwise gradients accumulate, and a step's last micro-batch reduces
-        their sum. A pipeline's schedule reduces at the end of the step for every ZeRO stage."""
+        gradient remains: with ZeRO 2 and 3, unless in a pipeline. If not, gradients accumulate, and
+        a step's last micro-batch reduces their sum. A pipeline's schedule reduces at the end of the
+        step for every ZeRO stage."""
         return self.layout.zero >= 2 and self.layout.pipeline == 1
 
     @property
     def weights_stay_gathered(self) -> bool:
         """Whether weights gathered for a forward pass stay unsharded until the end of the step.
+        False only with ZeRO 3 and no pipeline.
 
         ZeRO 3 reshards them after each pass. A pipeline keeps them: resharding between one backward
         pass and the next forward pass would cost messages without lowering the peak memory.
@@ -62,7 +64,8 @@ class LayoutRules:
 
     def weights_come_rounded(self, n_micro_batches: int) -> bool:
         """Return whether weights are already in the matmul dtype when a micro-batch reads them:
-        rounded once per step, or by FSDP before it sends them."""
+        rounded once per step (`rounds_once`), or by FSDP before it sends them (every ZeRO stage
+        above 0)."""
         return self.layout.zero > 0 or self.rounds_once(n_micro_batches)
 
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:

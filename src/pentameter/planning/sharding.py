@@ -89,8 +89,8 @@ class Sharding:
 
     @property
     def kv_copies(self) -> int:
-        """Ranks along `tensor` that compute the same key and value head: several if a model has
-        fewer such heads than `tensor` ranks, otherwise 1."""
+        """Ranks along `tensor` that compute the same key and value head: `tensor` ÷ `n_kv_heads` if
+        that is a whole number and the tensor mode is 1d, else 1."""
         n_ranks = 1 if self.layout.is_grid else self.layout.tensor
         return n_ranks // self.n_kv_heads if n_ranks % self.n_kv_heads == 0 else 1
 
@@ -129,8 +129,8 @@ class Sharding:
         self, shape: Shape, axes: Sequence[Axis], coordinates: Mapping[str, int] | None = None
     ) -> Shape:
         """Return an activation's local shape on the rank at mesh `coordinates`, given its global
-        `shape`, with one logical axis per dimension in `axes`. An omitted mesh dimension has
-        coordinate 0, which holds the largest shard."""
+        `shape`, with one logical axis per dimension in `axes`. A mesh dimension that `coordinates`
+        omits (None: all) has coordinate 0, which holds the largest shard."""
         coordinates = coordinates or {}
         local = list(shape)
         for index, axis in enumerate(axes):
@@ -172,8 +172,8 @@ class Sharding:
         self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
     ) -> Shape:
         """Return a parameter's local shape on the rank at `coordinates` along PARAMETER_DIMENSIONS,
-        before ZeRO shards it. An omitted dimension has coordinate 0, which holds the largest shard.
-        """
+        before ZeRO shards it. A dimension that `coordinates` omits (None: all) has coordinate 0,
+        which holds the largest shard."""
         if coordinates:
             return self._parameter_shape(spec, coordinates)
         key = spec.shape, spec.axes, spec.sums_over

@@ -127,8 +127,8 @@ class Case:
 
     layout: Layout
     micro_batches: int | None = None
-    """Micro-batches per data-parallel rank; None for twice the stages in a pipeline, 2 in any other
-    layout, 1 in one process."""
+    """Micro-batches per data-parallel rank; None for 2 · `layout.pipeline` in a pipeline, 2 in any
+    other layout, 1 in one process."""
     activation_checkpoint: Recompute | None = None
     tied_head: bool | None = None
     """Whether the head's weight is the embedding's, instead of the configuration's setting (None
@@ -136,8 +136,8 @@ class Case:
 
     @property
     def n_micro_batches(self) -> int:
-        """Number of micro-batches in a step, per data-parallel rank: as set, else twice the stages
-        in a pipeline, 2 in any other layout, 1 in one process."""
+        """Number of micro-batches in a step, per data-parallel rank: `micro_batches` if it is set;
+        else 2 · `layout.pipeline` in a pipeline, 2 in any other layout, 1 in one process."""
         if self.micro_batches is not None:
             return self.micro_batches
         if self.layout.pipeline > 1:
@@ -188,8 +188,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     with `;` between them, such as `data=2;tensor=2,zero=1`.
 
     `all` means LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied or untied), and
-    the configuration's own layout; without those on which its adapters could not be trained. Raises
-    ConfigError for an invalid layout, or if none is named.
+    the configuration's own layout; without those on which its adapters or experts could not be
+    trained. Raises ConfigError for an invalid layout, or if none is named.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
@@ -273,9 +273,10 @@ def own_case(config: Config) -> Case | None:
     """Return the case with the configuration's own layout, at degrees of at most 2 if it has more
     ranks than MOST_PROCESSES; None if it is one process.
 
-    If `parallel.data` is unset, since it depends on the number of processes, it is taken as twice
-    `parallel.replicate`, or as 1 if that would be too many ranks. Raises ConfigError if the
-    configuration's model cannot be sharded like this.
+    If `parallel.data` is unset, since it depends on the number of processes, it is taken as 2 ·
+    `parallel.replicate` with ZeRO, or if 2 · tensor · pipeline · context ranks are at most
+    MOST_PROCESSES; else as 1. Raises ConfigError if the configuration's model cannot be sharded
+    like this.
     """
     asked = config.parallel
     if asked == ParallelConfig():

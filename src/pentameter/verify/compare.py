@@ -263,8 +263,8 @@ def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
-    """Yield each rank's Difference in one number; `values` are the one process's, then each
-    rank's."""
+    """Yield each rank's Difference in one number (`kind`) in step `step`; `values` are the one
+    process's, then each rank's."""
     true, *of_ranks = values
     for rank, value in enumerate(of_ranks):
         yield Difference(kind, kind, step, rank, relative_error(value, true))

@@ -59,7 +59,8 @@ class DataOutcome:
 def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> list[int]:
     """Return the step numbers worth comparing, ascending: the first `n_steps`, and as many around
     the middle and the end of the first epoch and the end of the second. An epoch is shuffled anew,
-    wherever in a batch it ends.
+    even if it ends within a batch. Only the first `n_steps` if the epoch's length is not known (a
+    stream).
 
     batch_size: sequences per step.
     """
@@ -172,8 +173,8 @@ class DataVerdict:
 
 
 def verify_data_of(config: Config, layouts: str, n_steps: int) -> DataVerdict:
-    """Compare the batches that the layouts named in `layouts` (text as for `--layouts`) read from
-    the configuration's data with one process's.
+    """Compare the batches that the layouts named in `layouts` (`all`, or text such as
+    `data=2;tensor=2`) read from the configuration's data with one process's.
 
     n_steps: steps read at the start, and again around each epoch end that matters (`chosen_steps`).
     Raises ConfigError for an invalid layout; errors from `open_dataset`, such as ConfigError for

@@ -56,7 +56,8 @@ def vector(
 
 
 def norm(model: ModelConfig, path: str, layer: int | None) -> Iterator[ParameterSpec]:
-    """Yield the weight, and the bias if it has one, for a norm on the residual stream."""
+    """Yield the specs for a norm on the residual stream: its weight (D,), and its bias (D,) if
+    norms have one. `layer` is its block's index, None outside the blocks."""
     yield vector(f"{path}.weight", model.d_model, "embed", ONES, layer)
     if model.norm_has_bias:
         yield vector(f"{path}.bias", model.d_model, "embed", ZEROS, layer)
@@ -121,8 +122,8 @@ class OperationList:
         self.found: list[Operation] = []
 
     def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
-        """Append a norm on the residual stream x, with parameters by its name, and return the
-        result."""
+        """Append a norm on the residual stream x, whose parameters are `name`.weight and perhaps
+        `name`.bias, and return the result."""
         result = residual_stream(self.model, name)
         self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
         return result

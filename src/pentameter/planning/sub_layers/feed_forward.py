@@ -42,8 +42,9 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 def add_activation(
     build: OperationList, path: str, reads: tuple[ActivationTensor, ...]
 ) -> ActivationTensor:
-    """Add the activation function on the column-parallel matrices' results, with its gate if the
-    model has one, and return its result, shaped as each of them."""
+    """Add the activation function to `build`, and return its result, shaped as each tensor in
+    `reads`: the column-parallel matrices' results, (up,), or (gate, up) if the activation has a
+    gate."""
     model = build.model
     activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
