@@ -8,7 +8,7 @@ from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError
 from pentameter.planning.batch_sizes import global_batch_size
-from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.layout import parse_layout
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.data import chosen_steps, verify_data
 
@@ -49,9 +49,10 @@ def test_the_steps_cross_the_ends_of_epochs():
     assert len(set(steps)) == len(steps)
 
 
-def test_a_layout_that_does_not_divide_the_batch_is_no_failure():
+@pytest.mark.parametrize("layout", ["data=2", "tensor=4,tensor_mode=2d"])
+def test_a_layout_that_does_not_divide_the_batch_is_no_failure(layout):
     _, batches, batch_size = batches_of("random", batch_size=9)
-    one, two = verify_data(batches, batch_size, [Layout(data=2)], [0])
+    one, two = verify_data(batches, batch_size, [parse_layout(layout)], [0])
     assert one.passed
     assert two.passed is None
     assert two.to_json()["problem"] == "2 parts do not divide the 9 sequences of a step"

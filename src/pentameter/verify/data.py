@@ -81,8 +81,8 @@ def verify_data(
     """Compare the batches that each layout reads in `steps` with one process's, and yield the
     outcomes; the first is one process itself, the reference.
 
-    batch_size: sequences per step, over all ranks; a layout whose `data` does not divide it is
-    refused. Nothing is started: each rank's batch rows (`Layout.rows`) are read in this process.
+    batch_size: sequences per step, over all ranks; a layout whose batch shards do not divide it
+    is refused. Nothing is started: each rank's batch rows (`Layout.rows`) are read in this process.
     """
     alone = Layout()
     started = time.monotonic()
@@ -92,8 +92,8 @@ def verify_data(
         if layout == alone:
             continue
         started = time.monotonic()
-        if batch_size % layout.data:
-            refused = f"{layout.data} parts do not divide the {batch_size} sequences of a step"
+        if batch_size % (n_shards := layout.n_batch_shards):
+            refused = f"{n_shards} parts do not divide the {batch_size} sequences of a step"
             yield DataOutcome(layout, 0.0, refused=refused)
             continue
         hashes, problem = [], None
