@@ -149,8 +149,8 @@ def _begun(typed: str, options: Sequence[str]) -> list[str]:
 
 
 def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return a command line without these options (`names`, with hyphens, without dashes) and their
-    values."""
+    """Return a command line without the options `names` (with hyphens, without dashes) and their
+    values, whether written `--name value` or `--name=value`."""
     kept, rest = [], deque(arguments)
     while rest:
         argument = rest.popleft()
@@ -175,7 +175,8 @@ def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
 
 def sizes_of_data(config: Config, init_from: Path | None = None) -> DataSizes:
     """Return the vocabulary size and rows per epoch for planning a run; print a warning on stderr
-    if they are not known yet. init_from: a model whose tokenizer may be needed."""
+    if they are not known yet. init_from: the model that the run begins with, None for none; GPT-2's
+    tokenizer is taken from its folder if it is needed and lies there."""
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
     from pentameter.data.sizes import data_sizes
 
@@ -191,7 +192,8 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def print_tables(parts: Iterable[RenderableType], width: int) -> None:
-    """Print rich renderables; lines have `width` characters if the output is no terminal."""
+    """Print rich renderables. Lines are as wide as the terminal, or `width` characters if the
+    output is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)

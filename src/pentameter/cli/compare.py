@@ -36,7 +36,8 @@ class CompareArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the page and print the table; return 0."""
+    """Compare the runs that `arguments` (the command line after the verb) name: write the page,
+    print the table, and return the exit code 0."""
     asked = parse(CompareArguments, arguments, verb="compare")
     from pentameter.report.comparison import compare_runs, render_comparison
     from pentameter.report.markup import write_page
@@ -55,9 +56,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
-    """Yield the table's lines, a row per run, as wide as `width` characters allow; columns that do
-    not fit follow in further tables below. Then results that are the same for all runs, and the
-    verdict."""
+    """Yield the table's lines, a row per run, at most `width` characters wide; columns that do not
+    fit follow in further tables below. After the tables come the results that are the same for all
+    runs, a line each, and the verdict on which run is best."""
     from rich.cells import cell_len, set_cell_size
 
     runs, leaders = comparison.runs, comparison.ranking.leaders

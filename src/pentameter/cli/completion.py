@@ -84,7 +84,8 @@ class CompletionArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the script, the schema or, when a shell asks, the candidates; return 0."""
+    """Print the script or the schema that `arguments` (the command line after the verb) ask for or,
+    when a shell asks with WORDS, the candidates; return the exit code 0."""
     if arguments[:1] == [WORDS]:
         print("\n".join(candidates(arguments[1:])))
         return 0
@@ -99,8 +100,8 @@ def run(arguments: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return completions for the last word in `words`, typed after `pentameter`; an empty list if a
-    file name belongs there."""
+    """Return completions for the last word in `words`, all of them typed after `pentameter`; an
+    empty list if a file name belongs there, or if there are none."""
     from pentameter.cli.main import VERBS
 
     *before, typed = words or [""]

@@ -49,7 +49,8 @@ class DataArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the rows and return 0."""
+    """Print the batch rows that a step reads, as `arguments` (the command line after the verb) ask,
+    and return the exit code 0."""
     asked = parse(DataArguments, arguments, verb="data")
     import numpy as np
 
@@ -149,8 +150,8 @@ def _heading(row: RowRead, data: RunData) -> str:
 
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for each stretch in a row. With `plain`, styles are empty, and ⟦ ⟧
-    enclose tokens that count in the loss."""
+    """Yield (text, rich style) for each stretch (consecutive tokens of a row that all count in the
+    loss, or none of them). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that count."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

@@ -50,7 +50,8 @@ class DoctorArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the facts and return 0, whatever they are."""
+    """Print this machine's capabilities and choices, whatever they are, or with --measure its
+    speed; return the exit code 0. `arguments` are the command line after the verb."""
     asked = parse(DoctorArguments, arguments, verb="doctor")
     if asked.measure:
         return _measure(as_json=asked.json)
@@ -72,7 +73,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _measure(*, as_json: bool) -> int:
-    """Measure this machine's speed, write it to a file for `plan`, and print it; return 0."""
+    """Measure this machine's speed, write it to the file that `plan` and `train --layout best`
+    read, and print it; return the exit code 0."""
     from pentameter.calibrate.measured_machine import measure_machine
     from pentameter.estimating.cluster import read_devices
 

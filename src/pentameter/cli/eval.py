@@ -62,7 +62,8 @@ class EvalArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Evaluate and return 0."""
+    """Evaluate as `arguments` (the command line after the verb) ask, print the metrics, and return
+    the exit code 0."""
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size {parsed.batch_size} must be at least 1")
@@ -80,7 +81,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """Evaluate a split. Return the object for `--json`, and the line printed without it."""
+    """Evaluate the split `parsed.split`, with `overrides` of keys in [data]. Return the object for
+    `--json`, and the line printed without it."""
     from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
@@ -202,8 +204,8 @@ def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
 
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
-    """Load the model. Return it, its configuration with the overrides in [data], and an engine to
-    evaluate it with."""
+    """Load the model. Return it, its configuration with the overrides applied, and an engine to
+    evaluate it with in this process. Raises ConfigError for an override outside [data]."""
     from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision

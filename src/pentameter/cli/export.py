@@ -45,7 +45,8 @@ class ExportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Export, push if asked, and return 0."""
+    """Export the model that `arguments` (the command line after the verb) name, push it if asked,
+    print the folder's size, and return the exit code 0."""
     asked = parse(ExportArguments, arguments, verb="export")
     _check(asked)
     from pentameter.checkpoint.hugging_face.hub import check_login

@@ -35,7 +35,8 @@ class ImportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Import and return 0."""
+    """Import the model that `arguments` (the command line after the verb) name into a new
+    checkpoint folder, print how to fine-tune it, and return the exit code 0."""
     asked = parse(ImportArguments, arguments, verb="import")
     from pentameter.checkpoint.best import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf

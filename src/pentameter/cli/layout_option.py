@@ -13,8 +13,9 @@ BEST = "best"
 
 
 def layout_overrides(layout: str | None) -> list[str]:
-    """Return `--layout`'s value as overrides in [parallel]; an empty list for None. For `best`,
-    return a layout with which every setting passes the checks: the search replaces it."""
+    """Return `--layout`'s value as overrides, `--parallel.KEY=VALUE` for every degree; an empty
+    list for None. For `best`, return a placeholder (ZeRO stage 1) that passes the checks on any
+    configuration: the search replaces it later."""
     from pentameter.planning.layout import NOT_OF_A_LAYOUT, parse_parallel
 
     if layout is None:

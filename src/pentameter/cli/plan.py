@@ -59,7 +59,8 @@ class PlanArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the plan and return 0, whether it fits or not."""
+    """Print the plan that `arguments` (the command line after the verb) ask for, and return the
+    exit code 0, whether it fits or not."""
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
     from pentameter.config.command_source import configuration_of
     from pentameter.config.load import load_config
@@ -113,7 +114,7 @@ def run(arguments: list[str]) -> int:
 
 def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) -> int:
     """Print the planned run's memory and communication without times, as no device is known; return
-    0. Raises ConfigError for options that need times."""
+    the exit code 0. Raises ConfigError for options that need times."""
     from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 

@@ -95,7 +95,8 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the shards and return 0."""
+    """Write token shards as `arguments` (the command line after the verb) ask, print their sizes,
+    and return the exit code 0."""
     options = parse(Options, arguments, verb="prepare")
     from pentameter.data.prepare.from_tokens import token_files
     from pentameter.data.shards.dataset import open_shards
@@ -200,8 +201,8 @@ def _names_files(source: str) -> bool:
 
 
 def _data_section(options: Options, corpus: str | None) -> DataConfig:
-    """Return the options as a [data] section, with `corpus` or else the first source as path.
-    Raises ConfigError if they break its rules."""
+    """Return the options as a [data] section with the key `corpus`, or if that is None, with the
+    first source as `path`. Raises ConfigError if they break the section's rules."""
     from pydantic import ValidationError
 
     from pentameter.config.messages import problems
@@ -237,7 +238,7 @@ def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
 @contextmanager
 def _progress() -> Iterator[Callbacks]:
     """A context manager that gives callbacks for progress on stderr: on a terminal a bar per pass,
-    otherwise a line now and then."""
+    without one a line every 10 s."""
     from rich.console import Console
 
     from pentameter.data.progress import ProgressLines

@@ -26,7 +26,8 @@ class ReportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the report and return 0."""
+    """Write the report on the run that `arguments` (the command line after the verb) name, print
+    its path, and return the exit code 0."""
     asked = parse(ReportArguments, arguments, verb="report")
     from pentameter.report.markup import write_page
     from pentameter.report.page import render_page

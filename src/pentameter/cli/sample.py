@@ -70,7 +70,8 @@ class SampleArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Print samples and return 0."""
+    """Print texts sampled as `arguments` (the command line after the verb) ask, and return the exit
+    code 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
     from pentameter.generation.loop import encode_chat, encode_prompt
@@ -94,7 +95,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_loop(asked: SampleArguments) -> bool:
-    """Return True to ask for prompts: none is given, and input and output are a terminal."""
+    """Return True to ask for prompts on the terminal: no prompt, --json or several samples were
+    asked for, and both input and output are a terminal."""
     given = asked.prompt or asked.prompt_file is not None or asked.json or asked.num_samples > 1
     return not given and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -107,11 +109,11 @@ def _sampled(
     *,
     continues: bool,
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
-    """Start sampling. Return an iterator over each step's tokens (B,), B samples, which ends once
-    all samples have, and a detokenizer for each.
+    """Start sampling. Return an iterator over each step's tokens (B,), for B samples, and a
+    detokenizer for each sample. The iterator ends once all samples have ended.
 
-    continues: True if texts follow the prompt's last word, so that spaces are kept. With
-    `asked.chat`, a sample ends at the first special token.
+    continues: True if texts are printed after the prompt, so that a space that separates words is
+    kept. With `asked.chat`, a sample ends at the first special token.
     """
     from pentameter.generation.loop import Detokenizer, stream_tokens
 
@@ -225,7 +227,8 @@ def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt:
 
 
 def _print_text(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
-    """Print the first sample, after the prompt, while it grows, and the others once complete."""
+    """Print the first sample, after the prompt, while it grows, and the others once they are
+    complete."""
     texts = [prompt] * len(samples)
     if len(samples) > 1:
         _write(_rule(0, len(samples)))

@@ -45,7 +45,8 @@ class ServeArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Serve until a signal comes, and return 0."""
+    """Serve the models that `arguments` (the command line after the verb) name until SIGINT or
+    SIGTERM, and return the exit code: 0, or 1 if a second SIGINT cut requests off."""
     asked = parse(ServeArguments, arguments, verb="serve")
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise ConfigError(f"serve needs {' and '.join(missing)}: pip install 'pentameter[serve]'")

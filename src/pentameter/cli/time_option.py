@@ -58,10 +58,11 @@ class TimedRun:
 
     def config(self, progress: Progress, *, keep: bool) -> tuple[Config, tuple[str, ...]]:
         """Choose settings for the time by a trial. Return the configuration with them, and the
-        reasons, a line each. If the run folder records a choice for the same request, take that,
-        without reasons. With `keep`, record the choice there.
+        reasons, a line each. With `keep`, record the choice in the run folder.
 
-        Raises ConfigError if the folder holds a run for another request.
+        If the folder records a choice for the same request, return that one without a trial, and no
+        reasons. `progress` is called while data is prepared. Raises ConfigError if the folder holds
+        a run for another request.
         """
         from pentameter.train.time_budget import choose_for_time
 

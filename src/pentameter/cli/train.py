@@ -74,7 +74,8 @@ class TrainArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Train and return 0 once the run is complete."""
+    """Train as `arguments` (the command line after the verb) ask, and return the exit code 0 once
+    the run is complete. With --nproc this process only launches the ranks."""
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
     from pentameter.checkpoint.hugging_face.hub import hub_address
@@ -166,8 +167,8 @@ def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
 def _sweep(
     parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
 ) -> None:
-    """Train a sweep's runs, compare them in compare.html, or with --dry-run only list them. Raises
-    ConfigError before the first run if any configuration is invalid."""
+    """Train a sweep's runs and compare them in compare.html; with --dry-run or --print-config only
+    list them. Raises ConfigError before the first run if any configuration is invalid."""
     from pentameter.cli.compare import run as compare
     from pentameter.cli.sweep_option import sweep_runs, train_sweep
 
@@ -214,7 +215,11 @@ def _configuration(
     say: bool,
 ) -> Config:
     """Return the configuration that the command line names, in the requested layout; with `say`,
-    print the choices made on stderr. n_processes: how many train together, None for one."""
+    print the choices made on stderr.
+
+    n_processes: how many train together, None for one. place: this process's rank, and how many a
+    launcher started on each machine; None if all are on this machine.
+    """
     from pentameter.config.command_source import configuration_of, with_tokenizer_beside
     from pentameter.config.load import load_config
 
@@ -289,8 +294,12 @@ def _train(
 def _print_plan(
     config: Config, parsed: TrainArguments, n_processes: int | None, place: Place | None
 ) -> None:
-    """Print all derived sizes, memory and layout without training: in words on a terminal, else as
-    JSON."""
+    """Print the run's Plan (all derived sizes, memory per rank, layout) on stdout: in words on a
+    terminal, as JSON elsewhere or with --json. Nothing is trained.
+
+    n_processes: the number of ranks planned for, None for as many as [parallel] implies. place:
+    says how many of them are on each machine; None if all are on this one.
+    """
     from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 

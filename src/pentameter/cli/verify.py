@@ -49,7 +49,8 @@ class VerifyArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Verify and return 0 if every layout agrees with one process, else 70."""
+    """Verify the layouts that `arguments` (the command line after the verb) name. Return the exit
+    code: 0 if every layout agrees with one process, else 70."""
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
     from pentameter.config.command_source import configuration_of
     from pentameter.config.load import load_config

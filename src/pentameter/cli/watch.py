@@ -28,7 +28,8 @@ class WatchArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Serve the pages until Ctrl-C; return 0."""
+    """Serve pages on the runs in a folder until Ctrl-C; return the exit code 0. `arguments` are the
+    command line after the verb."""
     asked = parse(WatchArguments, arguments, verb="watch")
     from pentameter.report.board import check_runs_folder
     from pentameter.report.watch_server import WatchServer

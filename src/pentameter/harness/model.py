@@ -174,8 +174,8 @@ class HarnessModel(TemplateLM):
         """Return each context's continuation, without the text that ends it: the first stop text,
         end of text, or the task's maximum number of tokens.
 
-        Contexts with equally many tokens and the same settings run together. In a text beyond
-        context_length the model sees the last `window_tokens`.
+        Contexts with equally many tokens and the same settings run together. Once a text exceeds
+        context_length, the model sees only its last tokens (`window_tokens` says how many).
         """
         groups: dict[tuple[int, _Settings], list[int]] = defaultdict(list)
         prompts = []

@@ -96,7 +96,7 @@ def _result(name: str, found: Any) -> TaskResult:
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> list[Any]:
     """Load the tasks and groups with these names, with their data, from the harness's own and the
-    YAML files in `folder`.
+    YAML files in `folder` (None: the harness's own alone).
 
     Raises ConfigError for an unknown name, suggesting similar ones, and for a task that cannot be
     opened, such as one whose data would have to be downloaded.

@@ -122,8 +122,8 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """Return the failure that the others follow from: the earliest, after leaving out lost
-    connections and stops by a signal unless there is nothing else.
+    """Return the failure that the others follow from: the earliest. Lost connections and stops by a
+    signal count only if there is no other kind of failure.
 
     If several processes met the same error, return that of the lowest rank.
     """
@@ -242,8 +242,9 @@ def failure_ends_process() -> Iterator[None]:
 
 
 def _print_after_others(error: BaseException, failure: Failure, *, debug: bool) -> None:
-    """Print `failure` on stderr, or give it to torchrun, after waiting so that a process that
-    failed first prints first. For launchers that collect no reports."""
+    """Print `failure` on stderr, or give it to torchrun to print, for launchers that collect no
+    reports. Another rank's failure may be the first: wait HOLD_BACK_SECONDS for an expected error
+    on a rank other than 0, twice as long for a lost connection."""
     if failure.consequence:
         time.sleep(2 * HOLD_BACK_SECONDS)
     elif failure.expected and failure.rank:

@@ -82,8 +82,9 @@ def lone_world() -> World:
 def joined_world_of(
     config: Config, place: Place | None = None
 ) -> contextlib.AbstractContextManager[World]:
-    """Return `joined_world`'s context manager with the settings of a configuration: its device, its
-    timeout, and a process group even for one process if ZeRO shards parameters.
+    """Return a context manager that joins the processes of a run and yields their World:
+    `joined_world` with the configuration's device and timeout, and with a process group even for
+    one process if ZeRO shards parameters.
 
     place: this process's rank and how the processes meet; None for one process. Raises ConfigError
     for a device that this machine does not have.
@@ -215,8 +216,9 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
-    """Return this rank's device: for `cuda`, the GPU with its local rank, or the only visible one
-    if a scheduler shows each process just its own; else `device` itself. Collective.
+    """Return this rank's device. For `cuda` it is the GPU with this process's local rank, or GPU 0
+    if a scheduler shows each process just its own; for `cpu`, and for one process, it is `device`
+    itself. Collective.
 
     Raises ConfigError if this machine has fewer GPUs than processes, or several processes ask for
     MPS.
@@ -349,11 +351,11 @@ def _address(store: Store) -> str:
 
 
 def _reach(place: Place, timeout_seconds: float) -> Store:
-    """Open the store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's
-    keys.
+    """Open the store at `place.init_method`, which the launcher, or rank 0, keeps for all; it may
+    hold an earlier attempt's keys.
 
-    It is opened separately from `init_process_group`, so that an error while waiting can name
-    the missing ranks.
+    It is opened separately from `init_process_group`, so that an error while waiting can name the
+    missing ranks.
     """
     import torch.distributed as dist
 

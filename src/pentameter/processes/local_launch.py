@@ -54,9 +54,9 @@ def run_local(
 
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
     stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
-    When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again;
-    before that, those that hang print their stacks. If no process makes progress for a while after
-    a signal, they print their stacks, too, and are killed.
+    When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again,
+    then they are killed. If after a stop signal every process exceeds the timeout of its current
+    action (30 s at least), those that hang print their stacks, and all are killed.
 
     Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
     process was killed. Call it in the main thread.
@@ -79,12 +79,16 @@ def check_launch(
     config: Config, n_processes: int, place: Place | None, *, oversubscribe: bool, check_fit: bool
 ) -> None:
     """Raise ConfigError if the processes of a run could not train together: too few cores for them,
-    with `check_fit` too little memory, or a layout that does not fit their number.
+    with `check_fit` too little host memory for training on CPUs, or a layout that does not fit
+    their number.
 
     It runs before data is read and before the processes meet, so that N of them do not print the
-    same error. place: from `find_place` if a launcher started them; None if `--nproc` will start
-    `n_processes` on this machine, which alone is checked for cores and memory. oversubscribe: any
-    number of processes per core will do.
+    same error.
+
+    n_processes: the number of processes in all.
+    place: from `find_place` if a launcher started them; then cores and memory are not checked. None
+        if `--nproc` will start them on this machine.
+    oversubscribe: any number of processes per core will do.
     """
     from pentameter.estimating.plan_estimates import plan_state_bytes
     from pentameter.planning.layout import make_layout
@@ -133,7 +137,8 @@ def worker_environment(
 
 class _Workers:
     """The processes of one launch, started, watched and ended by the launcher. `folder` is the
-    launch folder, for rendezvous and reports."""
+    launch folder, for rendezvous and reports. After a failure the other processes have
+    `grace_seconds` to end by themselves, and as long again after SIGTERM."""
 
     def __init__(self, folder: Path, grace_seconds: float) -> None:
         self._folder = folder
@@ -203,12 +208,16 @@ class _Workers:
     def _end_overdue(
         self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
     ) -> None:
-        """End processes that should have ended by themselves: those left after a failure, and all
-        after a second stop signal.
+        """End processes that should have ended by themselves; called again and again while some
+        run.
 
-        failed_at, hurried_at: when these happened, in monotonic seconds; None if not. If the failed
-        processes have merely lost another one so far, that one hangs. It prints its stacks and is
-        killed, since there is no other rank left to save with.
+        failed_at: monotonic seconds of the first failure, None without one. After the grace time
+            the running processes get SIGTERM, after twice that time SIGKILL.
+        hurried_at: monotonic seconds of the second stop signal, None without one. After the grace
+            time the running processes get SIGKILL.
+        failures: all failures so far. If all are lost connections, a running process hangs. After
+            the grace time its stacks are printed and it gets SIGKILL at once: the ranks with which
+            it could save are gone.
         """
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
@@ -263,8 +272,9 @@ class _Workers:
         return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
-        """Return the failure of the process that ended with exit code `code`, from its report or
-        else the code; an empty list if it did not fail."""
+        """Return the failure of the process that ended with exit code `code` (negative: the signal
+        that ended it), from the report it left, or made from the code without one; an empty list if
+        it did not fail."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
         interrupted = code == 128 + signal.SIGINT  # before it handled signals

@@ -32,8 +32,8 @@ class Place:
     """Rank among the processes on this machine."""
     local_size: int
     init_method: str
-    """The address at which they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or `file://PATH`,
-    with the path unescaped."""
+    """The address at which they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or
+    `file://PATH`, with the path unescaped."""
     source: str
     """Who started the processes: `torchrun`, `SLURM`, `--nproc` or `environment`
     (torch.distributed's variables set by something else)."""

@@ -59,9 +59,10 @@ class Note:
 class Progress:
     """The latest Note of this process, also written to the file `path`, if given, for the launcher.
 
-    timeout_seconds: limit for an action that was never timed before; later ones get a multiple of
-    their longest time. dump_stacks: print the stacks of all threads on stderr if nothing was
-    noted for so long.
+    timeout_seconds: limit for an action that was never timed before. A later one gets 3 times the
+        longest that an action with this name took, at least LEAST_TIMEOUT_SECONDS.
+    dump_stacks: print the stacks of all threads on stderr if nothing was noted for
+        `timeout_seconds`.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class Watchdog:
         self._seen: dict[int, tuple[Note, float]] = {}
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Read the notes of `ranks`, and remember now as the time at which those that changed did
-        so."""
+        """Read the notes of `ranks`, and record the current time for each rank whose note has
+        changed."""
         for rank in ranks:
             note = read_progress(self._folder, rank)
             if rank not in self._seen or self._seen[rank][0] != note:
@@ -188,8 +189,15 @@ def _stacks_path(folder: Path, rank: int) -> Path:
 
 
 def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
-    """Ask running processes, given as rank → process id, for their stacks. Return rank → stacks as
-    text, without ranks that cannot respond or do not within 2 s."""
+    """Ask running processes for the stacks of all their threads, and return rank → stacks as text,
+    in faulthandler's format.
+
+    folder: the launch folder, in which each process writes its stacks to a file on STACKS_SIGNAL.
+    pids: rank → process id.
+
+    This takes at most 2 s. A rank is missing from the result if it does not handle the signal yet,
+    is suspended, or has not written by then.
+    """
     can_write = (rank for rank in pids if _stacks_path(folder, rank).exists())
     ready = [rank for rank in can_write if not is_stopped(pids[rank])]
     for rank in ready:
@@ -207,8 +215,9 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
 
 
 def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
-    """Return the ranks, out of `ranks`, that the others seem to wait for: those that gave no
-    stacks, else those whose stack is not inside a wait for others, else all.
+    """Return the ranks, out of `ranks`, that the others seem to wait for: those without stacks; if
+    all have some, those whose innermost frames are not in torch.distributed, autograd or `World`,
+    which wait for other ranks; if there are none either, all.
 
     shown: rank → stacks, as returned by `stacks`.
     """

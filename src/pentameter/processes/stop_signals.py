@@ -26,7 +26,9 @@ def minded_stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `handler` handle the `minded_stop_signals` while the block runs; main thread only."""
+    """Context manager: call `handler` with signal number and frame on each stop signal while the
+    block runs, and restore the earlier handlers afterwards. Signals that this process was started
+    to ignore stay ignored. Main thread only."""
     previous = {number: signal.signal(number, handler) for number in minded_stop_signals()}
     try:
         yield

@@ -101,8 +101,9 @@ class World:
         """Run `work` on every rank, and return all results, ordered by rank, on every rank.
         Collective.
 
-        If it raises on any rank, every rank raises that error, chosen as in `agreed`. It sends one
-        message; `agreed` and `all_gather` would send two.
+        If it raises on any rank, every rank raises the same error: a PentameterError before any
+        other, then the lowest rank's. It sends one message; `agreed` and `all_gather` would send
+        two.
         """
         outcome = _attempted(work)
         outcomes = self.all_gather(outcome)

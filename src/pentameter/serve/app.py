@@ -62,8 +62,10 @@ _PAGE_HEADERS = {
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
-    """Return the FastAPI application that serves a worker's models; the worker is closed with it.
+    """Return the FastAPI application that serves a worker's models; when it stops, it closes the
+    worker.
 
+    limits: the most that one request may ask for.
     hosts: names (without port) that the Host header may have, None for any.
     """
 
@@ -132,8 +134,9 @@ def _described(served: ServedModel) -> dict[str, Any]:
 
 
 def _chosen(worker: Worker, name: str | None) -> ServedModel:
-    """Return the model named `name`; for None the only one. Raises RequestError (404) if there is
-    none."""
+    """Return the served model with the name that a request gives. A request without a name (None)
+    gets the only model, if just one is served. Raises RequestError (404), which lists the served
+    names, for an unknown name, and for None if several are served."""
     if name is None and len(worker.models) == 1:
         return next(iter(worker.models.values()))
     if name is None or name not in worker.models:
@@ -154,8 +157,9 @@ async def _answer(
     kind: type[CompletionRequest] | type[ChatRequest],
     http: Request,
 ) -> Response:
-    """Parse a request (its body is a `kind`), queue its texts and return the answer, whole or as a
-    stream. If the client disconnects, writing stops. Raises RequestError."""
+    """Parse a request (its body is a `kind`), queue its texts and return the answer: an event
+    stream if the request asks for one, else a JSON object once all texts are complete. If the
+    client disconnects, no more tokens are generated. Raises RequestError."""
     try:
         body = json.loads(await http.body())
     except (ValueError, RecursionError) as error:  # of json, or of UTF-8
@@ -208,8 +212,8 @@ async def _events(
     worker: Worker, job: Job, form: _Form, seconds: float, *, with_usage: bool
 ) -> AsyncIterator[str]:
     """Yield a streamed answer as server-sent events, with token counts at the end if `with_usage`.
-    An error, also after `seconds`, becomes the last event. When the stream is closed, writing
-    stops."""
+    After `seconds`, or if generation fails, the last event is the error. When the stream is closed,
+    no more tokens are generated."""
     n_tokens: Counter[int] = Counter()
     try:
         for index in form.openings():
@@ -235,7 +239,7 @@ def _event(content: dict[str, Any]) -> str:
 
 def _described_error(error: Exception, limits: Limits | None) -> RequestError:
     """Return the RequestError to send to the client for an exception during generation. With
-    `limits`, the message names the time limit."""
+    `limits`, the message names the time limit; None leaves it out."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, TakesTooLongError):
@@ -285,8 +289,8 @@ class _Form:
         }
 
     def openings(self) -> Sequence[int]:
-        """Return the choice indices that begin with an event for the role: all in a chat, else
-        none."""
+        """Return the choice indices whose stream begins with an event for the role `assistant`: all
+        in a chat, none in a completion."""
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
@@ -380,7 +384,8 @@ class Guard:
         self._app, self._hosts, self._most = app, hosts, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an ASGI request on, or answer it with 403, 413 or 415."""
+        """Pass an ASGI request on, or answer it with 403 (another Host or Origin), 413 (too large a
+        body) or 415 (not JSON)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -470,8 +475,8 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests and stop after the grace at the first signal, at once at a second
-        SIGINT."""
+        """At the first signal, refuse new requests, and stop once the running ones have ended, or
+        after the grace; at a second SIGINT, stop at once."""
         if not self._worker.is_stopping:
             self._worker.is_stopping = True
             why = "the server stops, and the time to end this request is up"

@@ -52,11 +52,11 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """True if no text waits or is written."""
+        """True if no text is queued or has a cache slot, so that `step` would do nothing."""
         return not self._waiting and not self._writing
 
     def add(self, continuation: Continuation) -> None:
-        """Queue a text, behind those that wait for a slot."""
+        """Queue a text, behind those that wait for a slot; `step` gives it one."""
         self._waiting.append(continuation)
 
     def cancel(self, continuation: Continuation) -> None:
@@ -67,7 +67,8 @@ class Batcher:
             self._waiting.remove(continuation)
 
     def step(self) -> list[tuple[Continuation, Piece]]:
-        """Advance every text that has a slot, and return (text, newly written Piece) for each that
+        """Give free slots to queued texts, read up to PIECE_TOKENS tokens of prompts, and write one
+        token for each text whose prompt is read. Return (text, newly written Piece) for each that
         got a token or failed."""
         while self._free and self._waiting:
             self._begin(self._waiting.popleft())
@@ -102,8 +103,8 @@ class Batcher:
         self._see(writing)
 
     def _see(self, each: _Writing) -> None:
-        """Move a text's window to its end: append the last token or, if the window must start
-        later, begin it anew with nothing cached."""
+        """Move a text's window to the text's end: append the last token, or, if the text has
+        outgrown the window, begin one further on with nothing cached."""
         prompt, written = each.continuation.asked.prompt, each.continuation.tokens
         n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
         if each.window and n_seen == len(each.window) + 1:

@@ -29,7 +29,7 @@ class TokenChance:
     logprob: float
     """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
     rivals: Sequence[tuple[str, float]]
-    """(text, log-probability) of the likeliest tokens, falling."""
+    """(text, log-probability) of the likeliest tokens, the likeliest first."""
     offset: int
     """Number of characters in the text before this token."""
 
@@ -146,8 +146,8 @@ class Continuation:
         return self._shown()
 
     def _shown(self) -> Piece:
-        """Return new text and tokens since the last call, holding back an end that could become a
-        stop string."""
+        """Return the text and tokens not returned before, as a Piece; an end that could become a
+        stop string is held back until the next call."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)

@@ -65,7 +65,8 @@ def hiding(
 
 class Slots:
     """A GPT with a key-value cache for `n_slots` texts. The model's attention is replaced to read
-    these slots, so it must not be used otherwise."""
+    these slots, so it must not be used otherwise. Logits beyond `vocab_size` (padding) are left
+    out."""
 
     def __init__(self, model: GPT, vocab_size: int, n_slots: int) -> None:
         weight = next(model.parameters())
@@ -104,8 +105,9 @@ class Slots:
 
     @torch.inference_mode()
     def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
-        """Read `tokens` into a slot, at positions from `start` on. Return the logits (V,) after the
-        last."""
+        """Read `tokens`, at most PIECE_TOKENS, into a slot, at positions `start`, `start` + 1, … in
+        its text's window; earlier ones are cached already. Return the logits (V,) after the last,
+        float64."""
         T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
@@ -281,14 +283,15 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many leading tokens in a window are read in pieces; the rest, fewer than
-    _LEAST_PIECE, are written one by one."""
+    """Return how many leading tokens in a window of `n_tokens` are read in pieces. If the last
+    piece (`n_tokens` modulo PIECE_TOKENS) would have fewer than _LEAST_PIECE, its tokens are
+    written one by one and not counted here."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
 
 
 def passed_tokens(n_tokens: int) -> int:
-    """Return the padded token count for a pass over n_tokens."""
+    """Return the padded token count for a pass over n_tokens: the next multiple of _PIECE_UNIT."""
     return _rounded_up(n_tokens, _PIECE_UNIT)
 
 

@@ -114,8 +114,8 @@ class Job:
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Add new pieces, (text index, Piece) each, for `pieces` to yield. Call it in the event
-        loop."""
+        """Add new pieces, (text index, Piece) each, for the method `pieces` to yield. Call it in
+        the event loop."""
         for index, piece in pieces:
             self._pieces.append((index, piece))
             if piece.finish_reason or piece.error:
@@ -169,7 +169,8 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function in the thread, wait, and return its result or raise its error."""
+        """Call a function in the worker's thread, wait for it, and return its result or raise its
+        error."""
         result: Future[_Result] = Future()
 
         def command() -> None:
@@ -204,8 +205,9 @@ class Worker:
             served.close()
 
     def submit(self, served: ServedModel, asked: Sequence[Asked]) -> Job:
-        """Queue a request's texts and return them as a Job. Raises ServerBusyError if the queue is
-        full or the server is stopping."""
+        """Queue a request's texts and return them as a Job. Raises ServerBusyError if the server is
+        stopping, or if more texts than the model's slots and `most_waiting` would then be queued or
+        written."""
         if self.is_stopping:
             raise ServerBusyError("the server is stopping; ask again once it is back")
         most = served.n_slots + self._most_waiting

@@ -15,15 +15,15 @@ from pentameter.machine.this_cluster import this_cluster
 
 @dataclass(frozen=True)
 class BestLayout:
-    """The fastest layout that fits in memory, with its predicted step time and memory (`estimate`),
-    and `n_candidates`, the number of layouts it was chosen from."""
+    """The fastest layout that fits in memory. `estimate` holds its Plan and the predicted, not
+    measured, step time and memory; `n_candidates` is the number of layouts it was chosen from."""
 
     estimate: Estimate
     n_candidates: int
 
     def of(self, config: Config) -> Config:
-        """Return `config` with this layout, its micro-batch size and its activation
-        checkpointing."""
+        """Return a copy of `config` with this layout's degrees of parallelism, its micro-batch size
+        (sequences per forward and backward pass) and its activation checkpointing."""
         chosen = self.estimate.plan.config
         train = config.train.model_copy(
             update={
@@ -43,11 +43,12 @@ class BestLayout:
 
 
 def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: int) -> BestLayout:
-    """Search for the layout with the shortest predicted step on this machine's devices.
-    `world_size` is the number of processes, `local_size` that on each machine; `sizes` gives the
-    vocabulary and the rows per epoch.
+    """Search all layouts of `world_size` processes for the one with the shortest predicted step on
+    this machine's devices.
 
-    Raises ConfigError if no layout fits in memory.
+    `local_size` is the number of processes on each machine. `sizes` gives the vocabulary and the
+    batch rows per epoch, as `data_sizes(config)` returns them. No step is run. Raises ConfigError
+    if no layout fits in memory.
     """
     cluster, _ = this_cluster(world_size, local_size)
     found = search(config, cluster, sizes.vocab_size, sizes.rows_per_epoch, n_best=2)

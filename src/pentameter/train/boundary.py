@@ -33,9 +33,12 @@ class Boundary:
     _has_lost_a_sample: bool = field(default=False, init=False)
 
     def evaluate_if_due(self) -> None:
-        """If due (`train.eval_interval`), evaluate every split, update the best loss and call
-        `on_eval` hooks. Do nothing further if a stop signal came. Raises TrainingFailedError if a
-        loss is not finite."""
+        """Every `train.eval_interval` steps and after the last one, evaluate every split, update
+        the best loss and call `on_eval` hooks.
+
+        If a stop signal comes meanwhile, the metrics are discarded, and the resumed run evaluates
+        again. Raises TrainingFailedError if a loss is not finite.
+        """
         run, state, interval = self.run, self.run.state, self.run.config.train.eval_interval
         assert not isinstance(interval, str)  # resolved by the plan
         if not state.is_due(interval, state.last_eval_step, run.plan.steps):
@@ -60,8 +63,10 @@ class Boundary:
             self.hooks.call("on_eval", run, replace(metrics, best=best))
 
     def sample_if_due(self) -> None:
-        """If due (`train.sample_interval`), sample a text; rank 0 prints it, writes it into the run
-        folder and calls `on_sample` hooks. Non-finite logits or a failed write only warn."""
+        """Every `train.sample_interval` steps and after the last one, sample a text; rank 0 prints
+        it, writes it into the run folder and calls `on_sample` hooks. Non-finite logits or a failed
+        write only warn. Nothing is sampled after a stop signal, or from a model that gives no
+        logits."""
         run, state, train = self.run, self.run.state, self.run.config.train
         assert train.sample_interval != "auto"  # resolved by the plan
         due = state.is_due(train.sample_interval, state.last_sample_step, run.plan.steps)
@@ -98,10 +103,11 @@ class Boundary:
 
     def end_if_due(self, step_seconds: float) -> RunEnd | None:
         """Return the end of the run if it ends at this step, else None: after a stop signal on any
-        rank, the last step, too many evaluations without a new best, or a hook's stop.
+        rank, the last step, `train.patience` evaluations in a row without a new best, or a hook's
+        call of `run.stop`.
 
-        `step_seconds` is the latest step's time (0: unknown): it sets how many steps may pass until
-        the ranks compare signals again, about PROMPT_SECONDS.
+        `step_seconds` is the latest step's time (0: unknown). It sets how many steps may pass until
+        the ranks compare signals again: those that take about PROMPT_SECONDS.
         """
         run, state, patience = self.run, self.run.state, self.run.config.train.patience
         end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
@@ -119,8 +125,9 @@ class Boundary:
         return None
 
     def save_if_due(self, end: RunEnd | None) -> None:
-        """Save a checkpoint if one is due at this step, or if the run ends here (`end` is not
-        None), and print the store's warnings."""
+        """Save a checkpoint if `checkpoint.interval` steps have passed, if the evaluation at this
+        step was the best (`checkpoint.keep_best`), or if the run ends here (`end` is not None).
+        Print the warnings of the checkpoint store."""
         interrupted = end is not None and end.kind == EndKind.SIGNAL
         new_best, self._new_best = self._new_best, False
         self.checkpoints.save_if_due(
@@ -131,7 +138,9 @@ class Boundary:
         self.checkpoints.say_warnings()
 
     def test(self) -> None:
-        """Evaluate the held-out test split, if there is one, and call `on_eval` hooks."""
+        """Evaluate the test split with the best checkpoint's weights (the last ones without a
+        best), and call `on_eval` hooks. Do nothing if no test split is held out, evaluation is off,
+        or a stop signal comes."""
         metrics = evaluate_test(self.run, self._is_stopping)
         if metrics is not None:
             self.hooks.call("on_eval", self.run, metrics)

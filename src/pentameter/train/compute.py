@@ -69,15 +69,16 @@ class Compute:
     best so far; None if a peak is published."""
 
     def peak_memory_bytes(self) -> int:
-        """Return the most memory, in bytes, that the run has held so far: GPU memory, or on a CPU
-        this process's resident memory."""
+        """Return the most memory, in bytes, that this process has held so far: GPU memory allocated
+        by PyTorch, or on a CPU resident memory."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
     def environment(self) -> Mapping[str, Any]:
-        """Return the content of environment.json: versions, devices and these choices."""
+        """Return the content of environment.json in the run folder: versions, devices and these
+        choices."""
         return {
             **environment(self.device),
             "precision": self.precision,
@@ -157,8 +158,9 @@ def _choose_compile(
     capabilities: Capabilities,
     n_devices: int,
 ) -> tuple[bool, str]:
-    """Return whether to compile the step, and the reason in words. The cost is weighed against the
-    run's FLOPs per device; `n_devices` devices share them (a CPU counts as one)."""
+    """Return whether to compile the step, and the reason in words. With `train.compile` = auto, the
+    time to compile is weighed against the run's FLOPs per device. `n_devices` is the number of
+    GPUs, or on CPUs the number of machines."""
     train = plan.config.train
     obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:

@@ -41,7 +41,8 @@ COLUMN = " │ "
 
 class Console:
     """One rank's terminal and log file, a context manager; everything that a run prints goes
-    through it."""
+    through it. `world` None means a single process; with `quiet` nothing is printed, and the log is
+    still written."""
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
@@ -70,8 +71,11 @@ class Console:
             self._log.close()
 
     def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
-        """Begin to log to the file `path`, first with all lines printed so far. If somebody removes
-        the file, it is written again, unless `check_folder` raises StorageError."""
+        """Begin to log to the file `path`, first with all lines printed so far.
+
+        `check_folder` is called before a file that somebody removed is written again; it raises
+        StorageError if the folder is no longer the run's, and then nothing is written.
+        """
         with suppress(OSError):  # LogFile warns about it, once
             path.parent.mkdir(exist_ok=True)
         self._log = LogFile(path, self.say, check_folder)
@@ -81,12 +85,13 @@ class Console:
 
     def say(self, text: str, *, of_machine: bool = False) -> None:
         """Log a line on this rank, and print it on rank 0. With `of_machine`, one rank on every
-        other machine prints it, too. Control characters, as a sample may have, are replaced."""
+        other machine prints it, too. Control characters, which a sampled text may have, are
+        replaced by U+FFFD."""
         self.say_columns([text], of_machine=of_machine)
 
     def say_columns(self, columns: Sequence[str], *, of_machine: bool = False) -> None:
-        """Log a line made of columns, and print as many of the first as fit on the terminal.
-        `of_machine` as in `say`: one rank on every machine prints."""
+        """Log a line made of columns, and print as many of its first columns as fit on the
+        terminal: on rank 0, and with `of_machine` also on one rank of every other machine."""
         if self._world.is_main or (of_machine and self._world.local_rank == 0):
             self._print(self._fitted(columns, len(self._rank)))
         self._to_log(COLUMN.join(columns))
@@ -119,7 +124,8 @@ class Console:
         return COLUMN.join(columns[:n])
 
     def sync(self) -> int:
-        """Sync log.txt to disk if possible, and return its size so far in bytes."""
+        """Sync this rank's log file to disk if possible, and return its size so far in bytes; 0 if
+        no log is open."""
         return 0 if self._log is None else self._log.sync()
 
     def status(self, columns: Sequence[str], below: str = "") -> None:
@@ -142,8 +148,9 @@ class Console:
             self._live.update(line, refresh=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Report data preparation: `done` of `total` bytes (0: unknown) in the pass named `what`.
-        On the live line, or without a terminal in a printed line now and then."""
+        """Report data preparation on this rank: `done` of `total` bytes (0: unknown) in the pass
+        named `what`, such as `encoding`. It shows on the live line; without a terminal, a line is
+        printed every 10 s."""
         if what == AWAITING and self._world.size > 1:
             what = AWAITING_A_RANK  # every rank prepares the data, and one is the first
         if self._live is None:

@@ -37,11 +37,12 @@ def splits_to_evaluate(
     verify: bool,
     progress: Progress,
 ) -> Mapping[str, TokenSplit | EncodedQuestions]:
-    """Return each evaluation's split or encoded questions, by name, `val` first if anything is held
-    out. Empty if evaluation is off, or if `batches` (from the user's function) are not tokens: such
-    a model does not run on text. `verify` checks the shards' hashes; `progress` is called while
-    texts are tokenized.
+    """Return each evaluation's split or encoded questions, by name: `val` first if anything is held
+    out, `train` with `train.eval_train_tokens`, and the names in `data.evaluations`. Empty if
+    evaluation is off, or if `batches` (from the user's function) are not tokens: such a model does
+    not run on text.
 
+    `verify` checks the hashes of the stored tokens; `progress` is called while texts are tokenized.
     Raises ConfigError for a split with fewer than 2 tokens, and CorruptError, StorageError or
     ConfigError for texts and questions that cannot be read.
     """
@@ -71,8 +72,8 @@ def splits_to_evaluate(
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
-    """Return True if this start evaluates before its first step, so that the evaluation is compiled
-    first."""
+    """Return True if this process evaluates before it makes a step, so that the evaluation is
+    compiled first."""
     state, interval = run.state, run.config.train.eval_interval
     assert not isinstance(interval, str)  # resolved by the plan
     return bool(run.evaluations) and state.is_due(interval, state.last_eval_step, run.plan.steps)

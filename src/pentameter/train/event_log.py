@@ -13,8 +13,12 @@ from pentameter.train.trackers import Trackers, open_trackers
 
 
 class EventLog:
-    """metrics.jsonl and the trackers of the run in `folder`, whose last completed step is `step`.
-    On ranks other than 0 nothing is written."""
+    """metrics.jsonl and the trackers of the run in `folder`. On ranks other than 0 nothing is
+    written.
+
+    `step` is the number of steps completed before this start: trackers hide later ones that an
+    earlier start has sent, as they are made again.
+    """
 
     def __init__(
         self, config: Config, folder: RunFolder, step: int, world: World, console: Console
@@ -46,7 +50,7 @@ class EventLog:
         return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
 
     def finish(self, *, failed: bool) -> None:
-        """Finish the trackers as the run ends; `failed` marks it as failed."""
+        """Close the trackers as the run ends; `failed` marks the run as failed there."""
         self._trackers.finish(failed=failed)
 
     def close(self) -> None:

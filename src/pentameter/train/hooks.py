@@ -97,8 +97,9 @@ class TrainingRun:
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of an optimizer step that has just completed. `step` counts from 1; `tokens` are all
-    target tokens so far; `loss` is in nats per token; `mfu` is a fraction, None if unknown;
-    `eta_seconds` is the predicted time left."""
+    target tokens so far; `loss` is in nats per token; `grad_norm` is the norm before clipping;
+    `tokens_per_second` counts target tokens on all ranks; `mfu` is a fraction, None if unknown;
+    `peak_memory_bytes` is this process's peak; `eta_seconds` is the predicted time left."""
 
     step: int
     tokens: int
@@ -124,7 +125,8 @@ class SkippedStep:
 @dataclass(frozen=True)
 class EpochMetrics:
     """An epoch that has just completed, counted from 1. `loss` is the mean over its target tokens,
-    nats per token, each measured at the step that trained on it."""
+    nats per token, each measured at the step that trained on it. `tokens`, `steps` and `seconds`
+    are this epoch's, without skipped steps."""
 
     epoch: int
     step: int
@@ -177,8 +179,8 @@ def is_logged(step: int, config: Config) -> bool:
 
 
 def check_hook(hook: object) -> None:
-    """Raise TypeError for an object without any hook method, or with a method `on_…` that is none
-    (a misspelling would never be called)."""
+    """Raise TypeError for an object without any method in HOOK_METHODS, or with another method
+    whose name begins with `on_`: a misspelled one would never be called."""
     known = ", ".join(HOOK_METHODS)
     for name in dir(hook):
         if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):

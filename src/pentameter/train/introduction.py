@@ -98,8 +98,8 @@ def _epochs(plan: Plan) -> str:
 
 
 def _target_tokens(run: TrainingRun) -> list[str]:
-    """Return a line with the number of tokens that count in the loss; no line if more than 99%
-    do."""
+    """Return a line with the number of tokens that count in the loss; an empty list if more than
+    99% of them do, or if the batches come from the user's function."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.target_fraction > 0.99:
         return []
     ratio, data = run.batches.target_fraction, run.config.data
@@ -114,7 +114,7 @@ def _target_tokens(run: TrainingRun) -> list[str]:
 
 def _sources(run: TrainingRun) -> list[str]:
     """Return a line for each data source in a mixture: its weight in percent, tokens, and passes
-    over it."""
+    over it; an empty list for a single source."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.mixture is None:
         return []
     passes = run.batches.mixture.passes(run.plan.steps * run.plan.batch_size)
@@ -141,8 +141,8 @@ def _left_out(data: DataConfig) -> str:
 
 
 def _stages(plan: Plan) -> list[str]:
-    """Return a line for each coordinate along the pipeline: its ranks and their layers; none
-    without a pipeline."""
+    """Return a line for each coordinate along the pipeline, with its ranks and the layers that they
+    hold; an empty list without a pipeline."""
     layout = plan.layout
     if layout.pipeline == 1:
         return []

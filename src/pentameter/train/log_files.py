@@ -168,8 +168,9 @@ def rewind_metrics(
     checkpoint's own event. Later lines belong to steps that will run again.
 
     n_bytes: the file's size just before the checkpoint was written.
-    unwritten: lines that waited for the disk then.
-    checkpoint: its event's values, in case a kill prevented the line; None: rewind to the start.
+    unwritten: lines, without newline, that the disk had refused by then; they are written now.
+    checkpoint: the values of the checkpoint's event, which is added if a kill prevented it; None to
+        rewind to the start of the run.
 
     Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
     """
@@ -198,8 +199,9 @@ def checkpoint_event(
     seconds: float | None = None,
     stall_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Return the values of a `checkpoint` event. The path is made relative to the run folder, which
-    may be moved; `seconds` and `stall_seconds` are None if not known."""
+    """Return the values of a `checkpoint` event: `n_bytes` is the checkpoint's size, `seconds` the
+    time until it was on disk, `stall_seconds` the time that training waited (None: not known). The
+    checkpoint's path is made relative to the run folder, which may be moved."""
     return {
         "step": step,
         "path": f"checkpoints/{path.name}",

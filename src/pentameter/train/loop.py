@@ -55,9 +55,11 @@ class Trainer:
     """Train a configuration in its run folder, resuming from the last checkpoint there; `fit` runs
     it.
 
-    run_dir: runs/NAME by default.
-    resume: auto, never, must, extend, or the path to a checkpoint to branch off from.
-    init_from: a model whose weights a new run begins with.
+    run_dir: the run folder; runs/NAME by default, with the configuration's name.
+    resume: auto, never, must, extend, or the path to a checkpoint to branch off from (see
+        `RunRequest`).
+    init_from: path of a model (run, checkpoint or Hugging Face folder) whose weights a new run
+        begins with.
     hooks: objects with methods such as `on_step` (see `train/hooks.py`).
     model: a function from the resolved configuration to any module, or an `OwnModel`.
     optimizer: a function from parameter groups to an optimizer.
@@ -67,8 +69,9 @@ class Trainer:
     world: the ranks that train together; by default this process alone (an error under a launcher).
     force: try a run that is predicted to exceed the memory.
 
-    Each rank has its own Trainer and runs the same loop; rank 0 prints and writes the run folder.
-    Raises TypeError for other arguments, and for an object that is not a hook.
+    A `model`, `optimizer`, `batches` or `schedule` of None is built from the configuration. Each
+    rank has its own Trainer and runs the same loop; rank 0 prints and writes the run folder. Raises
+    TypeError for other arguments, and for an object that is not a hook.
     """
 
     def __init__(
@@ -185,8 +188,9 @@ class _Step:
 class _Loop:
     """The loop of one run. `rate` maps the step, 0-based, to its learning rate.
 
-    With `late`, losses and norms stay on the device for several steps, until `_must_read`, and no
-    other action (log, evaluate, save) is done between those steps.
+    With `late`, several steps are launched before the host copies their losses and norms from the
+    device (`_must_read` says when). No other action (log, evaluate, save) is done between those
+    steps.
     """
 
     def __init__(
@@ -261,8 +265,8 @@ class _Loop:
         return ends_epoch or any(step % each == 0 for each in intervals)
 
     def _read_steps(self) -> None:
-        """Copy the unread steps' losses and norms to the host; then, for each step, update the
-        state and call hooks."""
+        """Copy the unread steps' losses and norms to the host; then, for each step, update
+        `TrainState` and call `on_step` or `on_skip` hooks."""
         run, state, throughput = self._run, self._run.state, self._throughput
         steps, self._unread = self._unread, []
         with throughput:
@@ -314,8 +318,9 @@ class _Loop:
         )
 
     def _skip(self, update: Update) -> None:
-        """Count an update that was not made and call `on_skip` hooks. Raises TrainingFailedError
-        after more than MAX_CONSECUTIVE_SKIPS in a row.
+        """Count an update that was not made because its loss or gradient norm is not finite, and
+        call `on_skip` hooks. Raises TrainingFailedError after more than MAX_CONSECUTIVE_SKIPS in a
+        row.
 
         Under fp16 the loss scale is found by overflow, so such skips count only once the scale is
         1.

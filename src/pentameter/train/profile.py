@@ -77,12 +77,13 @@ class Profile:
         self._turn(run, step.step)
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """Do the same as `on_step`, for a step without an update."""
+        """End the trace's span of this step, which made no update, and begin the next; start or
+        finish recording at the window's ends."""
         self._turn(run, skip.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """If the run ended within the window, write the steps recorded so far; if before it, say
-        so."""
+        """Write the trace of the steps recorded so far if the run ended within the window; print a
+        line if it ended before the window."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:

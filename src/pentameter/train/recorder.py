@@ -51,19 +51,19 @@ class Recorder:
             run.events.write("train", **asdict(step))
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """Write the event `skip`."""
+        """Write the event `skip`, with the step and the reason."""
         run.events.write("skip", **asdict(skip))
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
-        """Write the event `epoch`."""
+        """Write the event `epoch`, with the fields of `metrics`."""
         run.events.write("epoch", **asdict(metrics))
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Write the event `eval`."""
+        """Write the event `eval`, with the fields of `metrics`."""
         run.events.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
-        """Write the event `checkpoint`, unless the step already has one."""
+        """Write the event `checkpoint`, unless the step was saved before and so has one already."""
         if metrics.again:
             return
         run.events.write(
@@ -79,7 +79,7 @@ class Recorder:
         run.events.show_text("sample", sample.text, sample.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Write the event `end`, and finish the trackers."""
+        """Write the event `end` with step, reason, seconds and kind, and finish the trackers."""
         run.events.write("end", **asdict(end))
         run.events.finish(failed=False)
 

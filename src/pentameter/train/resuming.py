@@ -96,8 +96,9 @@ def step_folders(path: Path) -> list[str]:
 
 
 def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError if `path` holds checkpoints of another run than `identity` (from
-    `read_identity`), or a run's files without config.toml, whose presence marks a run folder."""
+    """Raise ConfigError if `path` holds checkpoints of another run than `identity`, the record that
+    `read_identity(path)` returns. If it is None (no config.toml, which marks a run folder), raise
+    ConfigError for any checkpoint, and for a plan.json next to metrics."""
     names = step_folders(path)
     branch = f"--run-dir NEW --resume {path}/checkpoints/step-…"
     if identity is None:
@@ -145,9 +146,15 @@ def no_checkpoint(request: RunRequest) -> ConfigError:
 
 
 def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
-    """Raise ConfigError, listing the differences, unless the configurations saved in `path` and in
-    the checkpoint make the same steps up to it as `plan`, derived from `asked`. Also if the plan
-    has fewer steps than were made. Raises CorruptError for a damaged checkpoint."""
+    """Raise ConfigError, listing the differences, if a run resumed from `checkpoint` would have
+    made other steps so far.
+
+    The config.toml in the run folder `path` and the one in the checkpoint are compared with the
+    configuration in `plan`: only [schedule] may differ, and no learning rate up to the checkpoint.
+    `asked` is the user's configuration, from which `plan` was derived; the message names its keys.
+    Raises ConfigError, too, if the plan has fewer steps than the checkpoint, and CorruptError for a
+    damaged checkpoint.
+    """
     saved_layout(checkpoint)  # raises if the layout is unknown
     checkpoint.read("config.toml")  # raises if it is missing or damaged
     for source in (path / "config.toml", checkpoint.path / "config.toml"):
@@ -162,8 +169,9 @@ def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config
 
 
 def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:
-    """Raise ConfigError if the run would start before `schedule.start_step`, from a checkpoint
-    before it or from step 0 (`checkpoint` None)."""
+    """Raise ConfigError if the run would start before `schedule.start_step`: from an earlier
+    checkpoint, or from step 0 if `checkpoint` is None. `path` is the run folder, named in the
+    message."""
     start, first = plan.config.schedule.start_step, 0 if checkpoint is None else checkpoint.step
     if first < start and checkpoint is None:
         raise ConfigError(
@@ -192,7 +200,7 @@ def saved_layout(checkpoint: Checkpoint) -> Layout:
 
 def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
     """Return True if both configurations make the same first `n_steps` steps: they differ at most
-    in [schedule], and there not in any learning rate so far."""
+    in [schedule], and all learning rates up to there are equal."""
     if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
         return False
     if config_hash(found) == config_hash(asked):
@@ -215,8 +223,9 @@ def _is_resolved(schedule: ScheduleConfig) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """Return the error message for a run whose configuration differs: the differences, by the keys
-    that the user sets, and the remedy. `found` was read from `source`; `n_steps` steps are made."""
+    """Return the error message for a run in `path` whose configuration differs: the differences, by
+    the keys that the user sets, and the remedy. `found` was read from `source`, a config.toml;
+    `asked` is the user's configuration, from which `plan` was derived; `n_steps` steps are made."""
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""
@@ -268,8 +277,9 @@ def _from_length(config: Config) -> set[str]:
 
 
 def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
-    """Plan the requested run with `plan_of`, beginning its schedule at the step at which the run in
-    the folder was extended, or, for `--resume extend`, at that run's last checkpoint. Collective.
+    """Plan the requested run with `plan_of`, which makes a Plan for a configuration. Its schedule
+    begins at the step at which the run in the folder was extended, or, for `--resume extend`, at
+    that run's last checkpoint. Collective.
 
     An interrupted extension is recognised from the folder's config.toml, and not made again. Raises
     ConfigError if there is nothing to extend, or if train.steps is not beyond the last checkpoint;

@@ -259,8 +259,8 @@ def _check_resumes(
     request: RunRequest, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
 ) -> None:
     """Raise ConfigError if the run in the folder, identified by `identity`, may not resume:
-    `--resume never`, or it began from another checkpoint than `parent` (None: from none) or from
-    other weights."""
+    `--resume never` was given, or the run began from other weights, or `parent` (the checkpoint to
+    branch off from; None for none) is not the one that it began from."""
     path = request.run_dir
     if request.resume == "never":
         raise ConfigError(
@@ -309,9 +309,9 @@ def _write_identity(
     """Write plan.json (with `identity`), then config.toml, whose presence marks a run folder. A
     file that already has the same content is left alone.
 
-    A run may resume while its disk is full: then, unless it `is_new`, an earlier start's plan.json,
-    which names the same run, is kept, and a line added to `warnings`. Raises StorageError
-    otherwise.
+    A run may resume while its disk is full: if plan.json cannot be written and `is_new` is False,
+    the plan.json of an earlier start, which names the same run, is kept, and a line is added to
+    `warnings`. Every other failed write raises StorageError.
     """
     for name in ("samples", "checkpoints"):
         make_folder(path / name)
@@ -332,7 +332,8 @@ def _write_identity(
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove temporary files left by a kill."""
+    """Remove temporary files that a killed process left in the run folder `path` and its
+    samples."""
     for folder in (path, path / "samples"):
         for left in folder.glob("*.tmp-*"):
             if is_temporary(left.name) and (left.is_file() or left.is_symlink()):

@@ -132,8 +132,8 @@ class RunLines:
 
 
 class _Curve:
-    """The losses of a run so far, averaged to at most SPARKLINE_POINTS points, each over equally
-    many steps."""
+    """The losses of a run so far, averaged to at most SPARKLINE_POINTS points, each the mean over
+    equally many consecutive steps."""
 
     def __init__(self) -> None:
         self._points: list[float] = []

@@ -92,8 +92,9 @@ class _PendingSave:
 class RunCheckpoints:
     """A run's checkpoints, saved and removed by the module's rules. Methods are collective.
 
-    `log_ends` is called on rank 0; it syncs the logs and returns the sizes to which a resumed run
-    truncates them. `on_saved` is called for each checkpoint that is now on disk.
+    `log_ends` is called on rank 0 at each save; it syncs the logs and returns the sizes, in bytes,
+    to which a resumed run truncates them. `on_saved` is called on every rank for each checkpoint
+    that is now on disk.
     """
 
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
@@ -113,13 +114,13 @@ class RunCheckpoints:
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
     def save_if_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> None:
-        """Between two steps: commit an overlapped save that is written by now, and save if one is
-        due.
+        """Between two steps: commit an overlapped save that every rank has written by now, and save
+        if one is due.
 
-        `complete` and `interrupted` say that the run ends at this step, `new_best` that its
-        evaluation was the best. Raises TrainingFailedError if weights or optimizer state are not
-        finite or replicas differ, and StorageError if a save fails and that may end the run;
-        earlier checkpoints stay.
+        `complete` and `interrupted` say that the run ends at this step, with all its steps or by a
+        signal; `new_best` that its evaluation was the best. Raises TrainingFailedError if weights
+        or optimizer state are not finite or replicas differ. Raises StorageError if a save fails
+        and the run ends here, or `checkpoint.on_error` asks for it; earlier checkpoints stay.
         """
         ends = complete or interrupted
         is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
@@ -160,10 +161,10 @@ class RunCheckpoints:
 
     def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
         """Wait for the pending save, if any, commit it, and remove old checkpoints; with `beside`
-        these are removed in a thread while training goes on.
+        these are removed in a thread while training goes on. Collective.
 
-        On failure, raise StorageError if `must_not_fail`, or if `checkpoint.on_error` asks for it
-        and not `may_fail`; else print a warning. Collective.
+        On failure, raise StorageError if `must_not_fail` is True, or if `checkpoint.on_error` ends
+        the run and `may_fail` is False; in every other case print a warning.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -201,8 +202,9 @@ class RunCheckpoints:
         return _overlaps_saves(self.run)
 
     def close(self) -> None:
-        """After an error, finish the pending save: a single process commits it. With more ranks,
-        all of which would have to take part, print that it is not saved. Not collective."""
+        """Finish the pending save after an error has ended the run. A single process commits it. If
+        there are more ranks, print that it is not saved, as all of them would have to take part.
+        Not collective."""
         self._old.await_removals()
         if self._pending is None:
             return
@@ -249,7 +251,8 @@ class RunCheckpoints:
 
     def give_up(self, why: str) -> NoReturn:
         """Remove the checkpoints after the newest known good one, from which the run could not
-        resume, and raise TrainingFailedError with `why` and advice."""
+        resume, and raise TrainingFailedError with `why`, a clause, and advice. If none is known
+        good, all are kept."""
         self._old.await_removals()
         self._commit(may_fail=True)
         proved, store = self.run.state.proved_step, self.run.folder.store

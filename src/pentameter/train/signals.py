@@ -65,8 +65,8 @@ class StopSignals:
         """Return the reason to stop, the same on every rank; None to go on. Collective.
 
         A signal that any rank received comes before a hook's reason (`word`, which may be given on
-        some ranks alone), and its name is in `agreed` afterwards. The slowest rank's `step_seconds`
-        set `steps_unasked`.
+        some ranks alone), and its name is in `agreed` afterwards. `step_seconds` is this rank's
+        latest step time: the slowest rank's sets `steps_unasked`.
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
         code = number or (_HAS_WORD if word is not None else 0)

@@ -43,11 +43,11 @@ def start_run(
     request: RunRequest, console: Console, stack: ExitStack
 ) -> tuple[TrainingRun, RunCheckpoints]:
     """Set up the requested run, rewind its folder to the checkpoint that it resumes from, and print
-    the introduction. Return the run and its checkpoints.
+    the introduction. Return the run and the object that saves its checkpoints.
 
-    `stack` closes the data and the log, and releases the run folder's lock, which rank 0 holds.
-    Collective. Raises ConfigError, CorruptError or StorageError for an invalid configuration, data
-    set, machine or folder.
+    When `stack` is closed, it closes the data and the log, and releases the run folder's lock,
+    which rank 0 holds. Collective. Raises ConfigError, CorruptError or StorageError for an invalid
+    configuration, data set, machine or folder.
     """
     world = request.world
     config, warnings = with_tokenizer_beside(request.config, request.init_from)
@@ -109,8 +109,9 @@ def start_run(
 def _with_batches(
     request: RunRequest, dataset: Dataset
 ) -> tuple[RunRequest, TrainingBatches | CustomBatches]:
-    """Return the request and its batches (or those from the user's function). For conversations, an
-    order of windows is replaced by `documents`, and packing chosen to suit."""
+    """Return the request and the batches that it trains on, from the user's function if there is
+    one. For conversations, the returned request has `data.order` = `documents` in place of an order
+    of windows, and packing if they are enough to fill a row, and on average fit into one."""
     config, supplied = request.config, request.supplied
     if supplied.batches is not None:
         own = CustomBatches(supplied.batches, config, dataset.vocab_size, supplied.source)
@@ -147,9 +148,9 @@ def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
 
 
 def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
-    """Return the prompt for samples: `text`, for conversations a user message with that text or the
-    first held-out question. A text that cannot be encoded adds to `warnings` and leaves the prompt
-    empty."""
+    """Return the prompt that samples continue. For plain text it is `text`; for conversations, a
+    user message with `text`, or the first held-out question if `text` is empty. A text that cannot
+    be encoded adds to `warnings` and leaves the prompt empty."""
     tokenizer, val = dataset.tokenizer, dataset.split("val")
     asked = None
     try:
@@ -165,9 +166,9 @@ def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
 def _build(
     request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
 ) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """Build the engine and the optimizer, load the checkpoint to resume from or the initial
-    weights, and return all three with the state. Each rank reads its own shards, whichever layout
-    wrote the checkpoint. Collective."""
+    """Build the engine and the optimizer, load the initial weights or the checkpoint to resume
+    from, and return both with the saved state (a fresh one without a checkpoint). Each rank reads
+    its own shards, whichever layout wrote the checkpoint. Collective."""
     world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
     if checkpoint is not None:
         supplied.check_same(checkpoint, plan)

@@ -47,8 +47,8 @@ def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) ->
 
 
 def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
-    """Return warnings about GPU kernels for attention dropout that cannot be used, and about a
-    machine that was busy while its speed was measured, the latter as on rank 0. Collective."""
+    """Return warnings about GPU kernels that cannot be used for attention dropout, and about a
+    machine that was busy while its matmul rate was measured (rank 0's measurement). Collective."""
     warnings = []
     if compute.fused_dropout_obstacle is not None:
         warnings.append(
@@ -67,9 +67,9 @@ def settings_warnings(
     batches: TrainingBatches | CustomBatches,
     init_from: Path | None,
 ) -> list[str]:
-    """Return warnings about settings that need more text, a longer run or initial weights
-    (`init_from`, None without). Raises ConfigError if `train.patience` is set and nothing is held
-    out."""
+    """Return warnings about settings that need more text, a longer run or initial weights.
+    `init_from` is the path of the model that the weights come from; None for random weights. Raises
+    ConfigError if `train.patience` is set and nothing is held out."""
     warnings, config = [], plan.config
     train, val = dataset.split("train"), dataset.split("val")
     if config.lora.rank is not None and init_from is None:

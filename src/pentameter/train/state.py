@@ -24,8 +24,8 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 @dataclass
 class EpochSums:
-    """Sums over the current epoch's steps, skipped updates excluded: loss in nats over all targets,
-    target tokens, steps, seconds."""
+    """Sums over the current epoch's steps, skipped updates excluded: `loss` in nats, added up over
+    all target tokens, `n_targets` target tokens, steps, seconds."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -75,9 +75,9 @@ class TrainState:
         return record
 
     def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
-        """Return True if an action that is done every `interval` steps (None: never) and at the
-        run's last step, `n_steps`, is due now. False if it was done at this step already
-        (`last_step`)."""
+        """Return True if an action is due now that is done every `interval` steps (None: never) and
+        after the run's last step, `n_steps`. `last_step` is the step at which it was last done: at
+        the same step it is not due again."""
         if interval is None or last_step == self.step:
             return False
         return self.step % interval == 0 or self.step == n_steps

@@ -37,8 +37,8 @@ class Throughput:
     """A timer for steps: run each within `with throughput:`, then call `end_steps`. It uses the
     monotonic clock, so no rate is negative.
 
-    A host that launches several steps before it waits for its device ends them together; each then
-    counts with their mean time.
+    A host may launch several steps before it waits for its device; one `end_steps` then ends them
+    all, and each counts with their mean time.
     """
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
@@ -66,7 +66,8 @@ class Throughput:
 
     @contextmanager
     def reading_batch(self) -> Iterator[None]:
-        """A context manager that counts the block's time as `input_seconds`."""
+        """A context manager, used within the step's, that counts the block's time as
+        `input_seconds`."""
         start = time.perf_counter()
         yield
         self._reading_seconds += time.perf_counter() - start
@@ -150,7 +151,8 @@ class _Countdown:
 
 class PlannedPace:
     """The hook that warns once if steps take longer than predicted for these devices, and prints
-    which part is slow. Silent if the devices' speed is neither known nor measured."""
+    which part is slow. It prints nothing if the devices' speed is neither known nor measured.
+    `throughput` is the run's step timer."""
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
@@ -188,8 +190,15 @@ class PlannedPace:
 
 
 def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
-    """Return the warning for steps that took `took` seconds, longer than `planned`: by how much,
-    and whether input (`waited_for_input` seconds), compute or communication is slow."""
+    """Return the text of the warning for steps that are slower than predicted.
+
+    planned: the predicted step time in seconds, with its parts: compute, communication, bubble.
+    took: the measured seconds per step (a median).
+    waited_for_input: the measured seconds per step, included in `took`, spent reading the batch.
+
+    The text blames the batch if reading it takes more than half of the excess, else compute or
+    communication.
+    """
     late = took - planned.seconds
     waiting = sum(planned.exposed.values())
     said = (

@@ -94,8 +94,9 @@ class TimeBudget:
 
     @property
     def closing_seconds(self) -> float:
-        """Seconds expected from the last evaluation to the end of the process; more on a busy
-        machine, by this process's ratio of elapsed to CPU time so far."""
+        """Seconds expected from the last evaluation to the end of the process: CLOSING_SECONDS,
+        times this process's ratio of elapsed to CPU time so far (from 1 to MOST_WAITING), as on a
+        busy machine everything takes longer."""
         waiting = self.used / max(sum(os.times()[:4]), 1e-3)
         return CLOSING_SECONDS * min(MOST_WAITING, max(1.0, waiting))
 
@@ -107,8 +108,8 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen settings (dotted path → value), the configuration with them, and a line for each
-    reason."""
+    """The chosen settings (dotted path → value), the configuration with them, and lines to print
+    that give the reasons."""
 
     settings: Mapping[str, Any]
     config: Config
@@ -125,11 +126,12 @@ def choose_for_time(
 ) -> Choice:
     """Choose settings for a run that ends within the budget, by a trial on this machine.
 
-    load: makes the configuration for given settings.
+    load: makes the configuration for given settings (dotted path → value).
     given: dotted paths that the user set, which stay as they are.
     sizes: True to choose vocabulary, model size, batch and learning rate, too, not only the length.
+    progress: called while the data is prepared.
 
-    Raises ConfigError if the time is too short to train anything.
+    Raises ConfigError if the time is too short for FEWEST_STEPS steps.
     """
     chooser = _SizeChooser if sizes else _LengthChooser
     return chooser(load, given, budget, progress).choose()
@@ -243,8 +245,10 @@ class _SizeChooser(_LengthChooser):
     """Chooses vocabulary, model size, batch and learning rate, too."""
 
     def choose(self) -> Choice:
-        """Choose a size for the expected speed and time its steps; once more if the measured speed
-        suggests another. Return the Choice. Raises ConfigError if too few steps fit."""
+        """Choose the best model size for the expected speed, and time some of its steps. If the
+        measured speed suggests another size, and a second trial is short enough
+        (SECOND_TRIAL_SHARE), choose and time that size. Return the Choice. Raises ConfigError if
+        too few steps fit."""
         self._settings |= self._obeying(RECIPE)
         asked = self._load(self._settings)
         fraction = _fraction_of_cores()

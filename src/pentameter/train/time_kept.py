@@ -37,9 +37,12 @@ class MovedEnd:
 
 
 class TimeKept:
-    """Compares a run with its time budget. After a stop, `moved` is the new length to resume with,
-    else None. Only one is asked for: none if the end `is_moved` already, or if an earlier command
-    began the run, as the time it used is unknown."""
+    """The hook that compares a run with its time budget, and may stop it once to change its length:
+    `moved` is then the new length to resume with, else None.
+
+    `is_moved` says that the end was moved already, so it is not moved again. Nor is it if an
+    earlier command began the run, as the time that one used is unknown.
+    """
 
     def __init__(self, budget: TimeBudget, *, is_moved: bool = False) -> None:
         self._budget, self._is_moved = budget, is_moved
@@ -60,8 +63,9 @@ class TimeKept:
         self._evaluation_seconds = metrics.seconds
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """If the run is going to miss its time by more than TOLERANCE, set `moved` and stop the
-        run."""
+        """Set `moved` and stop the run if it is predicted to miss its time by more than TOLERANCE.
+        This is checked under a `wsd` schedule only, from the end of its warm-up until its learning
+        rate begins to fall."""
         self._n_steps += 1
         if self._n_steps == 1:
             return  # it may have compiled

@@ -62,8 +62,8 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _check_folder(self) -> None:
-        """Raise FileNotFoundError if the folder is gone; otherwise TensorBoard's thread prints a
-        traceback."""
+        """Raise FileNotFoundError if the folder of event files was removed. Called before each
+        write: without it TensorBoard's writer thread would print a traceback."""
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is not there any more")
 
@@ -106,8 +106,8 @@ Tracker = TensorBoardTracker | ProjectTracker
 
 
 class Trackers:
-    """All trackers of a run, opened by `openers` (name → function). Each is dropped, with a warning
-    passed to `say`, at the first call that raises."""
+    """All trackers of a run. `openers` maps each tracker's name to a function that opens it. A
+    tracker is dropped, with a warning passed to `say`, at its first call that raises."""
 
     def __init__(
         self, openers: Mapping[str, Callable[[], Tracker]], say: Callable[[str], None]
@@ -177,8 +177,9 @@ def require_trackers(log: LogConfig) -> None:
 def open_trackers(
     config: Config, folder: RunFolder, first_step: int, say: Callable[[str], None]
 ) -> Trackers:
-    """Open the trackers that `config.log` names, for events from `first_step` on. One that cannot
-    start is dropped, with a warning passed to `say`."""
+    """Open the trackers that `config.log` names. `first_step` is the first step that this start
+    makes: TensorBoard hides it and later ones from an earlier start. A tracker that cannot start is
+    dropped, with a warning passed to `say`."""
     openers: dict[str, Callable[[], Tracker]] = {}
     log = config.log
     if log.tensorboard:

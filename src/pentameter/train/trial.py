@@ -42,8 +42,8 @@ class Pace:
 
 
 def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
-    """Train `config` for about `seconds` after the first step, discard the result, and return the
-    times.
+    """Train `config` for about `seconds` after the first step (at least FEWEST_STEPS, at most
+    MOST_STEPS steps), time an evaluation, discard the result, and return the measured times.
 
     Raises ConfigError if the configuration is invalid or exceeds this machine's memory.
     """
@@ -82,8 +82,9 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
 
 
 def _seconds_of(act: Callable[[int], None], seconds: float) -> tuple[float, float]:
-    """Call `act` with 0, 1, … for about `seconds` after the first call. Return the seconds of the
-    first call, and the median of the others."""
+    """Call `act` with 0, 1, … for about `seconds` after the first call, and at least FEWEST_STEPS,
+    at most MOST_STEPS more times. Return the seconds of the first call, and the median of the
+    others."""
     times: list[float] = []
     deadline = math.inf
     for number in itertools.count():

@@ -78,11 +78,13 @@ def update_weights(
     """Make an optimizer step from the gradients in `engine`, unless loss or gradient norm is not
     finite. Return both, the same on every rank. Collective.
 
+    loss: the step's loss, summed over all ranks.
     rate: the learning rate.
     loss_scale: factor by which the gradients are too large.
     clip_norm: largest gradient norm.
-    at_once: copy loss and norm to the host, which decides; else (only if `may_read_late`) they stay
-        on the device, which decides alike.
+    at_once: True to copy loss and norm to the host, which decides whether to step. False (only if
+        `may_read_late`) to leave them on the device, whose optimizer skips a non-finite update
+        itself.
 
     The gradients are zeroed afterwards.
     """

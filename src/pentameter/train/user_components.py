@@ -94,8 +94,9 @@ class UserComponents:
 
 
 class CustomBatches:
-    """Batches from a user's function, each checked when it is made. Sizes come from `config`;
-    `vocab_size` is the tokenizer's."""
+    """Batches from a user's `function`, each checked when it is made. Batch size and context length
+    come from `config`; `vocab_size` is the tokenizer's. `source` builds the model, and says whether
+    it takes batches that are not token ids; None for the built-in model."""
 
     rows_per_epoch: None = None
     """None: the length of an epoch is unknown, so a run counts in steps."""
@@ -153,7 +154,8 @@ class CustomBatches:
         return self._are_token_ids((batch.inputs, batch.targets), 1)
 
     def _are_token_ids(self, made: Sequence[Any], n_rows: int) -> bool:
-        """Return True if inputs and targets are each one array of integers (B, context_length)."""
+        """Return True if inputs and targets are each one array of integers (n_rows,
+        context_length)."""
         shape = (n_rows, self._context_length)
         return all(
             not isinstance(each, dict | list | tuple)
