@@ -23,10 +23,11 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
     in a run folder; None if `path` is a Hugging Face folder.
 
-    The best has the lowest validation loss; `best_checkpoint` lists the substitutes. Each damaged
-    checkpoint that is passed over adds a line to `warnings`. Raises ConfigError, describing the
-    folder's content, if `path` is no model folder or the run has no checkpoint yet; CorruptError if
-    no checkpoint is intact.
+    The best has the lowest validation loss; if it is absent or damaged, the best one saved before
+    it stands in, then the newest. Each damaged checkpoint that is passed over adds a line to
+    `warnings` (None: lines are dropped). Raises ConfigError, describing the folder's content, if
+    `path` is no model folder or the run has no checkpoint yet; CorruptError if no checkpoint is
+    intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -78,9 +79,9 @@ def best_checkpoint(
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
-    """List (run id, step) of the best checkpoint and of the best one saved before it, as recorded
-    in the newest checkpoint that records any. Empty if none does; a `run_id` leaves out other
-    runs."""
+    """List (run id, step) for the best checkpoint and for the best one saved before it, as recorded
+    in the newest checkpoint in `folder` that records any. Empty if none does. With `run_id`, only
+    checkpoints from that run are read."""
     for candidate in list_checkpoints(folder):
         with suppress(CorruptError):
             manifest = read_own_manifest(candidate.path)

@@ -83,7 +83,8 @@ def _some_differ(sums: Sequence[Mapping[Ranks, bytes]]) -> bool:
 
 
 def _first_difference(hashes: Mapping[Region, int], world: World) -> str | None:
-    """Compose the sentence for `differing_copies` from this rank's hash of every region.
+    """Return a sentence that names the first tensor whose replicas differ, and the ranks; None if
+    all are equal. `hashes` has this rank's content hash for every region that it holds.
 
     Collective: one all-gather, and a second one if some replicas differ.
     """

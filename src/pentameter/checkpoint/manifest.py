@@ -91,9 +91,10 @@ def seal(
     """Turn a folder whose files are written into a checkpoint: add the manifest and sync the
     folder.
 
-    `tensors` maps each group (`model`, `optimizer`) to the records of its files; `small` are those
-    of the other files. `layout` has the degrees of parallelism, axis → degree. The manifest is
-    written last, so nothing it names can be missing.
+    `tensors` maps each group (`model`, `optimizer`) to the records (name, size, sha256) of its
+    files; `small` has the records of all other files. `run_id`, `step`, `config_hash` and `layout`
+    (axis → degree of parallelism) are recorded in the manifest. It is written last, so nothing it
+    names can be missing.
     """
     records = [*(record for of_group in tensors.values() for record in of_group), *small]
     groups = {group: tuple(each.name for each in files) for group, files in tensors.items()}

@@ -38,7 +38,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A region, or a whole tensor, that a rank holds."""
+    """A region, or a whole tensor, that a rank holds: its group (`model`, `optimizer`), the name
+    and shape of the whole tensor with the region's offset (`piece`), and the region's own shape
+    (`sizes`)."""
 
     group: str
     piece: Piece
@@ -212,8 +214,8 @@ def files_of(own: Iterable[Region], holds: Holdings) -> dict[str, TensorFile]:
     """Plan the file that holds this rank's own regions, for each group with any: group →
     TensorFile.
 
-    `own` is the result from `owned`, `holds` has the elements. Raises TypeError for a tensor that
-    cannot be saved.
+    `own` are the regions that this rank writes, `holds` has their elements. Raises TypeError for a
+    tensor that cannot be saved.
     """
     by_group: dict[str, list[Region]] = {}
     own = set(own)

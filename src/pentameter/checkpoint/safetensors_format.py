@@ -52,7 +52,7 @@ DTYPE_CODES = {
 @dataclass(frozen=True)
 class TensorFile:
     """A safetensors file to be written: its size is known, its bytes are produced while it is
-    written."""
+    written. `header` has all bytes before the tensors' data, `n_bytes` counts both."""
 
     header: bytes
     tensors: tuple[torch.Tensor | LazyTensor, ...]

@@ -245,9 +245,9 @@ def _sizes(files: Mapping[str, TensorFile]) -> dict[str, int]:
 def small_files(
     state: Mapping[str, Any], extra_files: Mapping[str, bytes], groups: Collection[str]
 ) -> dict[str, bytes]:
-    """Return name → content for the files next to the tensors: state.json and `extra_files`. Raises
-    ValueError for a state that JSON cannot hold, and for a file or group whose name is taken or
-    leads out of the folder."""
+    """Return name → content for the files next to the tensors: state.json with `state`, and
+    `extra_files`. Raises ValueError for a state that JSON cannot hold, and for a file or one of the
+    tensor `groups` whose name is taken or leads out of the folder."""
     taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:

@@ -270,8 +270,8 @@ def check_fits(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and, if
-    given, dtype."""
+    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and this
+    dtype (None: any)."""
     if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
         raise CorruptError(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
@@ -282,8 +282,8 @@ def check_fits(
 def check_weights(
     weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
 ) -> None:
-    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the expected
-    names, name → shape and dtype (None: any)."""
+    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the names in
+    `expected` (name → shape and dtype; None: any dtype), each with that shape and dtype."""
     if differences := name_differences(expected, weights):
         raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
     for name, (shape, dtype) in expected.items():
@@ -300,7 +300,8 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """Join the sorted names with commas; beyond five, the rest become a count."""
+    """Join the sorted names with commas; after the first five comes the number of those left
+    out."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

@@ -104,10 +104,12 @@ class _StepFolders:
         return manifest.run_id == self._run_id
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Rename a complete temporary folder, whose files were all read back, to its step's name.
+        """Rename a complete temporary folder, whose files were all read back, to the name of its
+        step, which `manifest` gives.
 
-        Takes a single rename if the name is free. An existing folder is kept under `.replaced` (a
-        valid one) or a temporary name until then, and removed afterwards.
+        If the name is taken, the folder there is renamed first, and removed once the new one is in
+        place. Until then a valid checkpoint has the suffix `.replaced`, under which readers find
+        it; a damaged one has a temporary name.
         """
         target = self._folder / step_folder_name(manifest.step)
         aside = None
@@ -149,6 +151,7 @@ class CheckpointStore:
     """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
     writes to it holds the run's lock.
 
+    Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
     `warnings` collects one line for each damaged checkpoint that was passed over.
     """
 
@@ -196,13 +199,17 @@ class CheckpointStore:
         mesh: DeviceMesh | None = None,
     ) -> Save:
         """Begin a save: plan which rank writes which regions, check for free space and create the
-        temporary folder.
+        temporary folder. The returned Save carries it through snapshot and write to `commit`.
+        Collective.
 
-        The arguments are those for `save`. The returned Save carries it through snapshot and write
-        to `commit`. Collective. Raises StorageError if space is lacking, ValueError for a state
-        that JSON cannot hold or an incomplete tensor, TypeError for a tensor that cannot be saved,
-        ConfigError if the step's folder belongs to another run; an error on one rank is raised on
-        all.
+        `tensors` maps group (`model`, `optimizer`) → name → tensor, as far as this rank has it;
+        `state` becomes state.json; `extra_files` maps name → content; the manifest records `layout`
+        (axis → degree). `world` None is this process alone; from `mesh`, the layout's device mesh,
+        the owners of regions follow (None: ranks exchange lists).
+
+        Raises StorageError if space is lacking, ValueError for a state that JSON cannot hold or an
+        incomplete tensor, TypeError for a tensor that cannot be saved, ConfigError if the step's
+        folder belongs to another run; an error on one rank is raised on all.
         """
         started_at = time.perf_counter()
         world = World() if world is None else world
@@ -335,8 +342,8 @@ class CheckpointStore:
         return removed
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove this run's checkpoints after `step`, if the one for `step` verifies; return their
-        steps."""
+        """Remove this run's checkpoints after `step`, and return their steps. If the checkpoint for
+        `step` itself is missing or damaged, nothing is removed, and the list is empty."""
         candidates = list(self._folders.own())
         if not any(each.step == step and self._folders.is_valid(each.path) for each in candidates):
             return []

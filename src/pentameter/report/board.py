@@ -45,8 +45,9 @@ LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoint
 
 @dataclass
 class _Followed:
-    """One run folder: its events, table row and sparkline, and the Board's version at which they
-    last changed."""
+    """One run folder: its events, its run or, if it cannot be read, the error, its table row and
+    sparkline. `signature` is the state of its files when last read, `changed_at` the Board's
+    version at which row or sparkline last changed."""
 
     folder: Path
     events: EventReader
@@ -95,9 +96,10 @@ class Board:
         self._drawing = threading.Lock()
 
     def news(self, session: str, after: int) -> dict[str, Any]:
-        """Return, as JSON for the table, the run names, the columns and the rows that changed since
-        version `after`, each with its new sparkline points. All rows if `session` is another
-        Board's, as after a restart. Raises StorageError."""
+        """Return JSON for the table: the run names, the columns, and the rows that changed since
+        version `after`, each with its new sparkline points. If `session` is another Board's (the
+        server was started anew), all rows are returned. Raises StorageError if the folder cannot be
+        read."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -293,8 +295,8 @@ def _number(value: float, shown: Any) -> list[Any]:
 
 
 def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
-    """Append the loss curve's new points to a run's sparkline, marked with `version`. If it has too
-    many or the run was rewound, make it anew from SPARK_BINS bins."""
+    """Append the loss curve's new points to a run's sparkline, marked with `version`. If it would
+    have more than SPARK_POINTS, or the run was rewound, make it anew from SPARK_BINS bins."""
     last = each.spark[-1][1] if each.spark else -1
     new = loss.after(last + 1)
     is_rewound = bool(each.spark) and (not len(loss) or loss.steps[-1] < last)

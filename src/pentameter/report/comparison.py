@@ -114,7 +114,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def compare_records(records: Sequence[RecordedRun]) -> Comparison:
-    """Compare runs that were already read. Names that occur twice are replaced by folders."""
+    """Compare runs that were already read. Runs are labelled by their names, or, if two have the
+    same name, all by their folders."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.folder) for record in records]
@@ -143,8 +144,9 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
-    """Return dotted path → value in each run for settings that differ. A run without a readable
-    config.toml has None; a key that an earlier version's run lacks has its default."""
+    """Return dotted path → value in each run (in the given order) for every setting that differs
+    between them, except the name. A run without a readable config.toml has None; a key that an
+    earlier version's run lacks has its default."""
     known = [run.settings for run in runs if run.settings]
     paths = dict.fromkeys(path for found in known for path in found if path != "name")
     differing = {}

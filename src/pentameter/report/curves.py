@@ -35,8 +35,8 @@ class Series:
 
 
 def envelope(series: Series, n_bins: int = 400) -> Curve:
-    """Return the lowest and the highest point in each of `n_bins` equal bins, so that no spike is
-    lost; all points if they are few."""
+    """Return the lowest and the highest point in each of `n_bins` bins with equally many points, so
+    that no spike is lost; all points if there are at most 2 × `n_bins`."""
     x, y = _to_arrays(series)
     if len(x) <= 2 * n_bins:
         return x, y
@@ -83,10 +83,10 @@ def evenly(n: int, n_points: int) -> np.ndarray:
 
 
 def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for several curves: the lowest value, and the highest, which for over 200
-    values is their 99.5% quantile, as that ignores a few spikes. None without values.
+    """Return y limits for several curves, (lowest, highest); None without values.
 
-    Every curve's first value is always inside, as are the values `extra`.
+    For a curve with over 200 values, the 99.5% quantile stands for its highest value, as that
+    ignores a few spikes. Every curve's first value is always inside, as are the values `extra`.
     """
     lows, highs = list(extra), list(extra)
     for one in series:
@@ -105,9 +105,12 @@ SETTLED = 0.1
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for the curves after their fall at the start, if that would flatten the rest:
-    if the whole range is more than twice that after the run's first SETTLED. Else None. Values
-    `extra` are inside."""
+    """Return y limits for the curves after their fall at the start, that is after the first SETTLED
+    of the run; the values `extra` are inside.
+
+    Return None if the fall does not flatten the rest: if the range with it is at most twice the
+    range after it.
+    """
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
     after = limits(tuple(one.after(begins) for one in series), extra)
@@ -179,8 +182,8 @@ def spikes(series: Series, most: int = 5) -> list[Spike]:
 
 
 def _windows(y: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield windows around all values but the first few, in blocks: (index of the first value,
-    windows (n, width)). Widths grow at the start and shrink at the end."""
+    """Yield windows around all values but the first _FEWEST_NEIGHBOURS, in blocks: (index of the
+    first value, windows (n, width)). Widths grow at the start and shrink at the end."""
     n, half = len(y), SPIKE_NEIGHBOURS
     for index in range(_FEWEST_NEIGHBOURS, min(half, n)):
         yield index, y[None, : 2 * index + 1]

@@ -47,8 +47,9 @@ def read_events(folder: Path) -> EventReader:
 class EventReader:
     """Reads the events in `folder`/metrics.jsonl; each `update` reads only new bytes.
 
-    With `follows`, at most MOST_EVENTS per kind are kept, and a last line without a newline waits
-    for its rest. Otherwise all events are kept, and such a line is read as it is.
+    With `follows` (a page that follows a run), at most MOST_EVENTS per kind are kept, and a last
+    line without a newline waits until it is complete. Without it all events are kept, and such a
+    line is read as it is.
     """
 
     def __init__(self, folder: Path, *, follows: bool = True) -> None:

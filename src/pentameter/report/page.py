@@ -41,8 +41,9 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
-    """Render the report as HTML. live: address that the page polls for changes, "" for a page in a
-    file; version: the version rendered here."""
+    """Render a run's report as HTML. live: address that the page polls for changes, "" for a page
+    in a file; version: the version rendered here, a string that the address answers until there is
+    a newer one."""
     found, validation = settings(record.config), record.validation_losses()
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")

@@ -24,8 +24,9 @@ MOST_MESH_ROWS = 64
 
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
-    """Return a line: whether the run fits in memory, a step's time, MFU, and if the steps are known
-    the run's time and, at `price` per device-hour, its cost."""
+    """Return a line about a planned run: whether it fits in memory, the predicted step time and
+    MFU. If the number of steps is known, the line also has the run's time and, with a `price` per
+    device-hour, its cost."""
     fits = (
         f"fits with {size(estimate.spare_bytes)} to spare"
         if estimate.fits
@@ -44,8 +45,8 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
 
 
 def first_advice(estimate: Estimate) -> str | None:
-    """Return the changed setting that saves most time, and how much, in words; None if none that
-    fits in memory saves 1%."""
+    """Return in words the one changed setting that would save most predicted time, and how much;
+    None if none that fits in memory saves 1%."""
     change = first_change(estimate)
     if change is None:
         return None
@@ -62,8 +63,8 @@ def recomputed(estimate: Estimate) -> str:
 
 
 def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
-    """Return (name, bytes, remark) for each memory component on the fullest rank, zero ones left
-    out."""
+    """Return (name, bytes, remark) for each component of the predicted memory on the fullest rank;
+    components of 0 bytes are left out."""
     memory = estimate.memory
     parts = [
         ("weights", memory.weights_bytes, ""),
@@ -77,8 +78,9 @@ def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
 
 
 def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
-    """Return (name, seconds, fraction, remark) for each part of a step's time: compute, bubble,
-    exposed communication, optimizer. Tiny ones are left out."""
+    """Return (name, seconds, fraction, remark) for each part of the predicted step time: compute,
+    bubble, exposed communication, optimizer. Parts below a ten-thousandth of the step are left
+    out."""
     time, links = estimate.time, estimate.links()
     parts = [("compute", time.compute, "")]
     if estimate.plan.layout.pipeline > 1:
@@ -207,8 +209,9 @@ def write_scale_figure(path: Path, name: str, points: Sequence[ScalePoint]) -> P
 
 
 def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
-    """Plot tokens per second over device counts, for the best layout, the best without pipeline and
-    data parallelism alone, next to their efficiency (1 for the first point)."""
+    """Plot predicted tokens per second over device counts, for the best layout, the best without
+    pipeline and data parallelism alone. Next to them plot their efficiency: tokens per second and
+    device, divided by that of the first point."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     base = 0.0

@@ -32,8 +32,9 @@ PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "
 
 
 def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
-    """Return rich renderables: verdict, memory, time, and a search's layouts (`found`) or, if None,
-    advice. price: money per device-hour, None to leave the cost out."""
+    """Return rich renderables about a planned run: verdict, memory, time, then the layouts that a
+    search `found` or, if that is None, one line of advice. price: money per device-hour, None to
+    leave the cost out."""
     plan, cluster = estimate.plan, estimate.cluster
     header = Text()
     header.append(plan.config.name, style="bold")
@@ -121,8 +122,9 @@ def _search_summary(found: Found) -> str:
 
 
 def scale_table(points: list[ScalePoint]) -> Table:
-    """Return a table with the best layout for each cluster size: tokens per second, efficiency,
-    MFU."""
+    """Return a table with a row per cluster size: the best layout with its predicted tokens per
+    second, efficiency and MFU, and the speed without pipeline and with data parallelism alone in
+    percent of it."""
     table = Table(**PLAIN)
     for title in ("devices", "tokens/s", "efficiency", "MFU"):
         table.add_column(title, justify="right", no_wrap=True)

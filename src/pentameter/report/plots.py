@@ -121,7 +121,7 @@ def loss_figure(
 
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
     """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
-    norm, speed, MFU."""
+    norm, tokens per second, MFU (as a second axis of the speed if the two are proportional)."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
@@ -411,7 +411,7 @@ def _draw_marks(
 def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
     """Set the y axis to `span` (low, high), logarithmic if high > 30 × low.
 
-    The x axis starts at 0 unless the run begins far from it.
+    The x axis starts at 0, unless the first point lies beyond a fifth of the last.
     """
     if axes.dataLim.x0 < 0.2 * axes.dataLim.x1:
         axes.set_xlim(left=0)

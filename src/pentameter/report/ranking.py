@@ -79,8 +79,9 @@ class Ranking:
 
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
-    """Rank runs by loss per token, or by bits per byte if their tokenizers differ. `differing` are
-    the differing settings' dotted paths; runs on different text are not ranked."""
+    """Rank runs by their best validation loss per token, or by bits per byte if their tokenizers
+    differ. `differing` are the dotted paths of settings that differ between them. If some change
+    the held-out text, the runs are not ranked."""
     texts = [
         path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
     ]
@@ -155,8 +156,8 @@ class _Noise:
         self.deviation = math.sqrt(squares / self.freedom) if self.freedom else math.nan
 
     def bound(self, n: int, m: int, loss: float) -> float:
-        """Return the largest difference between n runs' and m runs' mean losses that may be chance;
-        `loss` sets the scale if no seed was repeated."""
+        """Return the largest difference between n runs' and m runs' mean losses that may be chance,
+        at the 5% level; UNKNOWN_NOISE × `loss` if no seed was repeated."""
         if not self.freedom:
             return UNKNOWN_NOISE * abs(loss)
         t = STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1]
@@ -214,7 +215,8 @@ def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[fr
 
 
 def _resolved(one: Repeats, other: Repeats) -> bool:
-    """Return True if two mean losses differ by more than their precision's rounding."""
+    """Return True if two mean losses differ by more than the rounding error of their runs'
+    precision (the coarsest of them)."""
     runs = (*one.runs, *other.runs)
     words = {word for run in runs for word in run.results.precision.split()}
     # Below it the order of sums decides, as on another layout.

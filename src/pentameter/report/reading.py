@@ -220,8 +220,8 @@ class _RunFiles:
         self.unread: list[str] = []
 
     def text(self, name: str, max_bytes: int) -> str:
-        """Return a file's text; bytes that are not UTF-8 are replaced. Empty if larger than
-        `max_bytes`."""
+        """Return a file's text; bytes that are not UTF-8 are replaced. A file larger than
+        `max_bytes` counts as damaged."""
         with self._collect_errors():
             content = read_regular(self.folder / name, max_bytes=max_bytes)
             return content.decode("utf-8", errors="replace")

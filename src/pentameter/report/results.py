@@ -66,7 +66,7 @@ def _further(record: RecordedRun, best: Evaluation | None) -> dict[str, float]:
 
 
 def results(record: RecordedRun) -> Results:
-    """Return a run's results so far."""
+    """Compute a run's Results (losses, speed, memory) so far from what its folder records."""
     best, validation = record.best(), record.validation_losses()
     loss = record.train["loss"].values
     memory = record.train["peak_memory_bytes"].values
@@ -186,8 +186,9 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
 
 
 def _best(record: RecordedRun) -> str:
-    """Return a clause to append, "; the best validation loss is …", and whether it has fallen or
-    risen since; "" for a run without training."""
+    """Return a clause to append, "; the best validation loss is …", which also says whether the
+    loss still falls or has risen since; "" for a run that was not evaluated after training
+    began."""
     best, losses = record.best(), record.validation_losses()
     if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
         return ""

@@ -44,11 +44,12 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """Return the nearest preset, and the run's settings that differ from it; None without known
-    settings.
+    """Return the nearest preset, and the run's settings that differ from it; None if no key in
+    `found` is known.
 
-    The nearest preset has the fewest differing settings, as config.toml does not record its source.
-    `rows_per_epoch`, from plan.json (None if unknown), resolves a preset that counts epochs.
+    config.toml does not record its source, so the nearest preset is the one with the fewest
+    differing settings. `rows_per_epoch`, from plan.json (None if unknown), resolves a preset that
+    counts epochs.
     """
     if not found.keys() & leaves().keys():
         return None
@@ -120,8 +121,8 @@ def _plain(value: Any) -> Any:
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for each value in nested tables; an index counts tables in a
-    list."""
+    """Yield (dotted path, value) for each value in nested tables. A table in a list has its index
+    as key, `data.sources.0.path`. `prefix` is put before every path."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")

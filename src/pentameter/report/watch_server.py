@@ -60,7 +60,8 @@ class WatchServer(ThreadingHTTPServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing if a browser closes its connection."""
+        """Print nothing if answering a request fails, as it does whenever a browser closes its
+        connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -41,7 +41,8 @@ class SourceRow:
 
 
 class Mixture:
-    """Rows from several orders, one per data set, mixed by weights.
+    """Rows from several data sets, mixed by `weights`: each data set is read in one of `orders`
+    (its reading order), and `seed` draws which one each row comes from.
 
     The orders must have `ROWS_AT_ONCE` as batch size. Raises ConfigError for a weight too small for
     one row in a block.

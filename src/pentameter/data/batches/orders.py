@@ -65,8 +65,8 @@ class Order(ABC):
         batch."""
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return each row's epoch and index within it, (B,) each; steps continue across an epoch's
-        end."""
+        """Return, for each row of a step, its epoch and its index within that epoch, (B,) each. A
+        step may begin in one epoch and end in the next."""
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
@@ -181,8 +181,8 @@ class Streamed(Windows):
         return chosen * self.context_length
 
     def _rows_up_to(self, n_rows: int) -> int:
-        """Wait until the blocks with the first `n_rows` rows are tokenized; return how many rows
-        they have, or an epoch if the text has ended before."""
+        """Wait until the blocks with the first `n_rows` rows are tokenized, and return how many
+        rows these blocks have; if the text has ended before, the number of rows in an epoch."""
         n_tokens = self.split.tokens.up_to(tokens_for(n_rows, self.context_length))
         return (n_tokens - 1) // self.context_length
 

@@ -69,12 +69,12 @@ class Batch:
 
 
 def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """Return the rows of an evaluation batch that `rank` computes: equally many on every rank, and
-    a multiple of the pipeline's micro-batches; padded with copies of the first row, whose targets
-    are masked.
+    """Return the rows of an evaluation batch that `rank` computes.
 
-    Raises ConfigError if the rows do not split evenly and the targets are not integers, which
-    cannot be masked.
+    Every rank gets equally many, a multiple of the layout's `pipeline` (which splits them into that
+    many micro-batches). Rows that are missing for this are copies of the first row with masked
+    targets. Raises ConfigError if rows are missing and the targets are not integers, which cannot
+    be masked.
     """
     n_parts = layout.n_batch_shards * layout.pipeline
     n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline
@@ -246,11 +246,12 @@ class TrainingBatches:
 
 def suited_to(split: TokenSplit, config: Config) -> Config:
     """Return `config` with a `data.order` in which the split can be read; unchanged unless the
-    split has conversations.
+    split has conversations and the order reads windows.
 
-    Conversations are read whole: an order of windows becomes `documents`. They are packed, as rows
-    with one short conversation each are mostly padding, unless they are too few to fill a row, or
-    longer than a row on average: windows of these could be all question.
+    Conversations are read whole, so the order becomes `documents`. They are packed, as rows with
+    one short conversation each are mostly padding, if every data set has more than context_length
+    tokens, and its conversations have at most context_length tokens on average: windows of longer
+    ones could be all question.
     """
     if split.assistant is None:
         return config

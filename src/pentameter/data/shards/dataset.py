@@ -207,7 +207,9 @@ class TokenSplit:
 
 
 def concatenated(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
-    """Return one split with the tokens of all `parts` in order, which it lists as its `parts`."""
+    """Return one split with the tokens of all `parts` in order, which it lists as its `parts`. If
+    only some parts are conversations, all tokens of the other parts count as assistant tokens,
+    which are learned."""
     ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
     arrays = [array for part in parts if part.n_tokens for array in part.tokens.arrays()]
     starts = [
@@ -238,10 +240,12 @@ def _all_tokens(split: TokenSplit) -> AssistantRanges:
 
 
 def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
-    """Return a split with about the first `n_tokens`, in whole documents if it has several; each of
-    several parts is shortened in proportion to its size. Never waits for a stream.
+    """Return the beginning of a split: the fewest whole documents that have `n_tokens`, or, in a
+    split with one document, exactly `n_tokens`. The whole split if it has no more.
 
-    `n_bytes` shrinks in proportion to the tokens.
+    If it concatenates several parts, each is shortened in proportion to its size. A stream gives
+    tokens from its first part alone, so that nothing waits. `n_bytes` shrinks in proportion to the
+    tokens.
     """
     split = split.beginning or split
     if split.parts:
@@ -331,10 +335,10 @@ def open_shards(
 ) -> Dataset:
     """Open prepared shards: check header, tokenizer, sizes, every id and every file's hash.
 
-    Without `verify`, hashes are not checked: another process on this machine does. `tokenizer`
-    saves loading the one that wrote the shards, if it is known. `progress` is told the bytes
-    verified. Raises CorruptError with file and position for any damage, StorageError if a file
-    cannot be read.
+    Without `verify`, hashes are not checked: another process on this machine does. `tokenizer` is
+    the one that wrote the shards, if it is loaded already; None loads it from their folder.
+    `progress` is called with the bytes verified so far. Raises CorruptError with file and position
+    for any damage, StorageError if a file cannot be read.
     """
     header = read_header(header_path)
     folder, dtype = header_path.parent, DTYPES[header["dtype"]]

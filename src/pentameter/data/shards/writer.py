@@ -87,10 +87,11 @@ class _Split:
 
 
 class ShardWriter:
-    """Context manager that writes shards into an empty folder: call `write` repeatedly, then
+    """Context manager that writes shards NAME-… into an empty folder: call `write` repeatedly, then
     `finish`.
 
-    With `has_loss_mask`, every `write` needs a loss mask; otherwise all tokens are learned.
+    With `has_loss_mask`, every `write` needs a loss mask. Without it no loss mask is stored, and
+    all tokens are learned.
     """
 
     def __init__(
@@ -128,10 +129,12 @@ class ShardWriter:
         loss_mask: npt.NDArray[np.bool_] | None = None,
         n_target_bytes: int = 0,
     ) -> None:
-        """Append ids (n_tokens,), which encode `n_bytes` UTF-8 bytes of text, to a split.
+        """Append ids (n_tokens,), which encode `n_bytes` UTF-8 bytes of text, to a split (train,
+        val, test).
 
         `starts` are the indices in `ids` at which documents begin. `loss_mask` (n_tokens,) is True
-        for tokens to be learned, which encode `n_target_bytes` bytes.
+        for tokens to be learned, which encode `n_target_bytes` bytes; both are given if the writer
+        has a loss mask.
         """
         part = self._splits[split]
         if "answers" in self._kinds:

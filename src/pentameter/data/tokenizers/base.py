@@ -130,8 +130,9 @@ class LibraryBacked(Tokenizer):
 
 
 def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:
-    """Return the list of strings at `key` in a file's parsed JSON; otherwise raise CorruptError,
-    whose message calls them `kind` ("words")."""
+    """Return the list of strings at `key` in `content`, a tokenizer file's parsed JSON. Raises
+    CorruptError if there is none, or something else; the message says which `kind` of strings it
+    should be, a plural such as "words"."""
     found = content.get(key)
     if not isinstance(found, list) or not all(isinstance(string, str) for string in found):
         raise CorruptError(f'"{key}" is not a list of {kind}')

@@ -93,8 +93,9 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """Return a sentence advising another tokenizer, if a text with `n_tokens` characters has so
-    many distinct ones (`vocab_size`) that a model sees each rarely; else None."""
+    """Return a sentence that advises another tokenizer for a text with `n_tokens` characters,
+    `vocab_size` of them distinct: if these are at least MANY_CHARACTERS, and each occurs less than
+    SELDOM times on average. Else return None."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))

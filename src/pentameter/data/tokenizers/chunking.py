@@ -48,8 +48,12 @@ def last_boundary(text: str) -> int:
 
 
 class Chunker:
-    """Buffers a document's text and splits it for a tokenizer kind: call `feed` with each chunk,
-    then `rest`."""
+    """Buffers a document's text and splits it for a tokenizer: call `feed` with each chunk, then
+    `rest`.
+
+    `kind` is the tokenizer's (`char`, `word`, `bpe`, `library`). A text in which no boundary comes
+    within `longest` characters is split there.
+    """
 
     def __init__(self, kind: str, longest: int = LONGEST_CHUNK) -> None:
         self._anywhere, self._longest = kind == "char", longest
@@ -60,8 +64,12 @@ class Chunker:
         self._wanted = self._least
 
     def feed(self, chunk: str) -> str:
-        """Buffer `chunk`. Once enough characters are held, return the text up to the last boundary,
-        else an empty string."""
+        """Buffer `chunk`, and return text that can be encoded by itself; an empty string while more
+        is needed.
+
+        For `char` it is the chunk itself. For other kinds, the buffered text up to the last
+        boundary is returned once CHUNK_CHARACTERS are held (`longest` for `library`).
+        """
         if self._anywhere:
             return chunk
         self._buffer.append(chunk)

@@ -141,7 +141,8 @@ class Rendering:
 
 def render(template: ChatTemplate, asked: Asked) -> str:
     """Return messages rendered to text by a process started for this call. Raises
-    TemplateRefusalError and ConfigError as `Rendering` does."""
+    TemplateRefusalError if the template fails, refuses the messages or exceeds its limits, and
+    ConfigError if it is not valid Jinja."""
     with Rendering(template) as rendering:
         return rendering.text(asked)
 
@@ -226,7 +227,9 @@ class _Rendered:
         return self._render(self.asked.messages, asks=self.asked.add_generation_prompt)
 
     def documents(self) -> Documents:
-        """Return the messages as documents in segments, by the rules in `Rendering.documents`."""
+        """Return the messages as documents in segments (text, whether a model learns it). It is one
+        document if the template marks all answers, or never rewrites an earlier turn; else one
+        document per answer."""
         messages, targets = self.asked.messages, self.asked.targets
         whole = self.text()
         role = messages[targets[0]]["role"]
