@@ -77,7 +77,7 @@ def _hash_of_sets(
 
 def _some_differ(sums: Sequence[Mapping[Ranks, bytes]]) -> bool:
     """Return True if any set of ranks has members with different hashes. `sums` holds, for each
-    rank in order, its result from `_hash_of_sets`."""
+    rank in order, the result that `_hash_of_sets` gave there: ranks → hash."""
     every = {ranks for of_rank in sums for ranks in of_rank}
     return any(len({sums[rank].get(ranks) for rank in ranks}) > 1 for ranks in every)
 

@@ -38,8 +38,8 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A region, or a whole tensor, that a rank holds: its group (`model`, `optimizer`), the name
-    and shape of the whole tensor with the region's offset (`piece`), and the region's own shape
+    """A region, or a whole tensor, that a rank holds: its group (`model`, `optimizer`), the whole
+    tensor's name and shape with the region's offset (`piece`), and the region's own shape
     (`sizes`)."""
 
     group: str
@@ -152,8 +152,8 @@ def _ranks_at(mesh: DeviceMesh, over: frozenset[str], stages: tuple[int, ...] | 
 
 def views_agree(views: Sequence[bytes], mesh: DeviceMesh | None) -> bool:
     """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions,
-    judged from every rank's `Holdings.view`, in rank order. False without a mesh. The result is the
-    same on all ranks."""
+    which `views` tell: every rank's `Holdings.view` (a hash), in rank order. False without a mesh.
+    The result is the same on all ranks."""
     if mesh is None or mesh.mesh.numel() != len(views) or not all(views):
         return False
     dimensions = list(mesh.mesh_dim_names or ())

@@ -153,8 +153,8 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def written(self) -> Written:
-        """Return the records of this rank's files, once all are on disk: joins the thread, or
-        writes now if there is none. Raises the error that stopped the write."""
+        """Return the records of this rank's files, once all are on disk: waits for the thread that
+        writes them, or writes them now without one. Raises the error that stopped the write."""
         if self._thread is None:
             self._write()
         else:
@@ -246,8 +246,8 @@ def small_files(
     state: Mapping[str, Any], extra_files: Mapping[str, bytes], groups: Collection[str]
 ) -> dict[str, bytes]:
     """Return name → content for the files next to the tensors: state.json with `state`, and
-    `extra_files`. Raises ValueError for a state that JSON cannot hold, and for a file or one of the
-    tensor `groups` whose name is taken or leads out of the folder."""
+    `extra_files`. Raises ValueError for a state that JSON cannot hold, and for a file or tensor
+    group (in `groups`) whose name is taken or leads out of the folder."""
     taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:

@@ -171,8 +171,9 @@ def _fill(
 ) -> None:
     """Copy this rank's shards from `tensors` into `targets`, name → tensor or DTensor.
 
-    Collective. Raises CorruptError, before anything is changed, unless the `names` that all ranks
-    expect are, together, those in `tensors`, and each fits its target.
+    Collective. Raises CorruptError, before anything is changed, if a name that some rank expects is
+    missing in `tensors`, if `tensors` has one that no rank expects, or if a shape or dtype is not
+    its target's.
 
     `kind` (`model`, `optimizer`) is for the error message. `names` are those this rank expects.
     """
@@ -300,8 +301,7 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """Join the sorted names with commas; after the first five comes the number of those left
-    out."""
+    """Join the sorted names with commas; beyond five, the number left out follows."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

@@ -104,8 +104,8 @@ class _StepFolders:
         return manifest.run_id == self._run_id
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Rename a complete temporary folder, whose files were all read back, to the name of its
-        step, which `manifest` gives.
+        """Rename a complete temporary folder, whose files were all read back, to its step's name
+        (the step is in `manifest`).
 
         If the name is taken, the folder there is renamed first, and removed once the new one is in
         place. Until then a valid checkpoint has the suffix `.replaced`, under which readers find
@@ -205,7 +205,7 @@ class CheckpointStore:
         `tensors` maps group (`model`, `optimizer`) → name → tensor, as far as this rank has it;
         `state` becomes state.json; `extra_files` maps name → content; the manifest records `layout`
         (axis → degree). `world` None is this process alone; from `mesh`, the layout's device mesh,
-        the owners of regions follow (None: ranks exchange lists).
+        the regions' owners follow (None: ranks exchange lists).
 
         Raises StorageError if space is lacking, ValueError for a state that JSON cannot hold or an
         incomplete tensor, TypeError for a tensor that cannot be saved, ConfigError if the step's

@@ -105,8 +105,8 @@ def with_patterns(arguments: Sequence[str]) -> list[str]:
 
 
 def _listed_kind(argument: str) -> tuple[str, str] | None:
-    """Return (folder, suffix) if the argument is an existing file that a shell may have listed,
-    else None."""
+    """Return (folder, suffix) if the argument is an existing file that a shell may have listed (it
+    has a suffix other than .toml), else None."""
     path = Path(argument)
     if argument.startswith("-") or not path.suffix or path.suffix.lower() == ".toml":
         return None

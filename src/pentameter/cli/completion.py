@@ -100,8 +100,8 @@ def run(arguments: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return completions for the last word in `words`, all of them typed after `pentameter`; an
-    empty list if a file name belongs there, or if there are none."""
+    """Return completions for the last word in `words`, which are typed after `pentameter`; an empty
+    list if a file name belongs there, or if there are none."""
     from pentameter.cli.main import VERBS
 
     *before, typed = words or [""]

@@ -150,8 +150,8 @@ def _heading(row: RowRead, data: RunData) -> str:
 
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for each stretch (consecutive tokens of a row that all count in the
-    loss, or none of them). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that count."""
+    """Yield (text, rich style) for each stretch (consecutive tokens in a row that all count in the
+    loss, or all do not). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that count."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

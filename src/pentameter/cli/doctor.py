@@ -163,7 +163,8 @@ def _data_folders() -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, remark) for each printed line, from `examine`'s facts."""
+    """Yield (name, value, remark) for each printed line, from `facts`, the object that `doctor
+    --json` prints."""
     yield "device", facts["device"], facts["device_name"]
     cpu = facts["devices"]["cpu"]
     able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}

@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """Evaluate the split `parsed.split`, with `overrides` of keys in [data]. Return the object for
+    """Evaluate the split `parsed.split`, with `overrides` for keys in [data]. Return the object for
     `--json`, and the line printed without it."""
     from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate

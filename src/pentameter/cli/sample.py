@@ -169,7 +169,8 @@ def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArgum
 
 
 def _print_until_stopped(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> str:
-    """Print the only sample while it grows, and return its text; Ctrl-C ends it early."""
+    """Print the only sample while it grows, and return its text; Ctrl-C ends it early. `steps`
+    gives each step's tokens (1,)."""
     (sample,), text = samples, ""
     with contextlib.suppress(KeyboardInterrupt):
         for tokens in steps:
@@ -210,7 +211,7 @@ def _prompt(asked: SampleArguments) -> str:
 
 
 def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
-    """Print the samples as one JSON object; `tokens_per_second` counts them all."""
+    """Print the samples as one JSON object; `tokens_per_second` counts all samples' tokens."""
     start = time.perf_counter()
     found: list[dict[str, Any]] = [{"text": "", "tokens": 0, "token_ids": []} for _ in samples]
     for tokens in steps:

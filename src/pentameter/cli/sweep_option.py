@@ -116,7 +116,11 @@ def train_sweep(
 
 class _Sweep:
     """A running sweep: waiting runs, worker processes, and failures so far. One thread per worker
-    calls `work`."""
+    calls `work`.
+
+    `arguments` are common to all runs, whose folders are made in `folder`; `at_once` runs train at
+    a time, in processes that call `function` ("module:name").
+    """
 
     def __init__(
         self,

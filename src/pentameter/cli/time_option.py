@@ -118,8 +118,8 @@ class TimedRun:
 
     @property
     def _takes_sizes(self) -> bool:
-        """True if the model's size is to be chosen, too: for a text or the quickstart, without
-        --init-from."""
+        """True if the model's size is to be chosen, too: if the command names a text or the
+        quickstart, without --init-from. For another preset or file only the length is chosen."""
         from pentameter.config.command_source import PRESET_FOR_TEXT
 
         return self.init_from is None and self._resolved()[0] == PRESET_FOR_TEXT
@@ -140,7 +140,7 @@ class TimedRun:
 
     def _asked(self, asked: Config) -> dict[str, Any]:
         """Return the values that identify the request: seconds, configuration hash and the keys
-        set."""
+        that the user set."""
         from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash
 
         given = sorted(set(self._given()).difference(NOT_THE_TRAINING))

@@ -244,8 +244,8 @@ def _configuration(
 
 
 def _random_weights(source: Path) -> list[str]:
-    """Return a warning if the configuration lies beside a model whose weights the run does not
-    begin with; else an empty list."""
+    """Return a warning if `source` is a checkpoint's config.toml, as a run from it begins with
+    random weights unless --init-from names them; else an empty list."""
     folder = source.parent
     if source.name != "config.toml" or not (folder / "manifest.json").is_file():
         return []
@@ -297,8 +297,8 @@ def _print_plan(
     """Print the run's Plan (all derived sizes, memory per rank, layout) on stdout: in words on a
     terminal, as JSON elsewhere or with --json. Nothing is trained.
 
-    n_processes: the number of ranks planned for, None for as many as [parallel] implies. place:
-    says how many of them are on each machine; None if all are on this one.
+    n_processes: the ranks to plan for, None for as many as [parallel] implies. place: says how many
+    are on each machine; None if all are on this one.
     """
     from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan

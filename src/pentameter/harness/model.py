@@ -241,6 +241,6 @@ class _Settings:
         return any(stop in text for stop in self.stops)
 
     def cut(self, text: str) -> str:
-        """Return the text before its first stop text, or all of it."""
+        """Return the text before its first stop text, or the whole text if it has none."""
         ends = [text.find(stop) for stop in self.stops if stop in text]
         return text[: min(ends)] if ends else text

@@ -123,7 +123,7 @@ def spelled(ranks: Sequence[int]) -> str:
 
 def first_failure(failures: list[Failure]) -> Failure:
     """Return the failure that the others follow from: the earliest. Lost connections and stops by a
-    signal count only if there is no other kind of failure.
+    signal count only if there is nothing else.
 
     If several processes met the same error, return that of the lowest rank.
     """

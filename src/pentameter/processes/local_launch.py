@@ -55,8 +55,8 @@ def run_local(
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
     stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
     When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again,
-    then they are killed. If after a stop signal every process exceeds the timeout of its current
-    action (30 s at least), those that hang print their stacks, and all are killed.
+    then they are killed. If after a stop signal every process exceeds its current action's timeout
+    (30 s at least), those that hang print their stacks, and all are killed.
 
     Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
     process was killed. Call it in the main thread.
@@ -85,7 +85,7 @@ def check_launch(
     It runs before data is read and before the processes meet, so that N of them do not print the
     same error.
 
-    n_processes: the number of processes in all.
+    n_processes: all processes in the run.
     place: from `find_place` if a launcher started them; then cores and memory are not checked. None
         if `--nproc` will start them on this machine.
     oversubscribe: any number of processes per core will do.
@@ -180,7 +180,8 @@ class _Workers:
             ) from error
 
     def wait(self) -> list[Failure]:
-        """Wait until every process has ended, ending those that hang, and return the failures."""
+        """Wait until every process has ended, ending those that hang after a failure or a stop
+        signal, and return the failures."""
         failures: list[Failure] = []
         self._running = dict(enumerate(self._children))
         failed_at = hurried_at = None
@@ -211,10 +212,10 @@ class _Workers:
         """End processes that should have ended by themselves; called again and again while some
         run.
 
-        failed_at: monotonic seconds of the first failure, None without one. After the grace time
-            the running processes get SIGTERM, after twice that time SIGKILL.
-        hurried_at: monotonic seconds of the second stop signal, None without one. After the grace
-            time the running processes get SIGKILL.
+        failed_at: monotonic time in seconds at the first failure, None without one. After the grace
+            time the running processes get SIGTERM, after twice that time SIGKILL.
+        hurried_at: monotonic time in seconds at the second stop signal, None without one. After the
+            grace time the running processes get SIGKILL.
         failures: all failures so far. If all are lost connections, a running process hangs. After
             the grace time its stacks are printed and it gets SIGKILL at once: the ranks with which
             it could save are gone.
@@ -237,7 +238,7 @@ class _Workers:
 
     def _end_silent(self) -> list[Failure]:
         """Kill all running processes, after printing the stacks of those that hang, if a signal
-        asked them to stop and none has made progress since.
+        asked them to stop and all have exceeded their action's timeout since.
 
         Return the failure that describes it; an empty list if nothing was done. One process that
         hangs makes all others wait.

@@ -213,8 +213,8 @@ def expand_counts(text: str) -> list[int]:
 
 
 def rendezvous_port(environ: Mapping[str, str]) -> int:
-    """Return the TCP port at which a SLURM step's tasks meet, computed from job and step number, so
-    that all get the same and other steps on the machine another."""
+    """Return the TCP port at which a SLURM step's tasks meet, computed from job and step number:
+    all tasks in a step get the same port, other steps on the machine another one."""
     digits = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in digits)
     return _FIRST_PORT + (31 * job + step) % _N_PORTS

@@ -160,7 +160,7 @@ class Watchdog:
 
     def timed_out(self, ranks: Iterable[int], start: float) -> bool:
         """Return True if every one of `ranks` has exceeded its latest note's timeout, counted from
-        `start` (monotonic seconds) at the earliest. Call `look` first."""
+        the note or from `start` (monotonic seconds), whichever is later. Call `look` first."""
         now = time.monotonic()
         return all(
             now > max(start, seen) + note.timeout_seconds
@@ -189,8 +189,8 @@ def _stacks_path(folder: Path, rank: int) -> Path:
 
 
 def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
-    """Ask running processes for the stacks of all their threads, and return rank → stacks as text,
-    in faulthandler's format.
+    """Ask running processes for all their threads' stacks, and return rank → stacks as text, in
+    faulthandler's format.
 
     folder: the launch folder, in which each process writes its stacks to a file on STACKS_SIGNAL.
     pids: rank → process id.

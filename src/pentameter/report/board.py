@@ -46,7 +46,7 @@ LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoint
 @dataclass
 class _Followed:
     """One run folder: its events, its run or, if it cannot be read, the error, its table row and
-    sparkline. `signature` is the state of its files when last read, `changed_at` the Board's
+    sparkline. `signature` tells how its files looked when last read, `changed_at` the Board's
     version at which row or sparkline last changed."""
 
     folder: Path
@@ -72,7 +72,8 @@ class _Drawn:
     seconds: float
 
     def is_fresh(self) -> bool:
-        """Return True if it is too early to render the page again."""
+        """Return True if it is too early to render the page again: it is younger than
+        FRESH_SECONDS, or than its rendering time ÷ RENDER_SHARE."""
         return time.monotonic() - self.at < max(FRESH_SECONDS, self.seconds / RENDER_SHARE)
 
 
@@ -163,7 +164,7 @@ class Board:
 
     def _refresh(self) -> None:
         """Read changed runs and raise the version, at most once in FRESH_SECONDS. Raises
-        StorageError."""
+        StorageError if the folder cannot be read."""
         if time.monotonic() - self._read_at < FRESH_SECONDS:
             return
         names = _run_names(self.folder)

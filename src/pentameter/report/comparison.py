@@ -187,7 +187,8 @@ LOSSES_TOLD = ("best validation loss", "final validation loss")
 
 
 def _figures(ranking: Ranking) -> Iterator[Column]:
-    """Yield a column for each result that any run has, the ranked loss first."""
+    """Yield a column for each result (FIGURES, then further evaluations) that any run has, the
+    ranked loss first."""
     first = f"results.{ranking.key}"
     for title, attribute, shown in sorted(FIGURES, key=lambda figure: figure[1] != first):
         values = [attrgetter(attribute)(run) for run in ranking.runs]

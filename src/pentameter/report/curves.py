@@ -105,8 +105,8 @@ SETTLED = 0.1
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for the curves after their fall at the start, that is after the first SETTLED
-    of the run; the values `extra` are inside.
+    """Return y limits for the curves after their fall at the start, that is after the run's first
+    SETTLED; the values `extra` are inside.
 
     Return None if the fall does not flatten the rest: if the range with it is at most twice the
     range after it.

@@ -78,8 +78,9 @@ class EventReader:
         return [*sessions, *(event for events in others for event in events)]
 
     def update(self) -> bool:
-        """Read up to READ_BYTES more. Return True if anything changed. A damaged file is noted in
-        `unread`. Raises StorageError."""
+        """Read up to READ_BYTES more from the file; begin anew if it was rewound or replaced.
+        Return True if anything changed. A damaged file is noted in `unread`. Raises
+        StorageError."""
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())

@@ -25,7 +25,7 @@ MOST_MESH_ROWS = 64
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
     """Return a line about a planned run: whether it fits in memory, the predicted step time and
-    MFU. If the number of steps is known, the line also has the run's time and, with a `price` per
+    MFU. If the step count is known, the line also has the run's time and, with a `price` per
     device-hour, its cost."""
     fits = (
         f"fits with {size(estimate.spare_bytes)} to spare"
@@ -63,8 +63,8 @@ def recomputed(estimate: Estimate) -> str:
 
 
 def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
-    """Return (name, bytes, remark) for each component of the predicted memory on the fullest rank;
-    components of 0 bytes are left out."""
+    """Return (name, bytes, remark) for each component in the fullest rank's predicted memory,
+    without those that take 0 bytes."""
     memory = estimate.memory
     parts = [
         ("weights", memory.weights_bytes, ""),
@@ -79,8 +79,7 @@ def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
 
 def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
     """Return (name, seconds, fraction, remark) for each part of the predicted step time: compute,
-    bubble, exposed communication, optimizer. Parts below a ten-thousandth of the step are left
-    out."""
+    bubble, exposed communication, optimizer. Parts below 0.01% are left out."""
     time, links = estimate.time, estimate.links()
     parts = [("compute", time.compute, "")]
     if estimate.plan.layout.pipeline > 1:
@@ -211,7 +210,7 @@ def write_scale_figure(path: Path, name: str, points: Sequence[ScalePoint]) -> P
 def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
     """Plot predicted tokens per second over device counts, for the best layout, the best without
     pipeline and data parallelism alone. Next to them plot their efficiency: tokens per second and
-    device, divided by that of the first point."""
+    device, divided by the first point's."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     base = 0.0

@@ -33,7 +33,7 @@ PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "
 
 def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
     """Return rich renderables about a planned run: verdict, memory, time, then the layouts that a
-    search `found` or, if that is None, one line of advice. price: money per device-hour, None to
+    search `found` or, if that is None, a line with advice. price: money per device-hour, None to
     leave the cost out."""
     plan, cluster = estimate.plan, estimate.cluster
     header = Text()
@@ -123,8 +123,8 @@ def _search_summary(found: Found) -> str:
 
 def scale_table(points: list[ScalePoint]) -> Table:
     """Return a table with a row per cluster size: the best layout with its predicted tokens per
-    second, efficiency and MFU, and the speed without pipeline and with data parallelism alone in
-    percent of it."""
+    second, efficiency and MFU, and the speeds without pipeline and with data parallelism alone,
+    relative to the best."""
     table = Table(**PLAIN)
     for title in ("devices", "tokens/s", "efficiency", "MFU"):
         table.add_column(title, justify="right", no_wrap=True)

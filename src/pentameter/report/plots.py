@@ -82,7 +82,7 @@ def loss_figure(
     """Plot training and validation loss over steps, the best marked; None if the run has no loss.
 
     A known entropy rate (grammar corpus) is drawn as a line. `settled` cuts off the fall at the
-    start and notes so; None if there is no such fall.
+    start and notes so; the result is None if there is no such fall.
     """
     train, validation = record.train["loss"], record.validation_losses()
     floor = entropy_rate(record)
@@ -121,7 +121,7 @@ def loss_figure(
 
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
     """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
-    norm, tokens per second, MFU (as a second axis of the speed if the two are proportional)."""
+    norm, tokens per second, MFU (on the speed's right axis if the two are proportional)."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
@@ -234,8 +234,8 @@ def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
 
 
 def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
-    """Return the keys in AXES over which to plot the runs: steps; tokens, if their steps differ in
-    tokens; training time, if known for all."""
+    """Return the keys in AXES over which to plot the runs: steps; tokens, if the runs differ in
+    tokens per step; training time, if known for all."""
     found = ["step"]
     if len({record.start.get("tokens_per_step") for _, record in runs}) > 1:
         found.append("tokens")
@@ -384,8 +384,8 @@ def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Fig
 
 
 def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None = None) -> None:
-    """Draw all values faintly and their running mean over them; fewer than 30 as one line with
-    markers."""
+    """Draw a curve's values as a faint line, and a running mean as a strong one; fewer than 30
+    values as one line with markers. `label` is the legend's, None for no entry."""
     if not len(series):
         return
     if len(series) < 30:
@@ -411,7 +411,7 @@ def _draw_marks(
 def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
     """Set the y axis to `span` (low, high), logarithmic if high > 30 × low.
 
-    The x axis starts at 0, unless the first point lies beyond a fifth of the last.
+    The x axis starts at 0, unless the first point has more than a fifth of the last one's step.
     """
     if axes.dataLim.x0 < 0.2 * axes.dataLim.x1:
         axes.set_xlim(left=0)

@@ -80,7 +80,7 @@ class Ranking:
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
     """Rank runs by their best validation loss per token, or by bits per byte if their tokenizers
-    differ. `differing` are the dotted paths of settings that differ between them. If some change
+    differ. `differing` are the dotted paths to settings that differ between them. If some change
     the held-out text, the runs are not ranked."""
     texts = [
         path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
@@ -215,8 +215,8 @@ def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[fr
 
 
 def _resolved(one: Repeats, other: Repeats) -> bool:
-    """Return True if two mean losses differ by more than the rounding error of their runs'
-    precision (the coarsest of them)."""
+    """Return True if two mean losses differ by more than the rounding error in their runs' coarsest
+    precision."""
     runs = (*one.runs, *other.runs)
     words = {word for run in runs for word in run.results.precision.split()}
     # Below it the order of sums decides, as on another layout.

@@ -272,7 +272,8 @@ def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[st
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
-    """Return the curve through (step, value) points, without non-finite values."""
+    """Return the curve through (step, value) points, without values that are not finite or beyond
+    LARGEST_DRAWN, which are counted."""
     finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
     return Series(
         tuple(step for step, _ in finite),

@@ -66,7 +66,7 @@ def _further(record: RecordedRun, best: Evaluation | None) -> dict[str, float]:
 
 
 def results(record: RecordedRun) -> Results:
-    """Compute a run's Results (losses, speed, memory) so far from what its folder records."""
+    """Compute a run's Results (losses, speed, memory) so far, from its folder's content."""
     best, validation = record.best(), record.validation_losses()
     loss = record.train["loss"].values
     memory = record.train["peak_memory_bytes"].values

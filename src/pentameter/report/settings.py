@@ -108,8 +108,9 @@ def _with_data_of(preset: Config, found: Settings) -> Config:
 
 
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
-    """Return a configuration's settings with derived values filled in, as in a run folder; without
-    them if it cannot be planned."""
+    """Return a configuration's settings with derived values filled in, as in a run folder; they are
+    left open if it cannot be planned. The vocabulary size is taken from `found`, a run's
+    settings."""
     vocab_size = found.get("model.vocab_size")
     with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged
         config = make_plan(config, vocab_size, rows_per_epoch).portable_config

@@ -111,12 +111,12 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        """Continue one or more prompts."""
+        """Continue one or more prompts; the body is a CompletionRequest."""
         return await _answer(worker, limits, CompletionRequest, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        """Answer the last message in a conversation."""
+        """Answer the last message in a conversation; the body is a ChatRequest."""
         return await _answer(worker, limits, ChatRequest, request)
 
     return app
@@ -264,7 +264,8 @@ class _Form:
         self._id, self._created = prefix + uuid.uuid4().hex, int(time.time())
 
     def shell(self, choices: list[dict[str, Any]], *, is_chunk: bool = True) -> dict[str, Any]:
-        """Return the JSON object around `choices`: one streamed event, or the whole answer."""
+        """Return the JSON object around `choices`: one streamed event with `is_chunk`, else the
+        whole answer."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
@@ -294,8 +295,8 @@ class _Form:
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
-        """Return one streamed event for the choice `index`, with new text; `is_first` adds the
-        role."""
+        """Return one streamed event for the choice `index`, with the new text in `piece`;
+        `is_first` adds the role `assistant`."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         if self.is_chat:
             choice["delta"] = {"role": "assistant", "content": ""} if is_first else {}

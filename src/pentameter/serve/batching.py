@@ -41,8 +41,8 @@ class _Writing:
 
 
 class Batcher:
-    """Queues texts, gives each a cache slot when one is free, and writes them all together. Not
-    safe for several threads."""
+    """Queues texts, gives each a cache slot when one is free, and writes one token for each in a
+    common model pass. Not safe for several threads."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -67,7 +67,7 @@ class Batcher:
             self._waiting.remove(continuation)
 
     def step(self) -> list[tuple[Continuation, Piece]]:
-        """Give free slots to queued texts, read up to PIECE_TOKENS tokens of prompts, and write one
+        """Give free slots to queued texts, read up to PIECE_TOKENS prompt tokens, and write one
         token for each text whose prompt is read. Return (text, newly written Piece) for each that
         got a token or failed."""
         while self._free and self._waiting:

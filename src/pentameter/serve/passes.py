@@ -119,8 +119,9 @@ class Slots:
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
-        """Read one more token for several texts. rows: slot → (token, its position in the window).
-        Return slot → logits (V,)."""
+        """Read one more token for several texts, in one pass or, if no shapes give equal bits, a
+        pass each. rows: slot → (token, its position in the window). Return slot → logits (V,) after
+        that token."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -189,8 +190,8 @@ class Slots:
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return attention's output (1, H, T, K). In a piece, tokens attend to their common slot,
-        else each to its own."""
+        """Return attention's output (1, H, T, K). While `read` runs, all T tokens attend to one
+        slot; while `write` runs, each attends to its own."""
         if not self._is_piece:
             q = q.transpose(0, 2)  # (B, H, 1, K)
         n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
@@ -250,7 +251,7 @@ class Slots:
 
     def _tried(self, rows: Sequence[tuple[int, int]], n_keys: int) -> Floats:
         """Return logits (n, V) from a pass over n rows (token, position), padded to n_keys keys;
-        the slots are restored."""
+        the slots' content is restored afterwards."""
         slots = torch.arange(len(rows), device=self._device)
         numbers = torch.tensor([number for _, number in rows], device=self._device)
         stored = [*self._keys, *self._values]
@@ -283,7 +284,7 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many leading tokens in a window of `n_tokens` are read in pieces. If the last
+    """Return how many leading tokens in a window with `n_tokens` are read in pieces. If the last
     piece (`n_tokens` modulo PIECE_TOKENS) would have fewer than _LEAST_PIECE, its tokens are
     written one by one and not counted here."""
     rest = n_tokens % PIECE_TOKENS
@@ -291,7 +292,7 @@ def n_read_in_pieces(n_tokens: int) -> int:
 
 
 def passed_tokens(n_tokens: int) -> int:
-    """Return the padded token count for a pass over n_tokens: the next multiple of _PIECE_UNIT."""
+    """Return the padded token count for a pass over n_tokens: a multiple of _PIECE_UNIT."""
     return _rounded_up(n_tokens, _PIECE_UNIT)
 
 

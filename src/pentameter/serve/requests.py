@@ -102,8 +102,9 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
-        """Return the body's fields without ignored and neutral ones. Raises RequestError for an
-        unknown field, or an unsupported one that asks for something."""
+        """Return the body's fields without those in IGNORED, and without unsupported ones whose
+        value asks for nothing (NEUTRAL). Raises RequestError for an unknown field, or an
+        unsupported one with another value."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
         known = [*cls.model_fields, *IGNORED, *NEUTRAL]
@@ -242,8 +243,8 @@ class ChatRequest(_Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
     def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
-        """Return the `n` requested answers. Raises RequestError beyond the limits, without a chat
-        template, or for messages that it refuses."""
+        """Return the `n` requested answers. Raises RequestError beyond the limits, if the tokenizer
+        has no chat template, or for messages that the template refuses."""
         tokenizer = served.tokenizer
         if tokenizer.chat is None:
             raise RequestError(

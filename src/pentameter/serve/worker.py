@@ -78,9 +78,9 @@ class ServedModel:
         )
 
     def render(self, asked: AskedText) -> str:
-        """Return messages as a prompt, rendered by the tokenizer's chat template in a child process
-        that is kept. Raises ConfigError for messages that the template refuses. Safe for any
-        thread."""
+        """Return the messages in `asked` as a prompt, rendered by the tokenizer's chat template in
+        a child process that is kept. Raises ConfigError for messages that the template refuses.
+        Safe for any thread."""
         with self._lock:
             if self._rendering is None:
                 assert self.tokenizer.chat is not None

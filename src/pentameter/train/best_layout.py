@@ -22,8 +22,8 @@ class BestLayout:
     n_candidates: int
 
     def of(self, config: Config) -> Config:
-        """Return a copy of `config` with this layout's degrees of parallelism, its micro-batch size
-        (sequences per forward and backward pass) and its activation checkpointing."""
+        """Return `config` with this layout's parallel degrees, its micro-batch size (sequences per
+        forward and backward pass) and its activation checkpointing."""
         chosen = self.estimate.plan.config
         train = config.train.model_copy(
             update={
@@ -43,12 +43,12 @@ class BestLayout:
 
 
 def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: int) -> BestLayout:
-    """Search all layouts of `world_size` processes for the one with the shortest predicted step on
+    """Search all layouts on `world_size` processes for the one with the shortest predicted step on
     this machine's devices.
 
-    `local_size` is the number of processes on each machine. `sizes` gives the vocabulary and the
-    batch rows per epoch, as `data_sizes(config)` returns them. No step is run. Raises ConfigError
-    if no layout fits in memory.
+    `local_size` processes run on each machine. `sizes` gives the vocabulary and the batch rows per
+    epoch, as `data_sizes(config)` returns them. No step is run. Raises ConfigError if no layout
+    fits in memory.
     """
     cluster, _ = this_cluster(world_size, local_size)
     found = search(config, cluster, sizes.vocab_size, sizes.rows_per_epoch, n_best=2)

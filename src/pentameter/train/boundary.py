@@ -104,7 +104,7 @@ class Boundary:
     def end_if_due(self, step_seconds: float) -> RunEnd | None:
         """Return the end of the run if it ends at this step, else None: after a stop signal on any
         rank, the last step, `train.patience` evaluations in a row without a new best, or a hook's
-        call of `run.stop`.
+        call to `run.stop`.
 
         `step_seconds` is the latest step's time (0: unknown). It sets how many steps may pass until
         the ranks compare signals again: those that take about PROMPT_SECONDS.
@@ -127,7 +127,7 @@ class Boundary:
     def save_if_due(self, end: RunEnd | None) -> None:
         """Save a checkpoint if `checkpoint.interval` steps have passed, if the evaluation at this
         step was the best (`checkpoint.keep_best`), or if the run ends here (`end` is not None).
-        Print the warnings of the checkpoint store."""
+        Print the checkpoint store's warnings."""
         interrupted = end is not None and end.kind == EndKind.SIGNAL
         new_best, self._new_best = self._new_best, False
         self.checkpoints.save_if_due(

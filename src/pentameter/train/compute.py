@@ -159,8 +159,8 @@ def _choose_compile(
     n_devices: int,
 ) -> tuple[bool, str]:
     """Return whether to compile the step, and the reason in words. With `train.compile` = auto, the
-    time to compile is weighed against the run's FLOPs per device. `n_devices` is the number of
-    GPUs, or on CPUs the number of machines."""
+    time to compile is weighed against the run's FLOPs per device. `n_devices` counts GPUs, or on
+    CPUs machines."""
     train = plan.config.train
     obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:
@@ -223,7 +223,8 @@ def _dropout_obstacle(
 
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
     """Raise ConfigError, naming settings that fit, if the run's predicted peak exceeds the device's
-    memory, or its offloaded tensors the host's. `local_size` processes share a CPU's memory."""
+    memory, or its offloaded tensors the host's. On a CPU, `local_size` processes share the memory.
+    For a custom model only weights, gradients and optimizer state are counted."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
     precision, fused_dropout = compute.precision, compute.fused_dropout
     state = plan_state_bytes(plan).state_bytes

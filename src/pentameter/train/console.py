@@ -90,8 +90,8 @@ class Console:
         self.say_columns([text], of_machine=of_machine)
 
     def say_columns(self, columns: Sequence[str], *, of_machine: bool = False) -> None:
-        """Log a line made of columns, and print as many of its first columns as fit on the
-        terminal: on rank 0, and with `of_machine` also on one rank of every other machine."""
+        """Log a line made of columns, and print as many first columns as fit on the terminal: on
+        rank 0, and with `of_machine` also on one rank of every other machine."""
         if self._world.is_main or (of_machine and self._world.local_rank == 0):
             self._print(self._fitted(columns, len(self._rank)))
         self._to_log(COLUMN.join(columns))

@@ -42,7 +42,7 @@ def splits_to_evaluate(
     evaluation is off, or if `batches` (from the user's function) are not tokens: such a model does
     not run on text.
 
-    `verify` checks the hashes of the stored tokens; `progress` is called while texts are tokenized.
+    `verify` checks the stored tokens' hashes; `progress` is called while texts are tokenized.
     Raises ConfigError for a split with fewer than 2 tokens, and CorruptError, StorageError or
     ConfigError for texts and questions that cannot be read.
     """

@@ -16,8 +16,8 @@ class EventLog:
     """metrics.jsonl and the trackers of the run in `folder`. On ranks other than 0 nothing is
     written.
 
-    `step` is the number of steps completed before this start: trackers hide later ones that an
-    earlier start has sent, as they are made again.
+    `step` steps were completed before this start: trackers hide later ones that an earlier start
+    has sent, as they are made again.
     """
 
     def __init__(

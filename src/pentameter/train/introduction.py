@@ -99,7 +99,7 @@ def _epochs(plan: Plan) -> str:
 
 def _target_tokens(run: TrainingRun) -> list[str]:
     """Return a line with the number of tokens that count in the loss; an empty list if more than
-    99% of them do, or if the batches come from the user's function."""
+    99% do, or if the batches come from the user's function."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.target_fraction > 0.99:
         return []
     ratio, data = run.batches.target_fraction, run.config.data

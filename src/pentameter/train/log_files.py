@@ -169,8 +169,8 @@ def rewind_metrics(
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
-    checkpoint: the values of the checkpoint's event, which is added if a kill prevented it; None to
-        rewind to the start of the run.
+    checkpoint: the checkpoint event's values, which are added as a line if a kill prevented that;
+        None to rewind to the run's start.
 
     Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
     """

@@ -58,7 +58,7 @@ class Trainer:
     run_dir: the run folder; runs/NAME by default, with the configuration's name.
     resume: auto, never, must, extend, or the path to a checkpoint to branch off from (see
         `RunRequest`).
-    init_from: path of a model (run, checkpoint or Hugging Face folder) whose weights a new run
+    init_from: path to a model (run, checkpoint or Hugging Face folder) whose weights a new run
         begins with.
     hooks: objects with methods such as `on_step` (see `train/hooks.py`).
     model: a function from the resolved configuration to any module, or an `OwnModel`.
@@ -69,7 +69,7 @@ class Trainer:
     world: the ranks that train together; by default this process alone (an error under a launcher).
     force: try a run that is predicted to exceed the memory.
 
-    A `model`, `optimizer`, `batches` or `schedule` of None is built from the configuration. Each
+    Without a `model`, `optimizer`, `batches` or `schedule` it is built from the configuration. Each
     rank has its own Trainer and runs the same loop; rank 0 prints and writes the run folder. Raises
     TypeError for other arguments, and for an object that is not a hook.
     """

@@ -55,7 +55,7 @@ class Profile:
 
     def on_start(self, run: TrainingRun) -> None:
         """Start recording if the window begins with the next step, or if a run resumes within it;
-        print a line if it is already past."""
+        print a line if the window is already past."""
         self.check(run.plan.steps)
         done = run.state.step
         if done >= self.last:
@@ -77,13 +77,13 @@ class Profile:
         self._turn(run, step.step)
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """End the trace's span of this step, which made no update, and begin the next; start or
+        """End this step's span in the trace, which made no update, and begin the next; start or
         finish recording at the window's ends."""
         self._turn(run, skip.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Write the trace of the steps recorded so far if the run ended within the window; print a
-        line if it ended before the window."""
+        """Write the steps recorded so far if the run ended within the window; print a line if it
+        ended before the window."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:
@@ -172,8 +172,8 @@ def parse_window(text: str) -> Profile:
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
-    """Return a printed line for each of the N_LONGEST operations by total time, without the
-    operations that each calls. `averages` are `profile.key_averages()`; `on_gpu` ranks by device
+    """Return a printed line for each of the N_LONGEST operations by self time (without the
+    operations that each calls). `averages` are `profile.key_averages()`; `on_gpu` ranks by device
     time."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     rows = [

@@ -23,7 +23,8 @@ class Recorder:
     """The hook that writes a run's events to metrics.jsonl and to trackers."""
 
     def on_start(self, run: TrainingRun) -> None:
-        """Write the event `start` for a new run, `resume` for a resumed one."""
+        """Write the event `start` for a new run, `resume` for a resumed one, with the run's id,
+        sizes, device and layout."""
         plan, compute, data = run.plan, run.compute, run.config.data
         # The lowest loss that any model can reach, known for one corpus only.
         entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
@@ -46,7 +47,8 @@ class Recorder:
         )
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Write the event `train` every `log.interval` steps, for the first and for the last."""
+        """Write the event `train`, with all fields in `step`, every `log.interval` steps, for the
+        first and for the last."""
         if is_logged(step.step, run.config):
             run.events.write("train", **asdict(step))
 
@@ -55,11 +57,11 @@ class Recorder:
         run.events.write("skip", **asdict(skip))
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
-        """Write the event `epoch`, with the fields of `metrics`."""
+        """Write the event `epoch`, with all fields in `metrics`."""
         run.events.write("epoch", **asdict(metrics))
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Write the event `eval`, with the fields of `metrics`."""
+        """Write the event `eval`, with all fields in `metrics`."""
         run.events.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:

@@ -215,8 +215,8 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 
 
 def _is_resolved(schedule: ScheduleConfig) -> bool:
-    """Return True if no key that the schedule's decay needs is left to derive, as in a run's
-    config.toml."""
+    """Return True if every key that the schedule's decay needs has a value, as in a run's
+    config.toml; False if one is None, to be derived from the run's length."""
     return all(getattr(schedule, key) is not None for key in schedule.decay_keys)
 
 
@@ -264,7 +264,8 @@ def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
 
 
 def _from_length(config: Config) -> set[str]:
-    """Return the [schedule] keys whose values were derived from train.steps."""
+    """Return the [schedule] keys whose values were derived from train.steps: decay_steps if it
+    reaches to the last step, and then cooldown_steps if it has its default."""
     steps, schedule = config.train.steps, config.schedule
     if steps is None or schedule.decay_steps != steps - schedule.start_step:
         return set()

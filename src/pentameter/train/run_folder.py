@@ -310,7 +310,7 @@ def _write_identity(
     file that already has the same content is left alone.
 
     A run may resume while its disk is full: if plan.json cannot be written and `is_new` is False,
-    the plan.json of an earlier start, which names the same run, is kept, and a line is added to
+    an earlier start's plan.json, which names the same run, is kept, and a line is added to
     `warnings`. Every other failed write raises StorageError.
     """
     for name in ("samples", "checkpoints"):

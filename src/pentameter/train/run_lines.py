@@ -50,7 +50,8 @@ class RunLines:
             )
 
     def _await(self, run: TrainingRun, *, evaluates: bool) -> None:
-        """Show the next action on the live line, an evaluation or a step, and that it compiles."""
+        """Show on the live line the next action, the first evaluation if `evaluates`, else the next
+        step; in a compiled run also that it compiles."""
         what = "the first evaluation" if evaluates else f"step {run.state.step + 1}"
         run.console.show(f"{what} compiles" if run.compute.compiled else what)
 
@@ -90,9 +91,9 @@ class RunLines:
         )
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Print an evaluation's metrics, and whether the loss is the best yet. The validation line
-        is held back until the training split is evaluated, if it is, so that one line has both
-        losses."""
+        """Print an evaluation's metrics, and whether the loss is the best yet. If the training
+        split is evaluated, too, the validation line is held back until then, so that one line has
+        both losses."""
         if self._n_steps == 0:
             self._await(run, evaluates=False)
         if metrics.split == VALIDATION and TRAIN in run.evaluations:
@@ -166,7 +167,8 @@ def _step_columns(
     step: StepMetrics, total_steps: int, *, is_first: bool, with_perplexity: bool
 ) -> list[str]:
     """Return the columns of a step's line, the most important first: a narrow terminal drops the
-    last ones. With `is_first` (it may have compiled) the time left is omitted."""
+    last ones. `is_first` marks this process's first step, which may have compiled: it gets no time
+    left."""
     left = "" if is_first else f" · {rough_duration(step.eta_seconds):>6} left"
     took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
     return [

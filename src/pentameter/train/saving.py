@@ -147,8 +147,13 @@ class RunCheckpoints:
             self._commit(may_fail=False, must_not_fail=ends)
 
     def _is_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> bool:
-        """Return True to save now. While updates are skipped a due save is postponed until the next
-        update, except for a complete run or a new best model."""
+        """Return True to save now: at the run's end, every `checkpoint.interval` steps, for a new
+        best model (with `checkpoint.keep_best`), or if a save was postponed. False if this step is
+        saved already, unless it is a new best.
+
+        While updates are skipped a due save is postponed until the next update, except for a
+        complete run or a new best model.
+        """
         state, settings = self.run.state, self.run.config.checkpoint
         assert settings.interval is not None  # resolved by the plan
         new_best = new_best and settings.keep_best
@@ -372,8 +377,8 @@ def _overlaps_saves(run: TrainingRun) -> bool:
 
 
 def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
-    """Return the host memory, in bytes, that a rank takes during an overlapped save: the snapshot,
-    and the step's own host memory."""
+    """Return the predicted host memory, in bytes, that a rank takes during an overlapped save: the
+    snapshot, and the step's own host memory."""
     held = plan_state_bytes(plan)
     if compute.device.type == "cuda":
         # Pinned memory is allocated in powers of two.

@@ -110,8 +110,8 @@ def _with_batches(
     request: RunRequest, dataset: Dataset
 ) -> tuple[RunRequest, TrainingBatches | CustomBatches]:
     """Return the request and the batches that it trains on, from the user's function if there is
-    one. For conversations, the returned request has `data.order` = `documents` in place of an order
-    of windows, and packing if they are enough to fill a row, and on average fit into one."""
+    one. For conversations, the returned request has `data.order` = `documents` instead of windows,
+    and packing if they are enough to fill a row, and on average fit into one."""
     config, supplied = request.config, request.supplied
     if supplied.batches is not None:
         own = CustomBatches(supplied.batches, config, dataset.vocab_size, supplied.source)

@@ -68,7 +68,7 @@ def settings_warnings(
     init_from: Path | None,
 ) -> list[str]:
     """Return warnings about settings that need more text, a longer run or initial weights.
-    `init_from` is the path of the model that the weights come from; None for random weights. Raises
+    `init_from` is the path to the model that the weights come from; None for random weights. Raises
     ConfigError if `train.patience` is set and nothing is held out."""
     warnings, config = [], plan.config
     train, val = dataset.split("train"), dataset.split("val")

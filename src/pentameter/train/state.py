@@ -66,8 +66,8 @@ class TrainState:
     epoch: EpochSums = field(default_factory=EpochSums)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as state.json holds it: every field, and `best`, {step, loss} or
-        None."""
+        """Return the state as state.json holds it: every field, and `best`, the best evaluation's
+        {step, loss} or None."""
         record = asdict(self)
         record["best"] = (
             None if self.best_step is None else {"step": self.best_step, "loss": self.best_loss}

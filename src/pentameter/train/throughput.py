@@ -101,8 +101,9 @@ class Throughput:
         return model_flops(self._flops_per_token or 0, computed)
 
     def _raise_ceiling(self) -> None:
-        """If the latest step was faster than the measured peak, measure that again: the machine was
-        busy then. Afterwards the peak is at least the step's FLOPs per second."""
+        """If the latest step was faster than the measured peak, the machine was busy when that was
+        measured: measure it again, at most MOST_MEASUREMENTS times. Afterwards the peak is at least
+        the step's FLOPs per second."""
         if self._measure_again is None or self._achieved_flops <= self._ceiling_flops:
             return
         if self._n_measured < MOST_MEASUREMENTS:
@@ -172,9 +173,9 @@ class PlannedPace:
             self._planned = Estimate(run.plan, cluster, run.compute.precision).time
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """After SETTLING_STEPS (which compile and settle) and COMPARED_STEPS more, compare the
-        latter's median time with the prediction; print the warning if it exceeds SLOW times that.
-        """
+        """Leave out the first SETTLING_STEPS, which compile and settle, and take the median time
+        over the COMPARED_STEPS after them. Print the warning, once, if it exceeds SLOW × the
+        predicted time."""
         planned = self._planned
         if planned is None:
             return
@@ -190,13 +191,13 @@ class PlannedPace:
 
 
 def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
-    """Return the text of the warning for steps that are slower than predicted.
+    """Return the warning's text for steps that are slower than predicted.
 
     planned: the predicted step time in seconds, with its parts: compute, communication, bubble.
     took: the measured seconds per step (a median).
     waited_for_input: the measured seconds per step, included in `took`, spent reading the batch.
 
-    The text blames the batch if reading it takes more than half of the excess, else compute or
+    The text blames the batch if reading it takes more than half the excess, else compute or
     communication.
     """
     late = took - planned.seconds

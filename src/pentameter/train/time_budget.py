@@ -138,7 +138,9 @@ def choose_for_time(
 
 
 class _LengthChooser:
-    """Chooses the number of steps of a given model that fit into the time."""
+    """Chooses the number of steps that fit into the time, for a given model. `load` makes the
+    configuration for given settings, `given` are the dotted paths that the user set, `progress` is
+    called while data is prepared."""
 
     def __init__(
         self, load: Load, given: Collection[str], budget: TimeBudget, progress: Progress
@@ -242,10 +244,11 @@ trial's first step."""
 
 
 class _SizeChooser(_LengthChooser):
-    """Chooses vocabulary, model size, batch and learning rate, too."""
+    """Chooses vocabulary, model size, batch and learning rate for the time, besides the number of
+    steps."""
 
     def choose(self) -> Choice:
-        """Choose the best model size for the expected speed, and time some of its steps. If the
+        """Choose the best model size for the expected speed, and time some steps with it. If the
         measured speed suggests another size, and a second trial is short enough
         (SECOND_TRIAL_SHARE), choose and time that size. Return the Choice. Raises ConfigError if
         too few steps fit."""
@@ -388,8 +391,8 @@ def _fraction_of_cores() -> float:
 
 
 def _expected_flops(config: Config) -> float:
-    """Return the FLOPs per second to expect of training on this machine, if nothing else runs on
-    it."""
+    """Return the FLOPs per second to expect in training on this machine, if nothing else runs on
+    it: the matmul peak, published or measured, × CPU_SHARE or GPU_SHARE."""
     capabilities = machine_capabilities()
     device = choose_device(config.train.device, capabilities)
     precision, _ = choose_precision(config.train.precision, device, capabilities)

@@ -29,8 +29,8 @@ WINDOW_STEPS = 50
 
 @dataclass(frozen=True)
 class MovedEnd:
-    """A new length for a run: all its steps, and the last of them in which the learning rate
-    falls."""
+    """A new length for a run: `steps` in all, and the learning rate falls in the last
+    `cooldown_steps`."""
 
     steps: int
     cooldown_steps: int
@@ -64,8 +64,8 @@ class TimeKept:
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Set `moved` and stop the run if it is predicted to miss its time by more than TOLERANCE.
-        This is checked under a `wsd` schedule only, from the end of its warm-up until its learning
-        rate begins to fall."""
+        This is checked under a `wsd` schedule only, after its warm-up and until its learning rate
+        begins to fall."""
         self._n_steps += 1
         if self._n_steps == 1:
             return  # it may have compiled

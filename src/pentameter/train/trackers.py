@@ -62,14 +62,15 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _check_folder(self) -> None:
-        """Raise FileNotFoundError if the folder of event files was removed. Called before each
-        write: without it TensorBoard's writer thread would print a traceback."""
+        """Raise FileNotFoundError if the event files' folder was removed. Called before each write,
+        since TensorBoard's writer thread would otherwise print a traceback."""
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is not there any more")
 
 
 class ProjectTracker:
-    """A run in a W&B or trackio project; both modules have the same calls."""
+    """A run in a W&B or trackio project. `module` is wandb or trackio, which have the same calls;
+    `run` is the object that its `init` returned."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run

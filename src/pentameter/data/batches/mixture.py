@@ -41,8 +41,8 @@ class SourceRow:
 
 
 class Mixture:
-    """Rows from several data sets, mixed by `weights`: each data set is read in one of `orders`
-    (its reading order), and `seed` draws which one each row comes from.
+    """Rows from several data sets, mixed by `weights`: `orders` has a reading order for each data
+    set, and `seed` draws which data set each row comes from.
 
     The orders must have `ROWS_AT_ONCE` as batch size. Raises ConfigError for a weight too small for
     one row in a block.
@@ -61,7 +61,8 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows after which every data set has been read whole, the others repeatedly."""
+        """Rows after which every data set has been read whole; by then some may have been read more
+        than once."""
         return max(
             -(-order.rows_per_epoch * BLOCK_ROWS // count)
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
@@ -92,7 +93,8 @@ class Mixture:
         ]
 
     def rows(self, numbers: Int64) -> list[SourceRow]:
-        """Return the rows with indices `numbers` (B,), counted through all steps of the run."""
+        """Return the rows with indices `numbers` (B,), counted through all steps in the run, each
+        as its data set and token spans."""
         sources, indices = self.assign(numbers)
         found: dict[int, SourceRow] = {}
         for source, order in enumerate(self.orders):

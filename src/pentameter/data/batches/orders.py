@@ -65,7 +65,7 @@ class Order(ABC):
         batch."""
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return, for each row of a step, its epoch and its index within that epoch, (B,) each. A
+        """Return, for each row in a step, its epoch and its index within that epoch, (B,) each. A
         step may begin in one epoch and end in the next."""
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
@@ -110,7 +110,7 @@ class Windows(Order):
         """Return the index of each row's first token (B,)."""
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return one full window per row."""
+        """Return one span per row: a full window, context_length + 1 tokens."""
         width = self.context_length + 1
         return [[(start, start + width)] for start in self.starts(step, numbers).tolist()]
 
@@ -144,7 +144,7 @@ class Shuffled(Windows):
     """Adjacent windows, each once per epoch, permuted anew for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return the first tokens (B,) of the permuted windows."""
+        """Return the index of each row's first token (B,): the start of its permuted window."""
         return self._permuted(step, numbers) * self.context_length
 
 
@@ -152,7 +152,7 @@ class Sequential(Windows):
     """Adjacent windows in the text's order, from the start again after the last."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return the first tokens (B,) of consecutive windows."""
+        """Return the index of each row's first token (B,); rows follow one another in the text."""
         return self._epochs(step, numbers)[1] * self.context_length
 
 
@@ -164,8 +164,8 @@ class Streamed(Windows):
     """
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return the first tokens (B,) of the permuted windows; waits until their blocks are
-        tokenized."""
+        """Return the index of each row's first token (B,): the start of its permuted window. Waits
+        until the windows' blocks are tokenized."""
         indices = step * self.batch_size + numbers
         n_rows = self._rows_up_to(int(indices.max(initial=0)) + 1)
         epochs, indices = np.divmod(indices, n_rows)
@@ -182,7 +182,7 @@ class Streamed(Windows):
 
     def _rows_up_to(self, n_rows: int) -> int:
         """Wait until the blocks with the first `n_rows` rows are tokenized, and return how many
-        rows these blocks have; if the text has ended before, the number of rows in an epoch."""
+        rows these blocks have; if the text has ended before, an epoch's rows."""
         n_tokens = self.split.tokens.up_to(tokens_for(n_rows, self.context_length))
         return (n_tokens - 1) // self.context_length
 
@@ -212,7 +212,8 @@ class Columns(Order):
         return self.batch_size * -(-(self._height - 1) // self.context_length)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return each row's window in its column; successive windows share one token."""
+        """Return each row's window in its column, one span (start, stop) each; successive windows
+        share one token."""
         top = step % (self.rows_per_epoch // self.batch_size) * self.context_length
         bottom = min(top + self.context_length + 1, self._height)
         firsts = (numbers * self._height).tolist()

@@ -195,7 +195,7 @@ class TokenSplit:
 
     @property
     def tokens_per_byte(self) -> float:
-        """Learned tokens ÷ UTF-8 bytes in their text."""
+        """Learned tokens (all, or in conversations the assistant's) ÷ UTF-8 bytes in their text."""
         if self.assistant is None:
             return self.n_tokens / self.n_bytes
         return self.assistant.n_tokens / self.assistant.n_bytes
@@ -208,7 +208,7 @@ class TokenSplit:
 
 def concatenated(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
     """Return one split with the tokens of all `parts` in order, which it lists as its `parts`. If
-    only some parts are conversations, all tokens of the other parts count as assistant tokens,
+    only some parts are conversations, all tokens in the other parts count as assistant tokens,
     which are learned."""
     ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
     arrays = [array for part in parts if part.n_tokens for array in part.tokens.arrays()]

@@ -75,8 +75,8 @@ def find_header(path: Path) -> Path | None:
 
 
 def _is_header(file: Path) -> bool:
-    """Return True if a JSON file is a header, even a damaged one: by a shard file beside it, or by
-    its first bytes."""
+    """Return True if a JSON file is a header, even a damaged one: it is one if a shard file lies
+    beside it, or if FORMAT is in its first bytes."""
     if file.name == TOKENIZER_FILE:
         return False
     return file.with_name(f"{file.stem}-00000.bin").exists() or _begins_with(file, FORMAT)

@@ -61,8 +61,8 @@ def n_parts_of(folder: Path) -> int | None:
 
 
 def tokens_for(n_rows: int, context_length: int) -> int:
-    """Return how many tokens must exist to read the first `n_rows` rows: whole blocks, and one
-    target more."""
+    """Return how many tokens must exist to read the first `n_rows` rows: whole blocks (about
+    BLOCK_TOKENS each), and one target more."""
     block = max(BLOCK_TOKENS // context_length, 1) * context_length
     return -(-n_rows * context_length // block) * block + 1
 
@@ -83,7 +83,8 @@ class Source(Protocol):
 
 
 class NoSource:
-    """A `Source` for a stream that is only read: waiting for missing tokens is an error."""
+    """A `Source` for a stream that is only read: waiting for missing tokens is an error, in which
+    `folder` is named."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -31,8 +31,8 @@ SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
 
 class _Split:
-    """One split as it is written: its token files, files of positions, and counts for the
-    header."""
+    """One split as it is written: its token files, files of positions, and counts for the header.
+    `kinds` are the position files to write (`documents`, `answers`)."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], kinds: Sequence[str]) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype

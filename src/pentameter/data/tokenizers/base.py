@@ -131,8 +131,8 @@ class LibraryBacked(Tokenizer):
 
 def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:
     """Return the list of strings at `key` in `content`, a tokenizer file's parsed JSON. Raises
-    CorruptError if there is none, or something else; the message says which `kind` of strings it
-    should be, a plural such as "words"."""
+    CorruptError if there is none, or something else; the message calls the strings `kind`, a plural
+    such as "words"."""
     found = content.get(key)
     if not isinstance(found, list) or not all(isinstance(string, str) for string in found):
         raise CorruptError(f'"{key}" is not a list of {kind}')

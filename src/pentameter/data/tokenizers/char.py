@@ -94,7 +94,7 @@ class CharTokenizer(Tokenizer):
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
     """Return a sentence that advises another tokenizer for a text with `n_tokens` characters,
-    `vocab_size` of them distinct: if these are at least MANY_CHARACTERS, and each occurs less than
+    `vocab_size` distinct ones: if these are at least MANY_CHARACTERS, and each occurs less than
     SELDOM times on average. Else return None."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None

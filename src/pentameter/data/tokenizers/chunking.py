@@ -39,7 +39,8 @@ def chunks(text: str, n_characters: int) -> Iterator[str]:
 
 
 def last_boundary(text: str) -> int:
-    """Return how many characters precede the last boundary in an unfinished text; 0 without one.
+    """Return how many characters precede the last boundary (before whitespace that follows a word)
+    in an unfinished text; 0 without one.
 
     The text after it must wait for its continuation.
     """

@@ -99,8 +99,8 @@ class Rendering:
         self._child.close()
 
     def text(self, asked: Asked) -> str:
-        """Return messages rendered to text; the output of a `{% generation %}` block is between
-        BEGIN and END."""
+        """Return the messages in `asked` rendered to text; the output of a `{% generation %}` block
+        is between BEGIN and END."""
         (found,) = self._ask("text", [asked])
         if isinstance(found, TemplateRefusalError):
             raise found
@@ -216,7 +216,8 @@ def _compiled(source: str) -> Any:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """One list of messages, rendered by a compiled template."""
+    """One request (`asked`), rendered by a compiled template with the special tokens' texts
+    (`tokens`)."""
 
     template: Any
     tokens: Mapping[str, str]
