@@ -25,8 +25,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint: the run and step that were saved, and the size and hash that
-    identify every file in the folder."""
+    """A checkpoint's content: the run and step that were saved, the hash of the run's
+    configuration, and a record (name, size, sha256) for every file in the folder."""
 
     run_id: str
     step: int

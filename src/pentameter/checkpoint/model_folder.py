@@ -30,7 +30,8 @@ _GROUP = "model"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters (LoRA) as a run trained them."""
+    """Low-rank adapters (LoRA) as a run trained them, with their settings (`lora`: rank, alpha,
+    targets)."""
 
     lora: LoraConfig
     tensors: Weights

@@ -55,7 +55,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The regions that this rank holds, with their elements, and all ranks that hold each."""
+    """The regions that this rank holds, with their elements (`tensors`), and all ranks that hold
+    each."""
 
     tensors: Mapping[Region, torch.Tensor | LazyTensor]
     ranks_of: Mapping[Region, Ranks]

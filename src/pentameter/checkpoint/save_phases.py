@@ -107,8 +107,8 @@ def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 @dataclass
 class Save:
-    """A save on one rank, from its plan to commit: the files to write, and the progress of
-    writing."""
+    """A save on one rank, from its plan to commit: the files to write, and the progress of writing.
+    `started_at` is the plan's time on the performance counter, `layout` goes into the manifest."""
 
     step: int
     folder: Path

@@ -41,8 +41,8 @@ class StoredTensor:
 
 
 class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
-    """Mapping from name to tensor, on the CPU: memory-mapped from its file, or lazy if its regions
-    must be assembled.
+    """Mapping from name to tensor over the safetensors files `paths`, on the CPU: memory-mapped
+    from its file, or lazy if its regions must be assembled.
 
     Pages are read when touched; writing to a tensor changes memory, never the file. The files stay
     readable while this object lives, even if their folder is removed. Opening raises CorruptError,

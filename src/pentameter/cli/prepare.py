@@ -254,8 +254,8 @@ def _progress() -> Iterator[Callbacks]:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Callbacks]:
-    """A context manager that gives callbacks which draw a bar per pass; the second adds tokens/s to
-    the last bar."""
+    """A context manager that gives callbacks: `progress` draws a bar per pass, `count_tokens` adds
+    the tokens per second to the last bar."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,

@@ -218,7 +218,8 @@ class HarnessModel(TemplateLM):
 
 @dataclass(frozen=True)
 class _Settings:
-    """A task's settings for continuations: stop texts, maximum tokens and sampling."""
+    """A task's settings for continuations: a text ends before the first of `stops`, or after
+    `max_new_tokens` tokens."""
 
     stops: tuple[str, ...]
     max_new_tokens: int

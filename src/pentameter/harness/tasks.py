@@ -22,7 +22,8 @@ LONGEST_LINE = 300
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The metrics for a task, or for a group of tasks."""
+    """The metrics for a task, or for a group of tasks, over `examples` questions (None: not
+    counted), with the harness's `version` for the task."""
 
     name: str
     metrics: dict[str, float]

@@ -240,8 +240,8 @@ class _Workers:
         """Kill all running processes, after printing the stacks of those that hang, if a signal
         asked them to stop and all have exceeded their action's timeout since.
 
-        Return the failure that describes it; an empty list if nothing was done. One process that
-        hangs makes all others wait.
+        Return one failure that names the ranks that hang; an empty list if nothing was done. One
+        process that hangs makes all others wait.
         """
         if not self._running or not self._received or self._ended_by_us:
             return []

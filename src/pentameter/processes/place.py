@@ -23,8 +23,8 @@ _HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, range
 
 @dataclass(frozen=True)
 class Place:
-    """This process's rank among those that a launcher started together, how many there are,
-    and how they meet."""
+    """This process's rank among the `world_size` processes that a launcher started together,
+    `local_size` of them on this machine, and how they meet."""
 
     rank: int
     world_size: int

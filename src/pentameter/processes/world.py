@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, the number of ranks, and small collectives between them over the CPU.
-    The default is a single process."""
+    """This process's rank, the number of ranks (`size`; `local_size` on this machine), and small
+    collectives between them over the CPU. The default is a single process."""
 
     rank: int = 0
     size: int = 1

@@ -32,7 +32,7 @@ from pentameter.train.log_files import strict
 
 @dataclass(frozen=True)
 class Column:
-    """A table column: for each run a cell's text and a sort key."""
+    """A table column: for each run, in the table's order, a cell's text and a sort key."""
 
     title: str
     cells: tuple[str, ...]

@@ -25,7 +25,8 @@ STUDENT_T = (12.71, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23)
 
 @dataclass(frozen=True)
 class Run:
-    """One compared run, with its label on the page."""
+    """One compared run: its label on the page, everything that its folder records, and the results,
+    outcome and settings computed from that."""
 
     label: str
     record: RecordedRun
@@ -41,7 +42,7 @@ def compared_run(label: str, record: RecordedRun) -> Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Finished runs that differ only in their seed, or a single run."""
+    """Finished runs that differ only in their seed, or a single run; `mean` is their mean loss."""
 
     runs: tuple[Run, ...]
     """One run per seed, the lowest loss first."""

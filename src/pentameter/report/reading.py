@@ -66,7 +66,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Everything that a run folder records; any field may be empty."""
+    """Everything that a run folder records; any field may be empty. `end` is the event that ended
+    the run, None if it goes on or broke off; `last_step`, `tokens` and `training_seconds` are those
+    reached so far; `log_tail` is the end of log.txt."""
 
     folder: Path
     start: dict[str, Any]

@@ -20,7 +20,8 @@ STILL_FALLING = 0.002
 
 @dataclass(frozen=True)
 class Results:
-    """A run's results; NaN, None or "" if unknown."""
+    """A run's results so far; NaN, None or "" if unknown. `steps` were made of the `planned_steps`,
+    with `tokens` target tokens; `peak_memory_bytes` is rank 0's peak."""
 
     best_loss: float
     """Lowest validation loss, nats per token."""

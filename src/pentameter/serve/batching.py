@@ -22,8 +22,8 @@ from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passe
 
 @dataclass(eq=False)
 class _Writing:
-    """A text that has a cache slot: its window (the tokens that the model sees), and how many are
-    already cached."""
+    """A text that has a cache slot: its `window` (ids for the tokens that the model sees); the
+    first `n_cached` are in the slot's key-value cache already."""
 
     continuation: Continuation
     slot: int
@@ -41,8 +41,8 @@ class _Writing:
 
 
 class Batcher:
-    """Queues texts, gives each a cache slot when one is free, and writes one token for each in a
-    common model pass. Not safe for several threads."""
+    """Queues texts, gives each a cache slot when one is free (`slots` holds the cache and runs the
+    model), and writes one token for each in a common model pass. Not safe for several threads."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots

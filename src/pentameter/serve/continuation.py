@@ -36,7 +36,8 @@ class TokenChance:
 
 @dataclass
 class Piece:
-    """Newly written text to send; the last piece has a finish reason or an error."""
+    """Newly written text to send, with the probabilities for its tokens (`chances`, empty unless
+    asked for); the last piece has a finish reason or an error."""
 
     text: str = ""
     chances: list[TokenChance] = field(default_factory=list)
@@ -61,7 +62,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Asked:
-    """One requested text: everything that determines it besides the model."""
+    """One requested text: everything that determines it besides the model. `max_tokens` bounds its
+    length; equal `seed` and `sample` draw equal tokens."""
 
     prompt: Tokens
     """Token ids (n,), at least one."""
@@ -95,7 +97,7 @@ class CachedDecoder:
 
 
 class Continuation:
-    """One requested text (`asked`) while it is written."""
+    """One requested text (`asked`) while it is written; `tokenizer` decodes it."""
 
     def __init__(self, asked: Asked, tokenizer: Decodes) -> None:
         self.asked = asked

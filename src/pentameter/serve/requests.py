@@ -84,7 +84,8 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """Fields common to completions and chat completions."""
+    """Fields common to completions and chat completions, as in OpenAI's API. `top_k` keeps the
+    likeliest tokens alone; with `ignore_eos` no special token ends a text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -174,7 +175,8 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    """JSON body for /v1/completions."""
+    """JSON body for /v1/completions: one or more prompts, each a text or token ids; `logprobs` is
+    the number of likeliest tokens to report, None for no probabilities."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
@@ -235,7 +237,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(_Request):
-    """JSON body for /v1/chat/completions."""
+    """JSON body for /v1/chat/completions: a conversation to answer. `max_completion_tokens` has
+    precedence over `max_tokens`; `top_logprobs` needs `logprobs`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -104,7 +104,7 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Job:
-    """The texts that one request asked for, while they are written."""
+    """The texts that one request asked for, while they are written by the model `served`."""
 
     served: ServedModel
     texts: list[Continuation]

@@ -22,7 +22,11 @@ from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 @dataclass
 class Boundary:
     """The actions between two steps. Methods are collective (every rank calls them), in this order:
-    evaluate, sample, end, save, test."""
+    evaluate, sample, end, save, test.
+
+    `checkpoints` saves the run, `hooks` are called with the results, `signals` tells whether a stop
+    signal came to any rank.
+    """
 
     run: TrainingRun
     checkpoints: RunCheckpoints

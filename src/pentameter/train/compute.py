@@ -40,9 +40,10 @@ from pentameter.processes.world import World
 
 @dataclass(frozen=True)
 class Compute:
-    """The device, precision, compilation and kernels chosen for one run. `ceiling_flops`, per
-    device and second, is the rate that MFU is measured against: a GPU's published dense peak, else
-    the best matmul rate ever measured on this machine."""
+    """The device, precision (`bf16`, `fp32`, …), compilation and kernels chosen for one run, with
+    the reasons in words. `ceiling_flops`, per device and second, is the rate that MFU is measured
+    against: a GPU's published dense peak, else the best matmul rate ever measured on this
+    machine."""
 
     device: torch.device
     device_name: str

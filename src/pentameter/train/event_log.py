@@ -13,8 +13,8 @@ from pentameter.train.trackers import Trackers, open_trackers
 
 
 class EventLog:
-    """metrics.jsonl and the trackers of the run in `folder`. On ranks other than 0 nothing is
-    written.
+    """metrics.jsonl and the trackers of the run in `folder`. `config.log` names the trackers,
+    `console` prints warnings. On ranks other than 0 nothing is written.
 
     `step` steps were completed before this start: trackers hide later ones that an earlier start
     has sent, as they are made again.

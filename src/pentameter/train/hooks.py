@@ -49,7 +49,8 @@ HOOK_METHODS = (
 
 @dataclass(kw_only=True, eq=False)
 class TrainingRun:
-    """The current run, passed to every hook method, to read and to call."""
+    """The current run, passed to every hook method: read any attribute, and call `stop` and
+    `record`. Attributes change as the run goes on (`state` has the step)."""
 
     plan: Plan
     supplied: UserComponents
@@ -98,8 +99,9 @@ class TrainingRun:
 class StepMetrics:
     """Metrics of an optimizer step that has just completed. `step` counts from 1; `tokens` are all
     target tokens so far; `loss` is in nats per token; `grad_norm` is the norm before clipping;
-    `tokens_per_second` counts target tokens on all ranks; `mfu` is a fraction, None if unknown;
-    `peak_memory_bytes` is this process's peak; `eta_seconds` is the predicted time left."""
+    `step_seconds` is the step's time, with reading its batch; `tokens_per_second` counts target
+    tokens on all ranks; `mfu` is a fraction, None if unknown; `peak_memory_bytes` is this process's
+    peak; `eta_seconds` is the predicted time left."""
 
     step: int
     tokens: int
@@ -115,8 +117,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step (counted from 1) whose update was not applied, as loss or gradient norm was not
-    finite, and the reason in words."""
+    """A step whose update was not applied, as loss or gradient norm was not finite: `step` counts
+    from 1, `reason` says in words which it was."""
 
     step: int
     reason: str
@@ -124,9 +126,10 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """An epoch that has just completed, counted from 1. `loss` is the mean over its target tokens,
-    nats per token, each measured at the step that trained on it. `tokens`, `steps` and `seconds`
-    are this epoch's, without skipped steps."""
+    """An epoch that has just completed, counted from 1, at the end of step `step`. `perplexity` is
+    exp(`loss`). `loss` is the mean over its target tokens, nats per token, each measured at the
+    step that trained on it. `tokens`, `steps` and `seconds` are this epoch's, without skipped
+    steps."""
 
     epoch: int
     step: int
@@ -139,8 +142,8 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SampledText:
-    """A prompt with its continuation, sampled from the model after `step` steps. Exists on rank 0
-    only, so `on_sample` is called there alone."""
+    """A sampled `text`, prompt included, from the model after `step` steps. Exists on rank 0 only,
+    so `on_sample` is called there alone."""
 
     step: int
     text: str
@@ -148,7 +151,8 @@ class SampledText:
 
 @dataclass(frozen=True)
 class CheckpointMetrics:
-    """A checkpoint that is now on disk."""
+    """A checkpoint that is now on disk: its step, its folder (`path`), and the size in bytes of all
+    ranks' files."""
 
     step: int
     path: Path

@@ -58,7 +58,8 @@ WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An open run folder and the checkpoint to resume from, None for a new run."""
+    """An open run folder: its `path`, the run's id, and the `store` that saves its checkpoints.
+    `checkpoint` is the one to resume from, None for a new run."""
 
     path: Path
     run_id: str

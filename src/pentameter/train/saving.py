@@ -61,7 +61,8 @@ from pentameter.train.run_folder import hash_of_read
 
 @dataclass
 class _PendingSave:
-    """A save that is planned or being written, and not committed yet."""
+    """A save that is planned or being written, and not committed yet. `save` is the store's record;
+    `is_best` says that the step's evaluation was the best so far."""
 
     save: Save
     is_best: bool

@@ -25,7 +25,7 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 @dataclass
 class EpochSums:
     """Sums over the current epoch's steps, skipped updates excluded: `loss` in nats, added up over
-    all target tokens, `n_targets` target tokens, steps, seconds."""
+    all target tokens; `n_targets` target tokens; `n_steps` steps; `seconds` spent in them."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -43,7 +43,9 @@ class EpochSums:
 @dataclass
 class TrainState:
     """Everything that a run keeps from step to step except tensors; nothing else survives a resume.
-    Steps are counts of completed steps, -1 for never."""
+    Steps are counts of completed steps, -1 for never. `best_step` and `best_loss` are those with
+    the lowest validation loss, None before the first evaluation; `evals_without_best` counts
+    evaluations since then, `consecutive_skips` the latest steps in a row without an update."""
 
     step: NonNegative = 0
     """Optimizer steps completed."""

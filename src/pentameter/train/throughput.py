@@ -66,8 +66,8 @@ class Throughput:
 
     @contextmanager
     def reading_batch(self) -> Iterator[None]:
-        """A context manager, used within the step's, that counts the block's time as
-        `input_seconds`."""
+        """A context manager, used inside `with throughput:`, that counts its block's time as
+        `input_seconds`, too."""
         start = time.perf_counter()
         yield
         self._reading_seconds += time.perf_counter() - start

@@ -81,8 +81,8 @@ wsd schedule, whose end can still be moved until the learning rate falls."""
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """The seconds asked for, and the moment from which they count, on the monotonic clock: the
-    start of this process."""
+    """The seconds asked for (`seconds`), and the moment from which they count (`started`), in
+    seconds on the monotonic clock: by default this process's start."""
 
     seconds: float
     started: float = field(default_factory=lambda: time.perf_counter() - seconds_running())
@@ -176,8 +176,9 @@ class _LengthChooser:
         return self._load({**self._settings, **self._length(config, steps)})
 
     def _length(self, config: Config, steps: int) -> dict[str, Any]:
-        """Return the settings (dotted path → value) for a run of `steps` steps: warm-up and
-        cool-down are shortened in proportion."""
+        """Return the settings (dotted path → value) for a run of `steps` steps: warm-up takes at
+        most a tenth, cool-down the same fraction as in `config`, at most 0.9. Keys that the user
+        set are left out."""
         schedule, before = config.schedule, config.train.steps
         found: dict[str, Any] = {
             **self._without_length(),

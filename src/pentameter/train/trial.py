@@ -30,7 +30,9 @@ EVALUATION_BATCHES = 2
 
 @dataclass(frozen=True)
 class Pace:
-    """Measured times of a configuration on this machine, and whether it was compiled."""
+    """Measured times for a configuration on this machine: `step_seconds` is a median,
+    `flops_per_second` the model's FLOPs in such a step ÷ its seconds; `compiled` says whether the
+    step was compiled."""
 
     step_seconds: float
     evaluation_seconds: float

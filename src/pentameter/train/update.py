@@ -15,8 +15,8 @@ from pentameter.parallel.engine import Engine, LossSum
 
 @dataclass(frozen=True)
 class Update:
-    """A step's loss, and its gradient's norm before clipping: tensors on the device until `read`,
-    and the same on every rank."""
+    """A step's loss, summed over all ranks, and its gradient's norm before clipping: tensors on the
+    device until `read` makes them numbers, and the same on every rank."""
 
     loss: LossSum
     grad_norm: Tensor | float

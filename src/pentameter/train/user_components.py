@@ -37,8 +37,8 @@ OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class UserComponents:
-    """The user's own model, optimizer and batches; where absent (None, or GPTSource for the model),
-    the configured one is used."""
+    """The user's own model (`source`), optimizer and batches. The configured one is used for each
+    that is absent: None, or GPTSource for the model."""
 
     source: ModelSource = field(default_factory=GPTSource)
     optimizer: OptimizerFunction | None = None

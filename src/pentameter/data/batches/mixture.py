@@ -32,7 +32,8 @@ ROWS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A batch row's data set, and its token spans (start, stop) in that set's split."""
+    """A batch row's data set, and its token spans (`row`, a list of start and stop) in that set's
+    `split`."""
 
     source: int
     """Index of the data set in `data.sources`; 0 for a single one."""

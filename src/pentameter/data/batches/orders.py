@@ -26,7 +26,7 @@ Row = list[tuple[int, int]]
 @dataclass(eq=False)
 class Order(ABC):
     """A reading order: chooses the tokens from `split` for each row in a step's global batch of
-    `batch_size` rows."""
+    `batch_size` rows, up to `context_length` + 1 each. `seed` draws random orders."""
 
     split: TokenSplit
     _: KW_ONLY

@@ -36,7 +36,7 @@ class Span:
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive tokens of a row, decoded: either ordinary ones or a single special one, and
-    either all or none of them targets that count in the loss."""
+    either all or none of them targets that count in the loss (`counts`)."""
 
     text: str
     is_special: bool

@@ -71,10 +71,10 @@ class Batch:
 def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
     """Return the rows of an evaluation batch that `rank` computes.
 
-    Every rank gets equally many, a multiple of the layout's `pipeline` (which splits them into that
-    many micro-batches). Rows that are missing for this are copies of the first row with masked
-    targets. Raises ConfigError if rows are missing and the targets are not integers, which cannot
-    be masked.
+    Every rank gets equally many: ⌈batch rows ÷ (batch shards × pipeline)⌉ × pipeline, so that a
+    pipeline can run that many micro-batches. Rows that are missing for this are copies of the first
+    row with masked targets. Raises ConfigError if rows are missing and the targets are not
+    integers, which cannot be masked.
     """
     n_parts = layout.n_batch_shards * layout.pipeline
     n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline

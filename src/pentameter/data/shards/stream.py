@@ -105,7 +105,8 @@ class NoSource:
 
 @dataclass(frozen=True)
 class _Part:
-    """An opened part: its shards, and its header's description of the text."""
+    """An opened part: its shards, and its header's description of the text (`text`: the stream's
+    hash, and whether the first document `continues` from the part before)."""
 
     dataset: Dataset
     text: Mapping[str, Any]
@@ -115,8 +116,9 @@ class _Part:
 
 
 class TokenStream(TokenSequence):
-    """A stream's training tokens, as far as they are written; `up_to` waits for more, which
-    `source` writes. The constructor waits for the first part."""
+    """The training tokens of the stream in `folder`, as far as they are written; `up_to` waits for
+    more, which `source` writes. The constructor waits for the first part. `verify` checks each
+    part's hashes, with calls to `progress`."""
 
     def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
         self.source = source

@@ -36,7 +36,7 @@ class UnseenCharacterError(ConfigError):
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character; ids number the distinct characters in code-point order.
+    """One token per character; ids number the distinct ones in `characters`, in code-point order.
 
     A character outside the vocabulary is an error, so that no text is changed silently.
     """

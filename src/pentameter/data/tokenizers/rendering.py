@@ -53,7 +53,8 @@ REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja f
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: messages to render, with the `tools` (functions) that the model may call."""
+    """One request: messages (dicts with role and content) to render, with the `tools` (functions)
+    that the model may call."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None

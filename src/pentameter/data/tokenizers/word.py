@@ -18,7 +18,8 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which is no chara
 
 
 class WordTokenizer(Tokenizer):
-    """One token per word; a word outside the vocabulary is `<unk>`, id 0.
+    """One token per word; `words` is the vocabulary in the order of ids, and a word outside it is
+    `<unk>`, id 0.
 
     A literal `<unk>` in a text, as in WikiText, is the same token. Decoding joins words with single
     spaces: case, line ends, quotation marks and unknown words are lost.
