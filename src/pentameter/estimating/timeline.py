@@ -458,8 +458,10 @@ def _simulated(
 
 
 def _seconds_by_row(seconds: Sequence[PassSeconds]) -> list[float]:
-    """Return each pass's seconds at index kind · stages + stage. No rank waits for the gradient of
-    the first stage's input, and PyTorch computes it together with those for the weights."""
+    """Return each pass's seconds as one list: all stages' forward passes, whole backward passes,
+    backward passes for inputs, and backward passes for weights, so that a pass is at index
+    kind · stages + stage. The first stage has no backward pass for its input (0 s): nobody waits
+    for that gradient, and PyTorch computes it with those for the weights."""
     both = [each.backward_input + each.backward_weight for each in seconds]
     return [
         *(each.forward for each in seconds),

@@ -296,8 +296,10 @@ def _number(value: float, shown: Any) -> list[Any]:
 
 
 def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
-    """Append the loss curve's new points to a run's sparkline, marked with `version`. If it would
-    have more than SPARK_POINTS, or the run was rewound, make it anew from SPARK_BINS bins."""
+    """Append the loss curve's new points to a run's sparkline. Each point is marked with `version`,
+    the Board's, which rises with each change, so that a page gets only points newer than its own. If
+    there would be more than SPARK_POINTS, or the run was rewound, replace all by SPARK_BINS bins.
+    """
     last = each.spark[-1][1] if each.spark else -1
     new = loss.after(last + 1)
     is_rewound = bool(each.spark) and (not len(loss) or loss.steps[-1] < last)

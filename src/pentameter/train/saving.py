@@ -91,7 +91,9 @@ class _PendingSave:
 
 
 class RunCheckpoints:
-    """A run's checkpoints, saved and removed by the module's rules. Methods are collective.
+    """A run's checkpoints: saved when one is due and every rank's tensors are finite and alike, and
+    removed when newer ones replace them, but never the newest known good one, by the rules at the
+    head of this file. Methods are collective.
 
     `log_ends` is called on rank 0 at each save; it syncs the logs and returns the sizes, in bytes,
     to which a resumed run truncates them. `on_saved` is called on every rank for each checkpoint

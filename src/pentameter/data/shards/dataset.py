@@ -430,9 +430,11 @@ def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, Assistan
 def _open_positions(
     folder: Path, header: Mapping[str, Any], kind: str, n_each: int
 ) -> tuple[Path, dict[str, npt.NDArray[np.int64]]]:
-    """Memory-map the file of positions of a kind (`documents`, `answers`), with `n_each` per item;
-    return its path and, by split, the positions (n_items · n_each,). CorruptError if its size is
-    wrong."""
+    """Memory-map a data set's file of token offsets, for the `kind` `documents` (`n_each` 1, where
+    each begins) or `answers` (2, where each begins and ends). Return its path, and a map from split
+    to its offsets (n_items · n_each,), counted from the split's first token. `header` is the data
+    set's, with the file's name and the item count in each split. Raises CorruptError if the file's
+    size is wrong."""
     path = folder / header[kind]["name"]
     ends = np.cumsum([n_each * part[kind] for part in header["splits"].values()])
     _check_size(path, int(ends[-1]) * POSITION.itemsize)

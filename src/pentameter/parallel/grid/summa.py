@@ -74,9 +74,10 @@ def multiplied(
 def differentiated(
     g: Tensor, x: Tensor, weight: Tensor, n_out: int, row: str, tensor: str, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients for the blocks x (…, K / q), in its dtype, and weight (N / q, K / q), in
-    float32 at least, given the output gradient g (…, N / q). The other arguments are Summa's
-    fields. Collective."""
+    """Return the gradients for this rank's blocks in a grid with q × q ranks: for x (…, K / q), in
+    its dtype, and for the weight (N / q, K / q), in float32 at least, given the output gradient g
+    (…, N / q). `n_out` is N; `row` and `tensor` name the groups of q ranks along these mesh
+    dimensions; `precision` is the `train.precision` of the block matmuls. Collective."""
     rows, columns, matmul = group_named(row), group_named(tensor), arithmetic(precision).matmul
     flat = x.reshape(-1, x.shape[-1])
     x_grad, weight_grad = torch.zeros_like(flat), x.new_empty(0)

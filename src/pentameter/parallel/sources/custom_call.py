@@ -46,8 +46,9 @@ def custom_call(
     assert vocab_size is not None  # resolved
 
     def run(model: nn.Module, x: Tree, *targets: Tree) -> Tensor:
-        """Call the module: x (B, …), or (stream (B, T, D), inputs), then targets (B, …)
-        if any."""
+        """Call the module, and return what it returns, unchanged. x is the inputs (B, …) or, if a
+        later stage reads them too, a pair: the residual stream (B, T, D) and the inputs. `targets`
+        (B, …), if any, is passed on."""
         if not reads_inputs:
             return cast("Tensor", model(x, *targets))
         stream, inputs = x
