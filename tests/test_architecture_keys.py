@@ -22,7 +22,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.model_schema import EXPERT_KEYS, ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig, RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_record
@@ -59,6 +59,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "rotary_fraction": {"positions": "rotary"},
     "rope_scaling": {"positions": "rotary"},
     "sliding_window_pattern": {"sliding_window": 4},
+    "attention": {"positions": "rotary"},
+    **{key: {"attention": "latent", "positions": "rotary"} for key in LATENT_KEYS},
     **{key: {"n_experts": 4} for key in EXPERT_KEYS},
     "shared_expert_gate": {"n_experts": 4, "n_shared_experts": 1},
     "router_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
@@ -93,6 +95,7 @@ KEPT_BY_SHRINKING = {
     "norm": "as above",
     "norm_position": "as above",
     "positions": "as above",
+    "attention": "as above",
     "tied_head": "as above",
     "head_bias": "as above",
     "qkv_bias": "as above",
@@ -148,6 +151,7 @@ def other_value(key: str) -> Any:
         "router_open_groups": 1,
         "router_z_loss": 0.5,
         "expert_capacity": 0.5,
+        "v_head_size": 6,
     }
     if key in others:
         return others[key]

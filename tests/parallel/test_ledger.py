@@ -47,6 +47,17 @@ ONE_KV_HEAD = {**QWEN, "n_kv_heads": 1}
 OLMO = {**LLAMA, "qk_norm": "width", "norm_position": "output"}
 OLMO_ALONE = {**OLMO, "n_kv_heads": 4}  # one matrix makes queries, keys and values
 
+LATENT = {
+    **LLAMA,
+    "n_kv_heads": None,
+    "attention": "latent",
+    "kv_rank": 7,
+    "q_rank": 5,
+    "rope_head_size": 2,
+    "v_head_size": 3,
+}
+LATENT_KEYS_ALONE = {**LATENT, "q_rank": None}
+
 TWO_D = "tensor=4,tensor_mode=2d"
 TWO_AND_A_HALF_D = "tensor=8,tensor_mode=2.5d"
 THREE_D = "tensor=8,tensor_mode=3d"
@@ -118,6 +129,9 @@ CASES = [
     ("context=2", QWEN, BF16, {}),
     ("context=2", OLMO_ALONE, {}, {}),
     ("context=2,context_mode=all-to-all", LLAMA, {}, {}),
+    ("tensor=2", LATENT_KEYS_ALONE, {"activation_checkpoint": "full"}, {}),
+    ("data=2,tensor=2,zero=3,sequence=1", LATENT, BF16, SMALL_BUCKETS),
+    ("context=2,context_mode=all-to-all", LATENT, {}, {}),
     LONG(TWO_D, OLMO, {"activation_checkpoint": "selective"}, {}),
     LONG(TWO_D, QWEN, BF16, {}),
     LONG(THREE_D, {**OLMO_ALONE, **EVEN}, {}, {}),

@@ -48,6 +48,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "relu2": {"activation": "relu2", "logit_softcap": 3.0},
     "dropout": {"dropout": 0.1, "attention_dropout": 0.1},
     "experts": {"n_experts": 4, "d_expert": 20, "activation": "swiglu", "n_shared_experts": 1},
+    "latent": {"attention": "latent", "positions": "rotary", "rope_head_size": 2, "v_head_size": 8},
+    "latent queries": {
+        "attention": "latent",
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "head_size": 10,
+        "kv_rank": 14,
+        "q_rank": 12,
+        "rope_head_size": 4,
+        "v_head_size": 14,
+    },
     "balanced experts": {
         "n_experts": 8,
         "experts_per_token": 3,

@@ -37,6 +37,8 @@ COUNTS = {
     "mixtral-8x7b": (46_702_792_704, 46_702_792_704),
     "qwen3-30b-a3b": (30_532_122_624, 30_532_122_624),
     "olmoe-1b-7b": (6_919_161_856, 6_919_161_856),
+    "deepseek-v2-lite": (15_706_484_224, 15_706_484_224),
+    "deepseek-v3": (671_026_419_200, 671_026_419_200),
     "wikitext2-tutorial": (1_041_444_974, 1_041_444_974),
     "wikitext2-small": (12_025_582, 12_025_582),
 }
@@ -56,6 +58,8 @@ def test_a_preset_has_exactly_its_parameters(name: str) -> None:
 
 
 ACTIVE = {
+    "deepseek-v2-lite": 2_661_150_208,
+    "deepseek-v3": 37_552_297_472,
     "mixtral-8x7b": 12_879_925_248,
     "qwen3-30b-a3b": 3_353_032_704,
     "olmoe-1b-7b": 1_282_017_280,

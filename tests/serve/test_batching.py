@@ -102,6 +102,9 @@ SHARED = {
         qk_norm="head",
         tied_head=False,
     ),
+    "latent attention": make_slots(
+        positions="rotary", attention="latent", kv_rank=12, q_rank=10, v_head_size=6
+    ),
 }
 
 

@@ -27,6 +27,9 @@ from pentameter.config.section import (
 )
 from pentameter.errors import ConfigError, nearest_divisors
 
+LATENT_KEYS = ("kv_rank", "q_rank", "rope_head_size", "v_head_size")
+"""Keys that act with `attention = "latent"` only."""
+
 EXPERT_KEYS = (
     "experts_per_token",
     "d_expert",
@@ -92,6 +95,19 @@ class ModelConfig(Section):
     attention; 1 is multi-query); n_heads when absent."""
     head_size: Width | None = None
     """Channels of a head (K); d_model / n_heads when absent."""
+    attention: Literal["multi_head", "latent"] = "multi_head"
+    """`latent`: a token's keys and values are computed from kv_rank numbers, which the cache holds
+    in their place (multi-head latent attention, DeepSeek-V2)."""
+    kv_rank: Width | None = None
+    """`latent`: the numbers from which keys and values are computed; 4 × head_size when absent."""
+    q_rank: Width | None = None
+    """`latent`: as many numbers from which queries are computed; straight from the stream when
+    absent."""
+    rope_head_size: Width | None = None
+    """`latent`: channels beside head_size that rotate; one key of them serves all heads. Half of
+    head_size when absent."""
+    v_head_size: Width | None = None
+    """`latent`: channels of a value, at most head_size + rope_head_size; head_size when absent."""
     qk_norm: Literal["head", "width"] | None = None
     """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
     `width` of all heads' together (OLMo 2). None ("none") has none."""
@@ -210,6 +226,7 @@ class ModelConfig(Section):
                 f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"nearest possible: {near}"
             )
+        _check_latent(self)
         _check_positions(self)
         if self.parallel_residual and self.norm_position != "pre":
             raise ValueError(
@@ -286,8 +303,42 @@ class ModelConfig(Section):
     @property
     def turning_channels(self) -> int:
         """The channels per head that rotary embeddings rotate, an even number: `head_channels` ·
-        `rotary_fraction`."""
+        `rotary_fraction`, or `rope_channels` with latent attention."""
+        if self.attention == "latent":
+            return self.rope_channels
         return round(self.head_channels * self.rotary_fraction)
+
+    @property
+    def latent_channels(self) -> int:
+        """With latent attention, the numbers per token that keys and values are computed from:
+        `kv_rank`, or its default."""
+        return self.kv_rank if self.kv_rank is not None else 4 * self.head_channels
+
+    @property
+    def rope_channels(self) -> int:
+        """With latent attention, the rotated channels that queries and keys have in addition to
+        `head_channels`: `rope_head_size`, or its default."""
+        size = self.rope_head_size
+        return size if size is not None else self.head_channels // 2
+
+    @property
+    def query_channels(self) -> int:
+        """The channels per head that a query and a key have, the rotated ones included."""
+        return self.head_channels + (self.rope_channels if self.attention == "latent" else 0)
+
+    @property
+    def value_channels(self) -> int:
+        """The channels per head that a value has."""
+        return self.head_channels if self.v_head_size is None else self.v_head_size
+
+    @property
+    def cached_per_token(self) -> tuple[int, int, int]:
+        """What a cache holds for a token and layer: the number of heads, the channels per head of
+        the first tensor (keys), and of the second (values). With latent attention the first is the
+        latent, and the second the rotated key, which all heads share."""
+        if self.attention == "latent":
+            return 1, self.latent_channels, self.rope_channels
+        return self.kv_heads, self.head_channels, self.head_channels
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a query in layer number `layer`, from 0, attends to, itself
@@ -333,9 +384,50 @@ class ModelConfig(Section):
             "head_size": self.head_channels,
             "n_kv_heads": self.kv_heads,
         }
+        if self.attention == "latent":
+            sizes |= {
+                "kv_rank": self.latent_channels,
+                "rope_head_size": self.rope_channels,
+                "v_head_size": self.value_channels,
+            }
         if self.n_experts is not None:
             sizes |= {"d_expert": self.expert_width, "experts_per_token": self.n_chosen}
         return self.model_copy(update=sizes)
+
+
+def _check_latent(model: ModelConfig) -> None:
+    """Raise ValueError unless the keys of latent attention, and those that it excludes, fit it."""
+    if model.attention != "latent":
+        for key in LATENT_KEYS:
+            if not _is_default(model, key):
+                raise ValueError(
+                    f"model.{key} is of latent attention, and model.attention="
+                    f"{model.attention!r}; set model.attention='latent', or leave it out"
+                )
+        return
+    if model.positions != "rotary":
+        raise ValueError(
+            f"model.attention='latent' rotates some channels of queries and keys, and "
+            f"model.positions={model.positions!r}; set model.positions='rotary'"
+        )
+    reasons = {
+        "n_kv_heads": "computes keys and values of each head from the same numbers",
+        "qk_norm": "norms the numbers that keys and queries are computed from",
+        "rotary_fraction": "says by model.rope_head_size how many channels rotate",
+    }
+    for key, reason in reasons.items():
+        if not _is_default(model, key):
+            raise ValueError(f"model.attention='latent' {reason}; leave model.{key} out")
+    if model.value_channels > model.query_channels:
+        raise ValueError(
+            f"model.v_head_size={model.v_head_size} must be at most model.head_size + "
+            f"model.rope_head_size={model.query_channels}: one kernel multiplies both"
+        )
+
+
+def _is_default(model: ModelConfig, key: str) -> bool:
+    """Return whether a key has its default value."""
+    return bool(getattr(model, key) == ModelConfig.model_fields[key].default)
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -343,7 +435,7 @@ def _check_experts(model: ModelConfig) -> None:
     `n_experts`, no more experts are chosen than there are, and at least one layer has experts."""
     if model.n_experts is None:
         for key in EXPERT_KEYS:
-            if getattr(model, key) != ModelConfig.model_fields[key].default:
+            if not _is_default(model, key):
                 raise ValueError(
                     f"model.{key} is of experts, and model.n_experts is not set; set it, or "
                     "leave both out"
@@ -411,9 +503,7 @@ def _check_router(model: ModelConfig) -> None:
                 f"{groups}"
             )
     for key, owners in (("balance_rate", ("bias",)), ("balance_weight", ("sequence", "batch"))):
-        if model.balance not in owners and getattr(model, key) != (
-            ModelConfig.model_fields[key].default
-        ):
+        if model.balance not in owners and not _is_default(model, key):
             raise ValueError(
                 f"model.{key} is of model.balance={' or '.join(map(repr, owners))}, and it is "
                 f"{model.balance!r}; set that, or leave it out"
@@ -432,7 +522,7 @@ def _check_positions(model: ModelConfig) -> None:
         _check_rotary(model)
     else:
         for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
-            if getattr(model, key) != ModelConfig.model_fields[key].default:
+            if not _is_default(model, key):
                 raise ValueError(
                     f"model.{key} is of rotary positions, and model.positions="
                     f"{model.positions!r}; set model.positions='rotary', or leave it out"
@@ -440,7 +530,15 @@ def _check_positions(model: ModelConfig) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    """Raise ValueError unless head size · `rotary_fraction` is even: rotated channels are pairs."""
+    """Raise ValueError unless head size · `rotary_fraction`, or latent attention's
+    `rope_head_size`, is even: rotated channels are pairs."""
+    if model.attention == "latent":
+        if model.rope_channels % 2 or not model.rope_channels:
+            raise ValueError(
+                f"model.rope_head_size={model.rope_channels} must be a positive even number (pairs "
+                "that turn)"
+            )
+        return
     size = model.head_size or model.d_model // model.n_heads
     n_turning = size * model.rotary_fraction
     if n_turning % 2:

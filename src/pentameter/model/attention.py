@@ -58,21 +58,59 @@ class Read(Protocol):
         """Return each linear's output (B, T, N) for x (B, T, D), in the given order."""
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
+    """Base for attention sub-layers: the sliding window, attention, and both dropouts. A subclass
+    adds its projections, the last one being `out`. `layer` is the block's index in the whole model,
+    from which the window and the dropout sites follow."""
+
+    out: nn.Linear
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.window = config.window(layer)
+        self.weights_dropout = AttentionDropout(
+            attention_weights_site(layer), config.attention_dropout, config.context_length
+        )
+        self.attend: Attend = attend
+        """Function that computes attention from queries, keys and values. Context parallelism
+        replaces it by one that reaches the keys and values on other ranks."""
+        self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
+
+    def means(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, dropout_keys: Tensor | None
+    ) -> Tensor:
+        """Return each query's weighted mean value, (B, T, H, K), from q (B, H, T, K), k and v
+        (B, G, S, K), which include cached ones."""
+        y = self.attend(
+            q,
+            k,
+            v,
+            dropout=self.weights_dropout,
+            dropout_keys=dropout_keys,
+            positions=positions.attention,
+            window=self.window,
+        )
+        return y.transpose(1, 2)
+
+    def project_out(self, y: Tensor, positions: Positions, dropout_keys: Tensor | None) -> Tensor:
+        """Return the sub-layer's output (B, T, D), after dropout, from all heads' means
+        (B, T, H, K)."""
+        return self.dropout(self.out(y.flatten(2)), dropout_keys, positions.stream)
+
+
+class Attention(CausalAttention):
     """Causal multi-head self-attention, with optional grouped KV heads, query and key norms, rotary
-    positions and a sliding window. `layer` is the block's index in the whole model, from which the
-    window and the dropout sites follow.
+    positions and a sliding window.
 
     The fused projection `qkv` has weight rows (H, 3, K): query, key and value, head by head. With
     grouped KV heads there are instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(config, layer)
         D, H, G = config.d_model, config.n_heads, config.kv_heads
         K = self.head_size = config.head_channels
-        self.layer = layer
-        self.window = config.window(layer)
         self.shares_kv = config.shares_kv_heads
         if self.shares_kv:
             self.q = nn.Linear(D, H * K, bias=config.qkv_bias)
@@ -93,14 +131,7 @@ class Attention(nn.Module):
                 self.k_norm = nn.RMSNorm(G * K, eps=config.norm_eps)
             case unknown:
                 refuse_unknown(unknown, "model.qk_norm", "the model")
-        self.weights_dropout = AttentionDropout(
-            attention_weights_site(layer), config.attention_dropout, config.context_length
-        )
-        self.attend: Attend = attend
-        """Function that computes attention from queries, keys and values. Context parallelism
-        replaces it by one that reaches the keys and values on other ranks."""
         self.out = nn.Linear(H * K, D, bias=config.bias)
-        self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
     def forward(
         self,
@@ -119,17 +150,8 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
-        y = self.attend(
-            q,
-            k,
-            v,
-            dropout=self.weights_dropout,
-            dropout_keys=dropout_keys,
-            positions=positions.attention,
-            window=self.window,
-        )
-        y = y.transpose(1, 2).flatten(2)  # (B, T, H·K)
-        return self.dropout(self.out(y), dropout_keys, positions.stream)
+        y = self.means(q, k, v, positions, dropout_keys)
+        return self.project_out(y, positions, dropout_keys)
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K). Queries and

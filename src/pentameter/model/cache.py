@@ -19,7 +19,8 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens' keys and values (B, H, T, K) for the block with index `layer` in
         the whole model, H KV heads. Return all those that its attention is to read, the cached and
-        the new ones, (B, H, S, K)."""
+        the new ones, (B, H, S, K). Latent attention appends a latent (B, 1, T, C) and a rotated key
+        (B, 1, T, R) in their place."""
 
 
 class KVCache:
@@ -37,14 +38,16 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (
-            batch_size,
-            config.kv_heads,
-            config.context_length,
-            config.head_channels,
+        n_heads, *channels = config.cached_per_token
+        self.keys, self.values = (
+            [
+                torch.zeros(
+                    (batch_size, n_heads, config.context_length, n), device=device, dtype=dtype
+                )
+                for _ in range(config.n_layers)
+            ]
+            for n in channels
         )
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

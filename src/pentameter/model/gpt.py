@@ -20,6 +20,7 @@ from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
 from pentameter.model.experts import Experts
 from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
+from pentameter.model.latent_attention import LatentAttention
 from pentameter.model.loss import HeadLoss, softcapped
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions, rotation, sinusoidal_positions
@@ -27,6 +28,7 @@ from pentameter.planning.gpt import layer_range, sub_layers
 
 SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "attention": Attention,
+    "latent_attention": LatentAttention,
     "mlp": MLP,
     "experts": Experts,
 }

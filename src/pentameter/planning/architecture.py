@@ -13,17 +13,18 @@ from pentameter.config.schema import ModelConfig
 
 Axis = Literal[
     "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "experts", "expert_mlp",
-    "router", "time", "context", "message", "rank",
+    "router", "latent", "time", "context", "message", "rank",
 ]  # fmt: skip
 """The logical axis along a dimension of a parameter or an activation.
 
 `heads`: all heads' channels, head by head; H·K in the attention output, or (H, 3, K) flattened in
 the fused query, key and value projection. `kv_heads`: the same for keys and values that several
 queries share, (G, 2, K) flattened. `head`: the channels in one head. `experts`: the experts in a
-layer; `expert_mlp`: an expert's inner width; `router`: a router's numbers per token. `time`: the
-residual stream's tokens, which can be processed independently. `context`: all tokens in a
-sequence, as the matmuls around attention read them. `message`: the residual stream's tokens as
-pipeline stages send them. `rank`: the inner dimension between an adapter's two matrices.
+layer; `expert_mlp`: an expert's inner width; `router`: a router's numbers per token; `latent`:
+those from which latent attention computes keys and values, or queries. `time`: the residual
+stream's tokens, which can be processed independently. `context`: all tokens in a sequence, as the
+matmuls around attention read them. `message`: the residual stream's tokens as pipeline stages send
+them. `rank`: the inner dimension between an adapter's two matrices.
 `AXIS_DIMENSIONS` in `planning/sharding.py` says which mesh dimensions shard each axis.
 """
 
@@ -74,8 +75,8 @@ class ParameterSpec:
     layer: int | None = None
     is_trained: bool = True
     is_state: bool = False
-    """Whether it is state, such as a router's balance, that training updates without a gradient,
-    and no weight."""
+    """Whether it is state that only training needs and updates without a gradient, such as the
+    fractions of tokens that a router balances by, and counts as no weight."""
     n_chosen: int | None = None
     """Experts (entries along the first dimension) that one token is multiplied with; None for
     all."""

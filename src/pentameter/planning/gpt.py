@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from pentameter.config.choices import refuse_unknown
+from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import (
     Axis,
@@ -33,12 +33,17 @@ from pentameter.planning.sub_layers.building import (
 )
 from pentameter.planning.sub_layers.experts import EXPERTS
 from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
+from pentameter.planning.sub_layers.latent_attention import LATENT_ATTENTION
+
+ATTENTIONS = {"multi_head": ATTENTION, "latent": LATENT_ATTENTION}
+"""Value for `model.attention` → its sub-layer."""
 
 
 def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
     """Return the sub-layers in block number `layer`, in execution order: attention, then experts or
     a feed-forward layer."""
-    return ATTENTION, EXPERTS if model.has_experts(layer) else FEED_FORWARD
+    attention = look_up(ATTENTIONS, model.attention, "model.attention", "the parameter table")
+    return attention, EXPERTS if model.has_experts(layer) else FEED_FORWARD
 
 
 @lru_cache(maxsize=64)

@@ -30,6 +30,8 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     model, sharding = config.model, sharding_of(layout, config.model)
     if (obstacle := experts_obstacle(model, layout)) is not None:
         raise ConfigError(f"model.n_experts={model.n_experts} is not possible with {obstacle}")
+    if (obstacle := latent_obstacle(model, layout)) is not None:
+        raise ConfigError(f"model.attention='latent' is not possible with {obstacle}")
     if layout.is_grid:
         _check_grid(layout, model)
     else:
@@ -134,6 +136,17 @@ def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
         return (
             f"model.expert_capacity={model.expert_capacity} under parallel.{setting}: an expert "
             "takes the first tokens of a sequence, of which each process has a part; leave one out"
+        )
+    return None
+
+
+def latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
+    """Return the layout's first setting under which latent attention cannot be trained, with the
+    reason, as text; None if it can be, or if the model has none."""
+    if model.attention == "latent" and layout.is_grid:
+        return (
+            f"{layout.grid_setting}, which shards the width of the residual stream that latents "
+            "are computed from, and would have to shard theirs; use '1d'"
         )
     return None
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
-from pentameter.model.attention import Attention
+from pentameter.model.attention import CausalAttention
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
@@ -79,12 +79,14 @@ class Slots:
         # A slot's memory begins at the same alignment as every other's. Its last key takes what a
         # padded row writes.
         self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
-        shape = (n_slots, model.config.kv_heads, self._n_keys, model.config.head_channels)
-        make = partial(torch.zeros, shape, device=self._device, dtype=self._dtype)
-        layers = range(*model.layers)
-        self._keys, self._values = [make() for _ in layers], [make() for _ in layers]
+        n_heads, *channels = model.config.cached_per_token
+        make = partial(torch.zeros, device=self._device, dtype=self._dtype)
+        self._keys, self._values = (
+            [make((n_slots, n_heads, self._n_keys, n)) for _ in range(*model.layers)]
+            for n in channels
+        )
         for module in model.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, CausalAttention):
                 module.attend = self._attend
         unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)

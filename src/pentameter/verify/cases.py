@@ -13,7 +13,12 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import parse_cluster
 from pentameter.estimating.search import search
 from pentameter.planning.layout import Layout, make_layout, parse_layout
-from pentameter.planning.layout_checks import adapters_obstacle, check_layout, experts_obstacle
+from pentameter.planning.layout_checks import (
+    adapters_obstacle,
+    check_layout,
+    experts_obstacle,
+    latent_obstacle,
+)
 from pentameter.planning.sharding import sharding_of
 
 MOST_PROCESSES = 8
@@ -202,8 +207,9 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
                 obstacles = (
                     adapters_obstacle(config.lora, case.layout, kv_copies),
                     experts_obstacle(config.model, case.layout),
+                    latent_obstacle(config.model, case.layout),
                 )
-                if obstacles == (None, None):
+                if not any(obstacles):
                     cases.append(case)
             if (own := own_case(config)) is not None:
                 cases.append(own)

@@ -72,6 +72,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.sliding_window": None if model.sliding_window is None else by_sequence * context + 1,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
+        **_latent(model),
         **_experts(model),
         "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
@@ -108,6 +109,19 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         update={"parallel": ParallelConfig(partition=config.parallel.partition)}
     )
     return load_config(alone, changes)
+
+
+def _latent(model: ModelConfig) -> dict[str, Any]:
+    """Return small sizes for latent attention, if the model has it: values narrower than keys, and
+    latents that no number of ranks divides."""
+    if model.attention != "latent":
+        return {}
+    return {
+        "model.kv_rank": 7,
+        "model.q_rank": None if model.q_rank is None else 5,
+        "model.rope_head_size": 2,
+        "model.v_head_size": None if model.v_head_size is None else 3,
+    }
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:

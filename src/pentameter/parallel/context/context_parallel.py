@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.model.attention import Attend, Attention, attend
+from pentameter.model.attention import Attend, CausalAttention, attend
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.parallel.context.ring_attention import RingAttention
@@ -36,7 +36,7 @@ def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
     T = model.config.context_length
     model.attention_positions = partial(own_positions, layout, rank)
     for attention in model.modules():
-        if not isinstance(attention, Attention):
+        if not isinstance(attention, CausalAttention):
             continue
         match layout.context_mode:
             case "ring":

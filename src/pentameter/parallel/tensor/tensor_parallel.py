@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
+from pentameter.model.latent_attention import LatentAttention
 from pentameter.model.matmul import Matmul, matmul_dtype
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import Forward, adapted
@@ -76,6 +78,14 @@ def _matmuls(context: TensorParallelContext, *, by_time: bool) -> Callable[..., 
         return read_stream(x.to(dtype), weights, biases, *tokens, context.arithmetic.precision)
 
     return read
+
+
+def _gather(context: TensorParallelContext, *parts: Tensor) -> tuple[Tensor, ...]:
+    """All-gather tensors (B, t, N) of the stream's tokens, as one message in the matmul dtype, in
+    sequence order: (B, T, N) each. Their gradients are summed over the ranks. Collective."""
+    joined = torch.cat(parts, dim=-1)
+    gathered = gather_stream(joined, matmul_dtype(joined), *context.tokens(by_time=True))
+    return gathered.split([part.shape[-1] for part in parts], dim=-1)
 
 
 def _column_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operation) -> Forward:
@@ -204,7 +214,10 @@ class TensorParallelContext(TensorContext):
         for op in run:
             if op.role == "column_parallel":
                 sub_layer: Any = model.get_submodule(op.name.rpartition(".")[0])
-                sub_layer.read = _matmuls(self, by_time=_mixes_tokens(op))
+                if isinstance(sub_layer, LatentAttention):
+                    sub_layer.gather = partial(_gather, self)
+                else:
+                    sub_layer.read = _matmuls(self, by_time=_mixes_tokens(op))
         for module in model.modules():
             if isinstance(module, AttentionDropout):
                 module.head_offset = self.rank * (model.config.n_heads // self.size)

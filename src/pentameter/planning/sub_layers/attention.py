@@ -52,12 +52,27 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
     """Add attention's operations to `build`, from the projections of x, (T, D), to the output
-    dropout. `path` is the module's path, such as `blocks.0.attention`. Attention weights are
-    materialized only if they have dropout."""
+    dropout. `path` is the module's path, such as `blocks.0.attention`."""
+    model = build.model
+    result = add_attend(build, path, _add_inputs(build, path, x), model.head_channels)
+    build.linear(f"{path}.out", result)
+    build.dropout(f"{path}.dropout", model.dropout)
+
+
+def add_attend(
+    build: OperationList,
+    path: str,
+    reads: tuple[ActivationTensor, ...],
+    n_channels: int,
+    n_padded: int = 0,
+) -> ActivationTensor:
+    """Add the operation that computes softmax(q·kᵀ)·v from `reads`, queries, keys and values with
+    `n_channels` per head each, and return its result (T, H · n_channels). The last `n_padded`
+    channels of values are zeros, which no FLOP counts. Attention weights are materialized only if
+    they have dropout."""
     model = build.model
     T, H = model.context_length, model.n_heads
-    width = H * model.head_channels
-    reads = _add_inputs(build, path, x)
+    width = H * n_channels
     result = build.computed(path, width, "heads")
     sums = build.computed(f"{path}.exponential_sums", H, "heads", "float32")
     by_blocks: tuple[ActivationTensor, ...] = (*reads, result, sums)
@@ -80,10 +95,10 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         saves=saves,
         saves_by_blocks=by_blocks,
         collectives=(Collective("attend", "context", result),),
-        token_products=2 * width * n_seen,  # q·kᵀ and weights·v, ignoring the mask
+        # q·kᵀ and weights·v, ignoring the mask
+        token_products=(2 * width - H * n_padded) * n_seen,
     )
-    build.linear(f"{path}.out", result)
-    build.dropout(f"{path}.dropout", model.dropout)
+    return result
 
 
 def _add_inputs(
@@ -105,8 +120,8 @@ def _add_inputs(
         q = _add_head_norm(build, f"{path}.q_norm", q, q_width)
         k = _add_head_norm(build, f"{path}.k_norm", k, kv_width)
     if model.positions == "rotary":
-        q = _add_rotation(build, f"{path}.q_turned", q, q_width)
-        k = _add_rotation(build, f"{path}.k_turned", k, kv_width)
+        q = add_rotation(build, f"{path}.q_turned", q, q_width)
+        k = add_rotation(build, f"{path}.k_turned", k, kv_width)
     if q is made[0]:
         return made
     return q, k, build.computed(f"{path}.v", kv_width, kv_axis)
@@ -129,7 +144,7 @@ def _add_head_norm(
     return result
 
 
-def _add_rotation(
+def add_rotation(
     build: OperationList, name: str, x: ActivationTensor, width: int
 ) -> ActivationTensor:
     """Add a rotary embedding for queries or keys, which are `width` of the channels in x, and

@@ -38,7 +38,9 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
     state = look_up(BALANCE_STATE, model.balance, "model.balance", "the parameter table")
     if state is not None:
         balance = ParameterSpec(f"{path}.router.balance", (E,), ("router",), state, False, layer)
-        yield replace(balance, is_trained=False, is_state=True, sums_over=("time",))
+        # A bias of scores is needed to run the model, and counted as its makers count theirs.
+        is_state = model.balance != "bias"
+        yield replace(balance, is_trained=False, is_state=is_state, sums_over=("time",))
     for spec in _feed_forward(model, path, layer, F, (E,), ("experts",)):
         yield replace(spec, n_chosen=model.n_chosen)
     if model.n_shared_experts:

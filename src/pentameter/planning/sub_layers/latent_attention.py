@@ -1,0 +1,141 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): its parameters and operations.
+
+A token's keys and values are linear functions of a latent, `kv_rank` numbers, and queries may be of
+another, `q_rank` numbers. The latents, and the rotated key that all heads share, belong to the
+residual stream's tokens: a tensor-parallel rank computes them for its own tokens, and needs those
+of all tokens for its heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import ActivationTensor, Axis, Collective, ParameterSpec
+from pentameter.planning.sub_layers.attention import add_attend, add_rotation
+from pentameter.planning.sub_layers.building import (
+    ONES,
+    OperationList,
+    SubLayer,
+    linear,
+    vector,
+)
+
+
+def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
+    D, H, C = model.d_model, model.n_heads, model.latent_channels
+    q_width, v_width = H * model.query_channels, H * model.value_channels
+    if model.q_rank is None:
+        yield from _projection(model, f"{path}.q", layer, q_width, D, "embed")
+    else:
+        yield from _to_latent(model, f"{path}.q_down", layer, model.q_rank)
+        yield _latent_norm(f"{path}.q_norm", layer, model.q_rank)
+        yield from _projection(model, f"{path}.q", layer, q_width, model.q_rank, "latent")
+    yield from _to_latent(model, f"{path}.kv_down", layer, C + model.rope_channels)
+    yield _latent_norm(f"{path}.kv_norm", layer, C)
+    kv_width = H * model.head_channels + v_width
+    yield from _projection(model, f"{path}.kv", layer, kv_width, C, "latent")
+    yield from linear(
+        model, f"{path}.out", layer, (D, v_width), ("embed", "heads"), bias=model.bias
+    )
+
+
+def _projection(
+    model: ModelConfig, path: str, layer: int, n_outputs: int, n_inputs: int, axis: Axis
+) -> Iterator[ParameterSpec]:
+    """Yield the linear layer that computes a part of every head, (H, …) flattened, from a latent or
+    from the stream; `axis` is its inputs'."""
+    shape = (n_outputs, n_inputs)
+    yield from linear(model, path, layer, shape, ("heads", axis), bias=False)
+
+
+def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[ParameterSpec]:
+    """Yield the linear layer that computes a latent with n numbers from the stream. Its gradient is
+    a sum over the stream's tokens."""
+    shape: tuple[int, int] = (n, model.d_model)
+    for spec in linear(model, path, layer, shape, ("latent", "embed"), bias=model.qkv_bias):
+        yield replace(spec, sums_over=("time",))
+
+
+def _latent_norm(path: str, layer: int, n: int) -> ParameterSpec:
+    return replace(vector(f"{path}.weight", n, "latent", ONES, layer), sums_over=("time",))
+
+
+def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
+    """Add latent attention's operations to `build`, from x to the output dropout. Values are padded
+    to the queries' size, which fused kernels ask for."""
+    model, H = build.model, build.model.n_heads
+    C, R, size = model.latent_channels, model.rope_channels, model.query_channels
+    q_input = x
+    if model.q_rank is not None:
+        q_latent = _add_latent(build, f"{path}.q_down", x, model.q_rank)
+        q_input = _add_norm(build, f"{path}.q_norm", q_latent, model.q_rank)
+    down = _add_latent(build, f"{path}.kv_down", x, C + R)
+    kv_input = _add_norm(build, f"{path}.kv_norm", down, C)
+    # One message brings all that heads read: the queries' input, the latent and the shared key.
+    gathered = _of_stream(build, f"{path}.gathered", q_input.shape[1] + C + R)
+    q = _add_heads(build, f"{path}.q", q_input, Collective("gather", "heads", gathered))
+    kv = _add_heads(build, f"{path}.kv", kv_input)
+    q = add_rotation(build, f"{path}.q_turned", q, H * size)
+    key = build.computed(f"{path}.k_turned", H * size, "heads")
+    build.add(f"{path}.k_turned", "rotation", (kv,), key)
+    v = build.computed(f"{path}.v", H * size, "heads")
+    values = add_attend(build, path, (q, key, v), size, size - model.value_channels)
+    if model.value_channels != size:
+        values = build.computed(f"{path}.values", H * model.value_channels, "heads")
+    build.linear(f"{path}.out", values)
+    build.dropout(f"{path}.dropout", model.dropout)
+
+
+def _add_latent(build: OperationList, name: str, x: ActivationTensor, n: int) -> ActivationTensor:
+    """Add a linear layer from the stream to n numbers per token, for the stream's tokens. Returns
+    its result (T, n)."""
+    result = _of_stream(build, name, n)
+    parameters = build.parameters(name)
+    saves = (replace(x, dtype="products"),)
+    build.add(name, "product", (x,), result, parameters=parameters, contracts="embed", saves=saves)
+    return result
+
+
+def _add_norm(build: OperationList, name: str, x: ActivationTensor, n: int) -> ActivationTensor:
+    """Add a norm over n of a latent's numbers, and return its result (T, n)."""
+    result = _of_stream(build, name, n)
+    saves = (replace(x, dtype="weights"),)
+    build.add(name, "norm", (x,), result, parameters=build.parameters(name), saves=saves)
+    return result
+
+
+def _add_heads(
+    build: OperationList, name: str, x: ActivationTensor, *collectives: Collective
+) -> ActivationTensor:
+    """Add the linear layer that computes a part of every head from x (T, n), for all tokens of a
+    sequence, and return its result (T, H · …). `collectives` are those that it causes."""
+    parameters = build.parameters(name)
+    result = build.computed(name, parameters[0].shape[0], "heads")
+    axis = x.axes[1]
+    saves = (replace(x, axes=("context", axis), dtype="products"),)
+    build.add(
+        name,
+        "product",
+        (x,),
+        result,
+        parameters=parameters,
+        contracts=axis,
+        saves=saves,
+        collectives=collectives,
+    )
+    return result
+
+
+def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
+    """Return a record for n numbers per token in the residual stream, (T, n)."""
+    shape = (build.model.context_length, n)
+    return ActivationTensor(name, shape, ("time", "latent"), "products")
+
+
+def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    return {"heads": {"n_heads": model.n_heads}}
+
+
+LATENT_ATTENTION = SubLayer("latent_attention", _parameters, _add_operations, _even_sizes)
