@@ -296,8 +296,8 @@ def _number(value: float, shown: Any) -> list[Any]:
 
 
 def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
-    """Append the loss curve's new points to a run's sparkline. Each point is marked with `version`,
-    the Board's, which rises with each change, so that a page gets only points newer than its own. If
+    """Append the loss curve's new points to a run's sparkline. Each is marked with the Board's
+    `version`, which rises with each change, so that a page gets only points newer than its own. If
     there would be more than SPARK_POINTS, or the run was rewound, replace all by SPARK_BINS bins.
     """
     last = each.spark[-1][1] if each.spark else -1
