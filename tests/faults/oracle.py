@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.errors import PentameterError
+from pentameter.machine.ceilings import ceiling
+from pentameter.machine.peaks import measure_matmul
 
 STEPS = 40
 TINY = {
@@ -70,8 +73,11 @@ def train_in_child(config_path: Path, run_dir: Path, **arguments: Any) -> Any:
 
 
 def _train(config_path: Path, run_dir: Path, arguments: dict[str, Any]) -> None:
+    from pentameter.train import compute
     from pentameter.train.loop import Trainer
 
+    # A run measures the machine when it starts, for longer than it trains here.
+    compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends with it
     try:

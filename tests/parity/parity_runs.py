@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,6 +26,8 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
+from pentameter.machine.ceilings import ceiling
+from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
@@ -184,6 +187,10 @@ class Runs:
 
 
 def _serve(connection: Connection, folder: Path) -> None:
+    from pentameter.train import compute
+
+    # A run measures the machine when it starts, for longer than it trains here.
+    compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
