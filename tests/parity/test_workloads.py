@@ -26,10 +26,13 @@ ROUNDING = 1e-9
 SINGLE = 1e-4
 """Relative, in fp32, where the same sums err by 1e-7."""
 
+LONG_PROMPT = {"train.sample_prompt": "ba de fi go lu " * 2, "train.sample_tokens": 4}
+"""A sample that outgrows 32 characters after two: each token costs every process's messages."""
+
 COMMON = {
     "train.eval_interval": 10,
     "train.sample_interval": 20,
-    "train.sample_tokens": 40,  # more than the context of some
+    "train.sample_tokens": 20,  # more than the context of two
     "train.precision": "fp64",
     "train.compile": False,
     "checkpoint.interval": 10,
@@ -130,6 +133,7 @@ def character_config(tmp_path_factory):
             "train.steps": 40,
             "train.batch_size": 16,
         },
+        LONG_PROMPT,
     )
 
 
@@ -341,6 +345,7 @@ def hybrid_config(tmp_path_factory):
             "train.sample_interval": 8,
             "checkpoint.interval": 8,
         },
+        LONG_PROMPT,
     )
 
 
