@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,21 +285,23 @@ class _rendezvous_file:  # noqa: N801 - a context manager
 # -- work for them ------------------------------------------------------------------------------
 
 
-def save_layouts(world: World, folder: Path) -> dict[str, Path]:
-    """Layout → its checkpoint, of each layout with as many processes as the world."""
+def save_layouts(world: World, folder: Path, layouts: Sequence[str]) -> dict[str, Path]:
+    """Layout → its checkpoint, of each of `layouts` with as many processes as the world."""
     return {
-        layout: save(folder / layout, hold(shape, world.rank, filled=True), world)
-        for layout, shape in LAYOUTS.items()
-        if shape.size == world.size
+        layout: save(folder / layout, hold(LAYOUTS[layout], world.rank, filled=True), world)
+        for layout in layouts
+        if LAYOUTS[layout].size == world.size
     }
 
 
-def load_layouts(world: World, paths: dict[str, Path]) -> dict[str, dict[str, str]]:
+def load_layouts(
+    world: World, paths: dict[str, Path], layouts: Sequence[str]
+) -> dict[str, dict[str, str]]:
     """Layout → saver → what is wrong with what this process read from its checkpoint."""
     return {
         layout: _load_each(world, layout, paths)
-        for layout, shape in LAYOUTS.items()
-        if shape.size == world.size
+        for layout in layouts
+        if LAYOUTS[layout].size == world.size
     }
 
 
