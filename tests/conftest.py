@@ -1,5 +1,6 @@
 """What must stand before anything is imported, and a start of runs that takes no time."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,26 @@ sys.dont_write_bytecode = False
 # tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Tests fork their processes from one server, which imports torch once for all of them. It has
+# computed nothing yet, so no thread pool is lost in the fork.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [
+        "pentameter.train.loop",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+    ]
+)
+
+LONG = ("verify", "parity", "checkpoint", "faults", "fused_cpu", "processes")
+"""Folders with files of tests that take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put them first: of two workers neither shall begin a long file while the other one ends."""
+    folders = {Path(__file__).with_name(name) for name in LONG}
+    items.sort(key=lambda item: item.path.parent not in folders)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import traceback
@@ -214,11 +215,6 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
 # -- processes ----------------------------------------------------------------------------------
 
 _context = multiprocessing.get_context("forkserver")
-PRELOAD = [
-    "pentameter.train.loop",  # what the fault tests' children need: the server is shared
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-]
 
 
 def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list:
@@ -226,7 +222,6 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: flo
 
     A failure of one fails here, with its traceback.
     """
-    _context.set_forkserver_preload(PRELOAD)
     rendezvous = _context.Queue()
     with _rendezvous_file() as file:
         processes = [
@@ -255,6 +250,7 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: flo
 
 
 def _in_world(results, file, rank, size, work, arguments) -> None:
+    gc.freeze()  # what the server has imported need not be searched for cycles
     torch.set_num_threads(1)
     try:
         if size > 1:

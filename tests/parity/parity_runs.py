@@ -6,6 +6,7 @@ a server that has imported torch and computed nothing, so no thread pool is lost
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -31,12 +32,6 @@ from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
-PRELOAD = [
-    "pentameter.train.loop",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
 TIMEOUT_SECONDS = 120.0
 ALONE: Mapping[str, Any] = {
     f"parallel.{key}": value
@@ -119,7 +114,6 @@ class Runs:
         self._n_done = 0
 
     def __enter__(self) -> Runs:
-        _context.set_forkserver_preload(PRELOAD)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -189,6 +183,7 @@ class Runs:
 def _serve(connection: Connection, folder: Path) -> None:
     from pentameter.train import compute
 
+    gc.freeze()  # what the server has imported need not be searched for cycles
     # A run measures the machine when it starts, for longer than it trains here.
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
