@@ -398,13 +398,14 @@ COARSE = {"train.steps": 10, "train.micro_batch_size": 2, "train.sample_interval
         pytest.param("fp32", INTERLEAVED, SINGLE, marks=pytest.mark.slow),
         # A product of two halves is rounded twice where the whole is once, to 11 or to 8 bits.
         pytest.param("fp16", {}, 2**-9, marks=pytest.mark.slow),
-        ("fp16", INTERLEAVED, 2**-9),
+        pytest.param("fp16", INTERLEAVED, 2**-9, marks=pytest.mark.slow),
         pytest.param("bf16", INTERLEAVED, 2**-6, marks=pytest.mark.slow),
     ],
 )
 def test_the_hybrid_in_a_lower_precision(
     runs, hybrid_config, coarse_alone, precision, layout, tolerance
 ):
+    """In the quick tier each of its dimensions has fp16 alone: test_composition.py."""
     config = changed(hybrid_config, COARSE, layout, {"train.precision": precision})
     run, alone = runs.train(config, 8), coarse_alone(precision)
     assert_same_training(run, alone, tolerance)
