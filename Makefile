@@ -26,11 +26,12 @@ help:
 quickstart: $(INSTALLED)
 	$(BIN)/pentameter train quickstart
 
+# Two workers take files in the order of tests/conftest.py, the long ones first.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "" $(PYTEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "" $(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

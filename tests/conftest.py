@@ -1,14 +1,57 @@
-"""What must stand before anything is imported."""
+"""What must stand before anything is imported, and a start of runs that takes no time."""
 
+import multiprocessing
 import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 if not any(Path("/dev", name).exists() for name in ("nvidia0", "kfd")):
     # Triton decides when it is imported whether its kernels run as numpy or are compiled.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Where the environment forbids bytecode files, as images of containers do, each of the hundreds of
+# processes that tests start would compile the package from its source.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A suite that nohup, or a shell's `&`, has started ignores these, and so would every command that
 # tests send them to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Tests fork their processes from one server, which imports torch once for all of them. It has
+# computed nothing yet, so no thread pool is lost in the fork.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [
+        "pentameter.train.loop",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+    ]
+)
+
+LONG = ("verify", "parity", "checkpoint", "faults", "fused_cpu", "processes")
+"""Folders with files of tests that take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put them first: of two workers neither shall begin a long file while the other one ends."""
+    folders = {Path(__file__).with_name(name) for name in LONG}
+    items.sort(key=lambda item: item.path.parent not in folders)
+
+
+@pytest.fixture(scope="session")
+def short_measurement():
+    """Runs in this process measure the machine's fastest matmul for 10 ms when they start, not for
+    300, which is more than most of them train."""
+    from pentameter.machine.ceilings import ceiling
+    from pentameter.machine.peaks import measure_matmul
+
+    measure = partial(measure_matmul, seconds=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pentameter.train.compute.ceiling", partial(ceiling, measure=measure))
+        yield

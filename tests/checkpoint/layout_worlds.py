@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,11 +215,6 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
 # -- processes ----------------------------------------------------------------------------------
 
 _context = multiprocessing.get_context("forkserver")
-PRELOAD = [
-    "pentameter.train.loop",  # what the fault tests' children need: the server is shared
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-]
 
 
 def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list:
@@ -226,7 +222,6 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: flo
 
     A failure of one fails here, with its traceback.
     """
-    _context.set_forkserver_preload(PRELOAD)
     rendezvous = _context.Queue()
     with _rendezvous_file() as file:
         processes = [
@@ -255,6 +250,7 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, seconds: flo
 
 
 def _in_world(results, file, rank, size, work, arguments) -> None:
+    gc.freeze()  # what the server has imported need not be searched for cycles
     torch.set_num_threads(1)
     try:
         if size > 1:
@@ -285,21 +281,23 @@ class _rendezvous_file:  # noqa: N801 - a context manager
 # -- work for them ------------------------------------------------------------------------------
 
 
-def save_layouts(world: World, folder: Path) -> dict[str, Path]:
-    """Layout → its checkpoint, of each layout with as many processes as the world."""
+def save_layouts(world: World, folder: Path, layouts: Sequence[str]) -> dict[str, Path]:
+    """Layout → its checkpoint, of each of `layouts` with as many processes as the world."""
     return {
-        layout: save(folder / layout, hold(shape, world.rank, filled=True), world)
-        for layout, shape in LAYOUTS.items()
-        if shape.size == world.size
+        layout: save(folder / layout, hold(LAYOUTS[layout], world.rank, filled=True), world)
+        for layout in layouts
+        if LAYOUTS[layout].size == world.size
     }
 
 
-def load_layouts(world: World, paths: dict[str, Path]) -> dict[str, dict[str, str]]:
+def load_layouts(
+    world: World, paths: dict[str, Path], layouts: Sequence[str]
+) -> dict[str, dict[str, str]]:
     """Layout → saver → what is wrong with what this process read from its checkpoint."""
     return {
         layout: _load_each(world, layout, paths)
-        for layout, shape in LAYOUTS.items()
-        if shape.size == world.size
+        for layout in layouts
+        if LAYOUTS[layout].size == world.size
     }
 
 

@@ -33,8 +33,17 @@ def test_what_cannot_be_saved_is_refused_in_each(tmp_path):
         assert of_rank["names"] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("how", ["waited for", "beside training"])
-@pytest.mark.parametrize(("scene", "rank"), [("next", 0), ("next", 1), ("again", 0)])
+@pytest.mark.parametrize(
+    ("scene", "rank", "how"),
+    [
+        ("next", 0, "waited for"),
+        ("next", 1, "waited for"),
+        ("next", 0, "beside training"),
+        ("next", 1, "beside training"),
+        ("again", 0, "beside training"),
+        pytest.param("again", 0, "waited for", marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene, rank, how):
     """SIGKILL before each file-system operation of one of two processes: the other leaves too,
     and the old or the new checkpoint is there."""

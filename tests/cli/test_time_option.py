@@ -30,7 +30,7 @@ ONE_STEP = Pace(2.0, 0.05, 1.0, 1e9, compiled=False)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, short_measurement) -> Path:
     """A folder with a text, in which the commands run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "novel.txt").write_text(TEXT)

@@ -24,7 +24,7 @@ TINY = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory, short_measurement):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

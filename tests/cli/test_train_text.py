@@ -28,7 +28,7 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, short_measurement) -> Path:
     """A folder with a space in its name and some texts, in which the commands run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "my texts"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.errors import PentameterError
+from pentameter.machine.ceilings import ceiling
+from pentameter.machine.peaks import measure_matmul
 
 STEPS = 40
 TINY = {
@@ -35,10 +39,8 @@ TINY = {
     "log": {"interval": 1},
 }
 
-# A fork server that has imported torch starts a child in a tenth of the time of a new process,
-# and has not computed anything yet, so no thread pool is lost in the fork.
+# A fork server that has imported torch starts a child in a tenth of the time of a new process.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pentameter.train.loop"])
 
 
 def tiny_config(tmp_path: Path, **overrides: Any) -> Path:
@@ -70,8 +72,12 @@ def train_in_child(config_path: Path, run_dir: Path, **arguments: Any) -> Any:
 
 
 def _train(config_path: Path, run_dir: Path, arguments: dict[str, Any]) -> None:
+    from pentameter.train import compute
     from pentameter.train.loop import Trainer
 
+    gc.freeze()  # what the server has imported need not be searched for cycles
+    # A run measures the machine when it starts, for longer than it trains here.
+    compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends with it
     try:

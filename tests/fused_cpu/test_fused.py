@@ -1,4 +1,9 @@
-"""The fused step is the plain model: loss and every gradient, in fp64, over the variants."""
+"""The fused step is the plain model: loss and every gradient, in fp64, over the variants.
+
+Compiling a variant takes a minute, and says nothing of the formulas. So every variant runs with
+kernels as they are written, and one that has all of them with compiled ones; the long tier
+compiles each.
+"""
 
 import pytest
 import torch
@@ -105,38 +110,40 @@ def losses_and_gradients(config, dtype, time=12):
     return answers
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(name, marks=() if name in ("gpt2", "qwen") else pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
-def test_fused_equals_plain_in_fp64(variant):
+def assert_fused_equals_plain(config, time):
+    (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64, time)
+    assert loss == pytest.approx(plain_loss, rel=1e-13)
+    assert fused.keys() == plain.keys()
+    for name, gradient in plain.items():
+        # Sums of a few hundred terms in another order: some ulps of the largest element.
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name)
+
+
+@pytest.fixture(params=["as written", pytest.param("compiled", marks=pytest.mark.slow)])
+def kernels(request):
+    with torch.compiler.set_stance("default" if request.param == "compiled" else "force_eager"):
+        yield request.param
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_equals_plain_in_fp64(kernels, variant):
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})
     assert architecture_obstacle(config) is None
     for time in (12, 7):  # 7 does not divide into blocks, and is shorter than the context
-        (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64, time)
-        assert loss == pytest.approx(plain_loss, rel=1e-13)
-        assert fused.keys() == plain.keys()
-        for name, gradient in plain.items():
-            # Sums of a few hundred terms in another order: some ulps of the largest element.
-            scale = gradient.abs().max().item()
-            torch.testing.assert_close(
-                fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name
-            )
+        assert_fused_equals_plain(config, time)
 
 
-@pytest.mark.slow
+def test_compiled_kernels_equal_plain_in_fp64():
+    """All kernels at once: norms that subtract the mean, heads with norms, biases and rotations."""
+    config = ModelConfig(**{**BASE, **VARIANTS["qwen"], "norm": "layernorm", "vocab_multiple": 8})
+    assert_fused_equals_plain(config, 12)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, variant):
-    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, kernels, variant):
     monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 7 * 16)
-    (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64)
-    assert loss == pytest.approx(plain_loss, rel=1e-13)
-    for name, gradient in plain.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name)
+    assert_fused_equals_plain(ModelConfig(**{**BASE, **VARIANTS[variant]}), 12)
 
 
 @pytest.mark.slow

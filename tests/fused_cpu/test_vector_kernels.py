@@ -243,8 +243,10 @@ def test_a_feed_forward_layer_uses_them(loaded, monkeypatch):
 
     monkeypatch.setattr(activations, "activate", refuse)
     monkeypatch.setattr(activations, "activation_gradients", refuse)
-    for found, exact in zip(results(torch.float32), results(torch.float64), strict=True):
-        assert relative(found, exact) < 1e-6
+    with torch.compiler.set_stance("force_eager"):  # the other kernels as they are written
+        found = results(torch.float32)
+    for each, exact in zip(found, results(torch.float64), strict=True):
+        assert relative(each, exact) < 1e-6
 
 
 @pytest.mark.slow

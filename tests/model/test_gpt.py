@@ -235,7 +235,10 @@ def test_bf16_autocast_keeps_the_model_whole() -> None:
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.slow
 def test_compiled_training_is_eager_training() -> None:
+    """In the quick tier: test_assemble.py, and the compiled kernels with all dropout of
+    test_fused.py."""
     config = tiny(n_layers=1, dropout=0.2, attention_dropout=0.2, vocab_multiple=8)
     model = build_model(config, seed=1)
     x = tokens(config)

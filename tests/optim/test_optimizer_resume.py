@@ -18,7 +18,7 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory, short_measurement):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -68,8 +68,6 @@ class Processes:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        modules = ["pentameter.parallel.assemble", "torch.distributed.fsdp"]
-        self._context.set_forkserver_preload(modules)
         self._ranks: list[ProcessPoolExecutor] = []
         self._folder = tempfile.TemporaryDirectory()
         self._n_meetings = 0

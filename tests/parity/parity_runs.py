@@ -6,6 +6,7 @@ a server that has imported torch and computed nothing, so no thread pool is lost
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,15 +27,11 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
+from pentameter.machine.ceilings import ceiling
+from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
-PRELOAD = [
-    "pentameter.train.loop",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
 TIMEOUT_SECONDS = 120.0
 ALONE: Mapping[str, Any] = {
     f"parallel.{key}": value
@@ -116,7 +114,6 @@ class Runs:
         self._n_done = 0
 
     def __enter__(self) -> Runs:
-        _context.set_forkserver_preload(PRELOAD)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -184,6 +181,11 @@ class Runs:
 
 
 def _serve(connection: Connection, folder: Path) -> None:
+    from pentameter.train import compute
+
+    gc.freeze()  # what the server has imported need not be searched for cycles
+    # A run measures the machine when it starts, for longer than it trains here.
+    compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -26,7 +26,8 @@ TINY = {
     "train.micro_batch_size": 2,
     "train.eval_interval": 2,
     "train.sample_interval": 4,
-    "train.sample_tokens": 20,  # more than the context
+    "train.sample_prompt": "abcdefghabcdef",
+    "train.sample_tokens": 4,  # the last of them outgrow the context
     "train.precision": "fp64",
     "train.compile": False,
     "checkpoint.interval": 2,

@@ -26,10 +26,13 @@ ROUNDING = 1e-9
 SINGLE = 1e-4
 """Relative, in fp32, where the same sums err by 1e-7."""
 
+LONG_PROMPT = {"train.sample_prompt": "ba de fi go lu " * 2, "train.sample_tokens": 4}
+"""A sample that outgrows 32 characters after two: each token costs every process's messages."""
+
 COMMON = {
     "train.eval_interval": 10,
     "train.sample_interval": 20,
-    "train.sample_tokens": 40,  # more than the context of some
+    "train.sample_tokens": 20,  # more than the context of two
     "train.precision": "fp64",
     "train.compile": False,
     "checkpoint.interval": 10,
@@ -130,6 +133,7 @@ def character_config(tmp_path_factory):
             "train.steps": 40,
             "train.batch_size": 16,
         },
+        LONG_PROMPT,
     )
 
 
@@ -341,6 +345,7 @@ def hybrid_config(tmp_path_factory):
             "train.sample_interval": 8,
             "checkpoint.interval": 8,
         },
+        LONG_PROMPT,
     )
 
 
@@ -393,13 +398,14 @@ COARSE = {"train.steps": 10, "train.micro_batch_size": 2, "train.sample_interval
         pytest.param("fp32", INTERLEAVED, SINGLE, marks=pytest.mark.slow),
         # A product of two halves is rounded twice where the whole is once, to 11 or to 8 bits.
         pytest.param("fp16", {}, 2**-9, marks=pytest.mark.slow),
-        ("fp16", INTERLEAVED, 2**-9),
+        pytest.param("fp16", INTERLEAVED, 2**-9, marks=pytest.mark.slow),
         pytest.param("bf16", INTERLEAVED, 2**-6, marks=pytest.mark.slow),
     ],
 )
 def test_the_hybrid_in_a_lower_precision(
     runs, hybrid_config, coarse_alone, precision, layout, tolerance
 ):
+    """In the quick tier each of its dimensions has fp16 alone: test_composition.py."""
     config = changed(hybrid_config, COARSE, layout, {"train.precision": precision})
     run, alone = runs.train(config, 8), coarse_alone(precision)
     assert_same_training(run, alone, tolerance)

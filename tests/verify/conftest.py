@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,10 @@ def workers():
             yield running
     finally:
         sys.path.remove(here)
+
+
+@pytest.fixture
+def standing_workers(workers):
+    """What stands in for `Workers` and starts none: its block gets the session's, and leaves them
+    running."""
+    return partial(nullcontext, workers)

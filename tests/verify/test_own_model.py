@@ -38,6 +38,12 @@ def example(workers):  # which outlive it, and what it changes of the search pat
             sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def standing(standing_workers, monkeypatch):
+    """`verify_model` uses workers that are there already: to start others takes seconds."""
+    monkeypatch.setattr("pentameter.verify.verify_model.Workers", standing_workers)
+
+
 def proved(model, layouts, batches=None, **changes):
     config = load_config("grammar", {**SMALL, **changes})
     return verify_model(config, model=model, batches=batches, layouts=layouts, steps=2)
@@ -58,7 +64,7 @@ def test_the_example_computes_the_same_on_every_kind_of_layout(example):
     assert max(each.gradient_error for each in outcomes) < 1e-12
 
 
-def test_a_wrong_slice_is_found(example):
+def test_a_wrong_slice_is_found(example, standing):
     from own_modules import skipping_slice
 
     model = OwnModel(example.build, slice=skipping_slice, blocks="blocks.*")
@@ -68,7 +74,7 @@ def test_a_wrong_slice_is_found(example):
     assert "loss" in wrong.problem
 
 
-def test_experts_without_tokens_are_updated_alike(example):
+def test_experts_without_tokens_are_updated_alike(example, standing):
     from own_modules import Mixture
 
     model = OwnModel(Mixture, blocks="blocks.*")
@@ -113,7 +119,7 @@ FOUR_LAYERS = {"model.n_layers": 4, "model.vocab_size": 16}
 LABELLED_LAYOUTS = ("data=2,zero=3", "pipeline=4", "data=2,zero=2,pipeline=2")
 
 
-def test_batches_of_any_structure_and_parameters_of_any_two_stages(example):
+def test_batches_of_any_structure_and_parameters_of_any_two_stages(example, standing):
     from own_modules import LABELLED, labelled_batches
 
     layouts = ";".join(LABELLED_LAYOUTS)
@@ -123,7 +129,7 @@ def test_batches_of_any_structure_and_parameters_of_any_two_stages(example):
 
 
 @pytest.mark.slow
-def test_every_schedule_takes_them(example):
+def test_every_schedule_takes_them(example, standing):
     from own_modules import LABELLED, labelled_batches
 
     layouts = (
@@ -136,7 +142,7 @@ def test_every_schedule_takes_them(example):
     assert [each.problem for each in outcomes] == [None] * 7
 
 
-def test_adapters_of_a_custom_model_learn_the_same(example):
+def test_adapters_of_a_custom_model_learn_the_same(example, standing):
     layouts = "data=2,zero=3;tensor=2,sequence=1,pipeline=2"
     outcomes = proved(example.MODEL, layouts, **{"lora.rank": 2})
     assert [each.problem for each in outcomes] == [None] * 2
@@ -154,7 +160,7 @@ def test_layouts_that_a_module_cannot_have_are_refused(example):
 
 
 @pytest.mark.slow
-def test_all_are_those_that_a_module_can_have(example):
+def test_all_are_those_that_a_module_can_have(example, standing):
     outcomes = proved(example.build, "all")
     assert all(each.passed for each in outcomes)
     names = [str(each.case) for each in outcomes]

@@ -32,17 +32,9 @@ KEYS = {
 
 
 @pytest.fixture
-def run(workers, monkeypatch):
+def run(standing_workers, monkeypatch):
     """The verb, with the workers that are there already."""
-
-    class Shared:
-        def __enter__(self):
-            return workers
-
-        def __exit__(self, *exception):
-            pass
-
-    monkeypatch.setattr(processes, "Workers", Shared)
+    monkeypatch.setattr(processes, "Workers", standing_workers)
     return command.run
 
 

@@ -89,8 +89,9 @@ def test_a_fault_is_caught_where_it_shows_first(fault, layout, kind, tensor, wor
 
 
 def test_the_same_processes_and_cases_pass_without_a_fault(workers):
-    """What the faults are planted in is not at fault itself."""
-    layouts = f"data=2;data=2,pipeline=2;tensor=2,sequence=1;data=2,zero=3;{GRID};{CUBE}"
+    """What the faults are planted in is not at fault itself. That GRID and CUBE pass, with this
+    model, is seen in test_verify_layouts.py."""
+    layouts = "data=2;data=2,pipeline=2;tensor=2,sequence=1;data=2,zero=3"
     cases = chosen_cases(config(), layouts)
     for outcome in verify_layouts(shrink(config(), cases), cases, workers, n_steps=1):
         assert outcome.passed, outcome.problem
