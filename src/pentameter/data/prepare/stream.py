@@ -24,6 +24,7 @@ from pentameter.data.corpora.files import InputFile
 from pentameter.data.corpora.text import Text, first_bytes, utf8_size
 from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
 from pentameter.data.prepare.from_text import PassageWriter
+from pentameter.data.prepare.preparation import known_by
 from pentameter.data.prepare.splits import Passage, Splitting, split_passages
 from pentameter.data.shards.format import TOKENIZER_FILE
 from pentameter.data.shards.stream import (
@@ -88,7 +89,7 @@ class Origin:
             "files": [[*name, key] for name, key in zip(names, self.keys, strict=True)],
             "contents": asdict(text.contents),
             "max_bytes": text.max_bytes,
-            "tokenizer": self.tokenizer if isinstance(self.tokenizer, str) else self.tokenizer.hash,
+            "tokenizer": known_by(self.tokenizer),
             "held_out": [splitting.validation_fraction, splitting.test_fraction],
             "first_tokens": self.first_tokens,
         }
