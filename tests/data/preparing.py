@@ -6,7 +6,8 @@ from unittest import mock
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare import from_text
+from pentameter.data.prepare import encoders
+from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import no_progress
 from pentameter.data.shards import writer
@@ -52,7 +53,7 @@ def prepare(
     if not keep_existing:
         refuse_existing(folder)
     wanted = chosen_tokenizer(tokenizer)
-    preparation = from_text.TextPreparation(text, wanted, splitting or Splitting(), progress)
+    preparation = TextPreparation(text, wanted, splitting or Splitting(), progress)
     with ExitStack() as stack:
         if keep_existing:
             stack.enter_context(suppress(FolderExistsError))
@@ -60,5 +61,5 @@ def prepare(
             stack.enter_context(mock.patch.object(writer, "SHARD_TOKENS", shard_tokens))
         if n_processes is not None:
             counted = mock.Mock(return_value=n_processes)
-            stack.enter_context(mock.patch.object(from_text, "processes_for", counted))
+            stack.enter_context(mock.patch.object(encoders, "processes_for", counted))
         preparation.write_shards(folder, warnings=[])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.corpora.text import Documents, Text, utf8_size
-from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
+from pentameter.data.prepare.encoders import encoded_passages
 from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import (
     IS_BY_DOCUMENT,
@@ -65,8 +65,7 @@ class TextContents(Contents):
         """Write the tokens of this text and those held out, with several processes if that is
         faster; yield the UTF-8 bytes done so far. Raises StorageError if a text has changed since
         the first pass."""
-        n_processes = processes_for(tokenizer, sum(part.n_bytes for part in self.parts))
-        return _encode(self.parts, tokenizer, writer, n_processes)
+        return _encode(self.parts, tokenizer, writer)
 
 
 class TextDigest:
@@ -183,9 +182,7 @@ class PassageWriter:
         return n_bytes
 
 
-def _encode(
-    parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
-) -> Iterator[int]:
+def _encode(parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
     """Write the tokens of all `parts`; yield the UTF-8 bytes done so far. Raises
     UnseenCharacterError with the text's name and position, StorageError if a text has changed."""
     digests = [TextDigest() for _ in parts]
@@ -195,10 +192,9 @@ def _encode(
     )
     n_characters = n_bytes = 0
     written = PassageWriter(tokenizer)
-    # A passage alone where a character may be unknown, so that its position is known.
-    size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+    size = sum(part.n_bytes for part in parts)
     try:
-        for batch, batch_ids in encoded(batches(passages, size), tokenizer, n_processes):
+        for batch, batch_ids in encoded_passages(passages, tokenizer, size):
             for passage, ids in zip(batch, batch_ids, strict=True):
                 n_characters += len(passage.text)
                 n_bytes += written.write(writer, passage, ids)
