@@ -80,21 +80,15 @@ class ConversationContents(Contents):
     has_loss_mask = True
 
     conversations: Conversations
-    template: ChatTemplate | None
     special_tokens: Mapping[str, int]
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
 
     @property
-    def chat(self) -> ChatTemplate | None:
-        """The chat template to store with the tokenizer; None leaves the tokenizer's own."""
-        return self.template
-
-    @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the conversations in a cache; the template is included, because
         it is stored with the tokenizer."""
-        chat = None if self.template is None else self.template.to_json()
+        chat = None if self.chat is None else self.chat.to_json()
         return {**super().key, "chat": chat}
 
     def count(self) -> dict[str, int]:
@@ -103,7 +97,7 @@ class ConversationContents(Contents):
 
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which renders them again."""
-        return _documents(self.conversations, self.template, self.special_tokens)
+        return _documents(self.conversations, self.chat, self.special_tokens)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
         """Yield each document's text, empty outside train, with the UTF-8 bytes read so far;
@@ -155,8 +149,8 @@ class ConversationPreparation(Preparation):
             sha256=digest.hexdigest(),
             n_bytes=n_bytes,
             own_characters="".join(characters),
+            chat=self.chat,
             conversations=corpus,
-            template=self.chat,
             special_tokens=special,
             splits=bytes(splits),
         )

@@ -56,6 +56,8 @@ class Contents(ABC):
     """UTF-8 bytes of the corpus's text, without held-out corpora."""
     own_characters: str
     """Distinct characters of the corpus's text, in any order; empty if not collected."""
+    chat: ChatTemplate | None = None
+    """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
     """Contents by split, `val` and `test`, if these are separate corpora."""
 
@@ -69,11 +71,6 @@ class Contents(ABC):
         """Distinct characters as a sorted string, held-out corpora included; empty if not
         collected."""
         return "".join(sorted(set().union(*(part.own_characters for part in self.parts))))
-
-    @property
-    def chat(self) -> ChatTemplate | None:
-        """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
-        return None
 
     @property
     def key(self) -> dict[str, Any]:
