@@ -201,13 +201,17 @@ class Preparation(ABC):
         A trained model's tokenizer may equal the one that a setting makes from this corpus. Then
         these are the shards from its training, so that the same tokens are not stored twice.
         """
-        own, made = self._folder_by(self.tokenizer), self._folder_by(setting)
-        if holds_tokenizer(made, setting, self.tokenizer):
-            return made
-        # Not in the cache, so it will be read anyway.
-        if isinstance(self.tokenizer, CharTokenizer) and not own.exists():
-            same = "".join(self.tokenizer.characters) == self.contents.characters
-            return self._folder_by("char") if same else own
+        for made_by in (setting, "char"):
+            folder = self._folder_by(made_by)
+            if holds_tokenizer(folder, made_by, self.tokenizer):
+                return folder
+        own = self._folder_by(self.tokenizer)
+        if (
+            isinstance(self.tokenizer, CharTokenizer)
+            and not own.exists()  # so the corpus will be read anyway
+            and "".join(self.tokenizer.characters) == self.contents.characters
+        ):
+            return self._folder_by("char")
         return own
 
     def _folder_by(self, tokenizer: str | Tokenizer) -> Path:
