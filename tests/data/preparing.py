@@ -1,17 +1,18 @@
 """Corpora and their shards in one call, for tests."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from unittest import mock
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare import from_text
-from pentameter.data.prepare.contents import prepare_contents
+from pentameter.data.prepare import encoders
+from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.splits import Splitting
+from pentameter.data.progress import no_progress
 from pentameter.data.shards import writer
 from pentameter.data.tokenizers.setting import chosen_tokenizer
-from pentameter.disk.atomic import refuse_existing
+from pentameter.disk.atomic import FolderExistsError, refuse_existing
 
 
 class MemoryFile:
@@ -44,18 +45,21 @@ def prepare(
     splitting=None,
     shard_tokens=None,
     n_processes=None,
-    **options,
+    progress=no_progress,
+    keep_existing=False,
 ):
-    """Prepare `text` with shards of `shard_tokens`, encoded by `n_processes`."""
-    if not options.get("keep_existing"):
+    """Prepare `text` with shards of `shard_tokens`, encoded by `n_processes`; `keep_existing` keeps
+    a folder that has appeared meanwhile, as the cache does."""
+    if not keep_existing:
         refuse_existing(folder)
     wanted = chosen_tokenizer(tokenizer)
-    told = {key: options[key] for key in ("progress",) if key in options}
-    contents = from_text.read_contents(text, splitting or Splitting(), **told)
+    preparation = TextPreparation(text, wanted, splitting or Splitting(), progress)
     with ExitStack() as stack:
+        if keep_existing:
+            stack.enter_context(suppress(FolderExistsError))
         if shard_tokens is not None:
             stack.enter_context(mock.patch.object(writer, "SHARD_TOKENS", shard_tokens))
         if n_processes is not None:
             counted = mock.Mock(return_value=n_processes)
-            stack.enter_context(mock.patch.object(from_text, "processes_for", counted))
-        prepare_contents(contents, folder, wanted, **options)
+            stack.enter_context(mock.patch.object(encoders, "processes_for", counted))
+        preparation.write_shards(folder, warnings=[])

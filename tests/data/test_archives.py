@@ -114,8 +114,8 @@ def test_no_file_inside_is_an_empty_text(tmp_path):
     assert documents(archive(tmp_path / "a.tar", {})) == []
     from preparing import corpus_at
 
-    from pentameter.data.prepare.from_text import read_contents
+    from pentameter.data.prepare.from_text import TextPreparation
     from pentameter.data.prepare.splits import Splitting
 
     with pytest.raises(ConfigError, match="is empty"):
-        read_contents(corpus_at(tmp_path / "a.tar"), Splitting())
+        TextPreparation(corpus_at(tmp_path / "a.tar"), "char", Splitting()).contents  # noqa: B018

@@ -56,7 +56,7 @@ def test_the_second_start_prepares_nothing(text_file, monkeypatch):
     first = open_dataset(data, progress=lambda stage, done, total: stages.add(stage))
     assert stages == {"reading", "encoding", "verifying"}
     monkeypatch.setattr(
-        preparation, "prepare_contents", lambda *_, **__: pytest.fail("prepared again")
+        preparation.Preparation, "write_shards", lambda *_, **__: pytest.fail("prepared again")
     )
     assert open_dataset(data).hash == first.hash
 
@@ -183,6 +183,26 @@ def test_a_given_tokenizer_is_used_and_shares_the_entry_where_it_is_the_same(tex
     with pytest.raises(ConfigError, match="not in the tokenizer's vocabulary"):
         open_dataset(data, tokenizer=CharTokenizer("na"))
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"path": "pairs.jsonl", "tokenizer": "bpe:270"},
+        {"path": "pairs.jsonl"},
+        {"corpus": "grammar", "grammar": GrammarConfig(n_characters=5000)},  # known without reading
+    ],
+    ids=["conversations", "characters", "grammar"],
+)
+def test_a_trained_models_tokenizer_finds_what_its_setting_made_of_any_corpus(
+    tmp_path, cache, monkeypatch, settings
+):
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 20)
+    own = open_dataset(DataConfig(**settings))
+    again = open_dataset(DataConfig(**settings), tokenizer=own.tokenizer)
+    assert again.hash == own.hash
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("tokenizer", ["word", "bpe:300"])

@@ -42,7 +42,7 @@ def server(one_server, tmp_path, monkeypatch):
 
 
 def copied(server, path="/a.txt"):
-    (file,) = remote_files(server.url(path))
+    (file,), _ = remote_files(server.url(path))
     return local_copy(file)
 
 
@@ -114,7 +114,7 @@ def test_attempts_are_bounded(server, failure, monkeypatch):
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_mixed(server, monkeypatch):
-    (file,) = remote_files(server.url("/a.txt"))
+    (file,), _ = remote_files(server.url("/a.txt"))
     server.failures += ["cut"]
     append = remote._append
 
@@ -159,7 +159,7 @@ def test_a_server_that_tells_no_size_is_refused(server):
 
 def test_without_a_version_the_size_is_what_is_known(server):
     server.has_etag = False
-    (file,) = remote_files(server.url("/a.txt"))
+    (file,), _ = remote_files(server.url("/a.txt"))
     assert file.version is None
     server.failures += ["cut"] * 50
     with pytest.raises(StorageError):
@@ -226,7 +226,7 @@ def test_a_query_is_sent_and_never_shown(server):
     server.files["/b.txt"] = b"text"
     url = server.url("/b.txt?download=hunter2#part")
     assert url_problem(url) is None
-    (file,) = remote_files(url)
+    (file,), _ = remote_files(url)
     assert local_copy(file).read_bytes() == b"text"
     assert server.requests[0][1] == "/b.txt?download=hunter2"
     server.failures += ["500"] * 9
@@ -321,9 +321,11 @@ def memory(server):
 def test_a_folder_and_a_pattern(memory):
     for name in ("data/part-1.txt", "data/part-0.txt", "data/.hidden", "data/other.jsonl"):
         memory.pipe(f"/set/{name}", name.encode())
-    names = [file.name for file in remote_files("memory://set")]
-    assert names == ["other.jsonl", "part-0.txt", "part-1.txt"]
-    found = remote_files("memory://set/data/part-*.txt")
+    found, root = remote_files("memory://set")
+    assert [file.name for file in found] == ["other.jsonl", "part-0.txt", "part-1.txt"]
+    assert root == "memory://set"
+    assert remote_files("memory://set/data/other.jsonl")[1] == ""  # one file, and no folder
+    found, _ = remote_files("memory://set/data/part-*.txt")
     assert [local_copy(file).read_bytes() for file in found] == [
         b"data/part-0.txt",
         b"data/part-1.txt",

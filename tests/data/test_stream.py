@@ -23,6 +23,7 @@ from pentameter.data.shards.dataset import first_tokens
 from pentameter.data.shards.stream import NoSource, is_stream, open_stream
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 WORDS = [f"word{n}" for n in range(50)] + ["the", "a", "of"]
@@ -243,11 +244,13 @@ def test_the_text_is_tokenized_in_the_background(folder):
         train.tokens[:].tolist(), again.split("train").document_starts.tolist()
     )  # fmt: skip
     again.close()
+    dataset.tokenizer.chat = ChatTemplate("{{ messages }}")
     with_tokenizer = open_dataset(
         DataConfig(path=str(folder), order="streamed", tokenizer="bpe:300"),
         tokenizer=dataset.tokenizer,
     )
     assert with_tokenizer.folders == dataset.folders  # its text's own
+    assert with_tokenizer.tokenizer.chat == dataset.tokenizer.chat
 
 
 def test_a_damaged_file_is_met_when_its_turn_comes(folder):

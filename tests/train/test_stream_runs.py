@@ -8,7 +8,7 @@ from tiny_runs import config, events, fit
 
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.prepare import ahead
+from pentameter.data.prepare import ahead, encoders
 from pentameter.data.prepare import stream as preparing_stream
 from pentameter.data.shards import stream as stream_shards
 from pentameter.errors import ConfigError, CorruptError
@@ -44,7 +44,7 @@ def sections(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_shards, "BLOCK_TOKENS", 128)
     monkeypatch.setattr(preparing_stream, "FIRST_TOKENS", 129)
     monkeypatch.setattr(preparing_stream, "LARGEST_TOKENS", 129)
-    monkeypatch.setattr(preparing_stream, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(encoders, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr(preparing_stream, "LEARNED_BYTES", 500)
     InThisProcess.n_written = 0
     write(tmp_path)

@@ -169,7 +169,7 @@ def _prepare(options: Options, warnings: list[str]) -> None:
     """Tokenize the text or conversations that the options name, and write the shards; add to
     `warnings`."""
     from pentameter.data.corpora.registry import CORPORA
-    from pentameter.data.prepare.preparation import preparation_of
+    from pentameter.data.open_dataset import preparation_of
     from pentameter.disk.atomic import refuse_existing
 
     if not options.source:

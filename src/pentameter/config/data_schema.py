@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 from encodings.aliases import aliases
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
+from pentameter.config.naming import name_of
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
@@ -20,7 +22,7 @@ from pentameter.config.section import (
     Seed,
     Switch,
 )
-from pentameter.config.urls import url_problem
+from pentameter.config.urls import is_remote, last_part, url_problem
 from pentameter.errors import nearest
 
 
@@ -172,6 +174,18 @@ class DataConfig(Section):
                 f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
             )
         return self
+
+    @property
+    def prepared_name(self) -> str:
+        """A valid name (`config/naming.py`) for the files and folders that are made from the data
+        at `path`: its file's, its folder's, or its URL's last part."""
+        path = str(self.path)
+        if is_remote(path):
+            return name_of(PurePosixPath(last_part(path)).stem)
+        whole = Path(path).absolute()
+        if whole.name.startswith("*"):  # a pattern: corpus/*.parquet
+            whole = whole.parent
+        return name_of(whole.stem)
 
     def _check_sources(self) -> None:
         """Raise ValueError for impossible `sources` and `evaluations`: a split's name used twice,

@@ -1,46 +1,36 @@
-"""`open_dataset`: open prepared shards, or shards for a text from the cache, made if absent.
-
-The cache is keyed by the text's sha256 and the settings that decide its tokens, so a changed file
-is never mistaken for the old one, at the price of reading the text once per start.
-"""
+"""The one way from `[data]` to tokens: `open_dataset` opens prepared shards, or those of the cache
+for any other data, made if absent; `preparation_of` has shards made elsewhere (`prepare`)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentameter.config.choices import FILE_DEFAULTS
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
-from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.ahead import open_text_stream
-from pentameter.data.prepare.preparation import Preparation, preparation_of
+from pentameter.data.corpora.conversations import Conversations
+from pentameter.data.corpora.registry import corpus_of
+from pentameter.data.prepare.ahead import StreamPreparation
+from pentameter.data.prepare.from_conversations import ConversationPreparation
+from pentameter.data.prepare.from_text import TextPreparation
+from pentameter.data.prepare.preparation import Preparation
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress, no_progress
 from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, open_shards
-from pentameter.data.shards.format import SPLITS, TOKENIZER_FILE, find_header
+from pentameter.data.shards.format import SPLITS, find_header
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.setting import (
-    GPT2,
-    chosen_tokenizer,
-    gpt2_is_cached,
-    is_gpt2,
-    is_made_from_text,
-    load_tokenizer,
-)
-from pentameter.disk.cache import cache_folder
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.data.tokenizers.chat import chosen_chat_template
+from pentameter.data.tokenizers.setting import GPT2, chosen_tokenizer, gpt2_is_cached, is_gpt2
+from pentameter.errors import ConfigError
 
 NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
 """Keys in `[data]`, with their defaults, that decide how text files are read; prepared shards
 ignore them."""
-CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
 
 
 def open_dataset(
@@ -94,30 +84,48 @@ def _open_one(
     sources have the same settings, and those that do not concern this kind of data are ignored
     instead of refused."""
     wanted = tokenizer or data.tokenizer
-    prepared = None if data.path is None else find_header(Path(data.path))
-    header = prepared
-    if header is None:
-        preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
-        warnings += preparation.corpus.warnings
-        if data.order == "streamed" and isinstance(preparation.corpus, Text):
-            return open_text_stream(preparation.corpus, preparation, data.tokenizer, leads=verify)
-        header = _cached_header(preparation, data.tokenizer)
-        if not header.exists():
-            preparation.write_shards(header.parent, warnings=warnings, keep_existing=True)
-    try:
+    if (header := find_header(data.path)) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
-    except CorruptError as error:
-        if prepared is not None:
-            raise
-        raise CorruptError(
-            f"{error} (it is a cache: delete {header.parent} and start again)"
-        ) from error
-    if prepared is not None:
         settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
         _check_prepared(settings, dataset.tokenizer, wanted)
-    elif tokenizer is not None and not dataset.has_conversations:
+        return dataset
+    preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
+    warnings += preparation.corpus.warnings
+    dataset = preparation.open_cached(data.tokenizer, verify=verify, warnings=warnings)
+    if tokenizer is not None and not dataset.has_conversations:
         dataset.tokenizer.chat = tokenizer.chat  # the same tokens may have been prepared without it
     return dataset
+
+
+def preparation_of(
+    data: DataConfig,
+    tokenizer: str | Tokenizer,
+    *,
+    paths: Sequence[str | Path] = (),
+    is_shared: bool = False,
+    progress: Progress = no_progress,
+) -> Preparation:
+    """Find the corpus that `data` names, or the files at `paths` instead, to be encoded by
+    `tokenizer` (or made from text by that setting).
+
+    If `is_shared`, other corpora have the same settings, and text ignores a chat template instead
+    of refusing it. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
+    CorruptError or StorageError (damaged or unreadable files).
+    """
+    corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)
+    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
+    if isinstance(corpus, Conversations):
+        chat = None if isinstance(wanted, str) else wanted.chat
+        if data.chat_template is not None:
+            chat = chosen_chat_template(data.chat_template)
+        return ConversationPreparation(corpus, wanted, splitting, progress, chat)
+    if data.chat_template is not None and not is_shared:
+        raise ConfigError(
+            f"data.chat_template={data.chat_template!r} is for conversations, and "
+            f"{data.path or data.corpus} holds text; leave it out"
+        )
+    kind = StreamPreparation if data.order == "streamed" else TextPreparation
+    return kind(corpus, wanted, splitting, progress)
 
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
@@ -180,43 +188,8 @@ def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
 def needs_no_download(data: DataConfig) -> bool:
     """Return True if `open_dataset` can open `data` without downloading GPT-2's tokenizer."""
     paths = [source.path for source in data.sources] or [data.path]
-    prepared = all(path is not None and find_header(Path(path)) is not None for path in paths)
+    prepared = all(find_header(path) is not None for path in paths)
     return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
-
-
-def _cached_header(preparation: Preparation, setting: str) -> Path:
-    """Return the path to the header of the shards in the cache, whether or not they exist;
-    `setting` is `data.tokenizer`.
-
-    A trained model's tokenizer may equal the one that a setting makes from this text. Then these
-    are the shards from its training, so that the same tokens are not stored twice.
-    """
-    wanted, corpus = preparation.tokenizer, preparation.corpus
-    folder = partial(_cached_folder, preparation.key, preparation.splitting)
-    if isinstance(wanted, Tokenizer) and isinstance(corpus, Text) and corpus.identity is None:
-        if (
-            isinstance(wanted, CharTokenizer)
-            and "".join(wanted.characters) == preparation.contents.characters
-        ):
-            wanted = "char"
-        elif is_made_from_text(setting) and (made := folder(setting) / TOKENIZER_FILE).exists():
-            wanted = setting if load_tokenizer(made).hash == wanted.hash else wanted
-    return folder(wanted) / f"{corpus.name}.json"
-
-
-def _cached_folder(
-    key: Mapping[str, Any], splitting: Splitting, tokenizer: str | Tokenizer
-) -> Path:
-    """Return the cache folder for contents with this `key` (hash and name), encoded by this
-    tokenizer and split by these settings."""
-    settings = {
-        **key,
-        "version": CACHE_VERSION,
-        "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
-        "splits": [splitting.by, splitting.validation_fraction, splitting.test_fraction],
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pentameter.config.schema import Config
@@ -256,7 +255,7 @@ class _SizeChooser(_LengthChooser):
         self._settings |= self._obeying(RECIPE)
         asked = self._load(self._settings)
         fraction = _fraction_of_cores()
-        prepared = asked.data.path is not None and find_header(Path(asked.data.path)) is not None
+        prepared = find_header(asked.data.path) is not None
         n_bytes = 0 if prepared or asked.data.sources else corpus_of(asked.data).n_bytes
         flops = _expected_flops(asked) * fraction * self._seconds_left
         if "data.tokenizer" not in self._given and n_bytes:

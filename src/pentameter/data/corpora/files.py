@@ -21,7 +21,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -164,41 +164,34 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
             if field in record:
                 yield iter((_record_text(record, field, where),))
     elif _uncompressed_name(file.name).endswith(TAR_SUFFIX):
-        yield from _archived_documents(file, contents)
-    elif is_jsonl(file.name):
-        for record, where in read_records(file, contents):
-            yield iter((_record_text(record, field, where),))
+        with _open(file) as archive:
+            for name, content in members(archive, str(file)):
+                where = f"{file}: {name}"
+                opened = _decompressed(content, name, where)
+                yield from _documents_in(opened, name, where, contents)
     else:
-        yield _chunks(file, contents)
+        yield from _documents_in(_open(file), file.name, str(file), contents)
 
 
-def _archived_documents(file: Path, contents: FileContents) -> Iterator[Iterator[str]]:
-    """Yield the documents in a tar archive's text and JSONL files, each as an iterator of text
-    chunks."""
-    with _open(file) as stream:
-        for name, content in members(stream, str(file)):
-            where = f"{file}: {name}"
-            if is_jsonl(name):
-                with _decompressed(content, name, where) as inside:
-                    for record, line in _stream_records(inside, where, contents):
-                        yield iter((_record_text(record, contents.text_field, line),))
-            else:
-                yield _member_chunks(content, name, where, contents)
+def _documents_in(
+    opened: AbstractContextManager[BinaryIO], name: str, where: str, contents: FileContents
+) -> Iterator[Iterator[str]]:
+    """Yield the documents, each as an iterator of text chunks, in a file or a member of an archive,
+    which entering `opened` gives as decompressed bytes: JSONL or text, by its `name`; `where` names
+    it in messages."""
+    if not is_jsonl(name):
+        yield _text_in(opened, where, contents)
+        return
+    with opened as stream:
+        for record, line in _stream_records(stream, where, contents):
+            yield iter((_record_text(record, contents.text_field, line),))
 
 
-def _chunks(file: Path, contents: FileContents) -> Iterator[str]:
-    """Yield a text file's content in decompressed, decoded chunks. Raises CorruptError for bytes
-    that are not text."""
-    with _open(file) as stream:
-        yield from _decoded(stream, str(file), contents)
-
-
-def _member_chunks(
-    content: BinaryIO, name: str, where: str, contents: FileContents
+def _text_in(
+    opened: AbstractContextManager[BinaryIO], where: str, contents: FileContents
 ) -> Iterator[str]:
-    """Yield the text of file `name` in an archive in decoded chunks; `where` names it in
-    messages."""
-    with _decompressed(content, name, where) as stream:
+    # A generator of its own: reading fails where its chunks are asked for.
+    with opened as stream:
         yield from _decoded(stream, where, contents)
 
 

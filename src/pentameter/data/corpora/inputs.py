@@ -1,4 +1,5 @@
-"""The files that a path names (a file, a folder, a pattern or a URL), and those held out as splits.
+"""The corpus at a path: the files that it names (a file, a folder, a pattern or a URL), whether
+they hold text or conversations, and those held out as splits.
 
 A folder with tables (Parquet, Arrow) is a data set in Hugging Face's layout: downloaded, or saved
 by `datasets`. Only its tables are read, and their names, or those of their folders, tell their
@@ -13,22 +14,22 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
-from pentameter.config.naming import name_of
-from pentameter.config.urls import is_remote, last_part
-from pentameter.data.corpora.files import InputFile, LocalFile
+from pentameter.config.data_schema import DataConfig
+from pentameter.config.urls import is_remote
+from pentameter.data.corpora.conversations import Conversations, hold_conversations, hold_records
+from pentameter.data.corpora.file_kinds import table_warning
+from pentameter.data.corpora.files import FileContents, InputFile, LocalFile
 from pentameter.data.corpora.remote import remote_files
-from pentameter.data.corpora.tables import is_table
+from pentameter.data.corpora.tables import is_table, split_in, split_of
+from pentameter.data.corpora.text import Text
 from pentameter.errors import ConfigError, CorruptError, StorageError, near_files
 
-_SPLITS = {
-    "train": "train", "training": "train",
-    "validation": "val", "valid": "val", "val": "val", "dev": "val",
-    "test": "test",
-}  # fmt: skip
-"""Maps a word in the name of a table, or of its folder, to its split."""
+Kind = TypeVar("Kind", Text, Conversations)
+
 _NOT_DATA = re.compile(r"(cache|tmp|indices)[-_.\w]*\.arrow$")
 """Names of cache files that `datasets` leaves in a data set's folder."""
 _STATE_FILE = "state.json"
@@ -42,12 +43,43 @@ _ABOUT = frozenset(
 class Inputs:
     """The files of a text or of conversations, in order, and those held out as other splits."""
 
-    name: str
-    """A valid data set name (`config/naming.py`), from the first path."""
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
     """Files by split, `val` and `test`, if tables have these in their names."""
     warnings: tuple[str, ...] = ()
+
+
+def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
+    """Open the files at `paths`, read as `data` says. JSONL files and tables whose first record is
+    a conversation become Conversations, everything else Text.
+
+    Held-out splits are the files that `data` names for them, else those that the files' names tell.
+    Raises the errors of `inputs_at`, and CorruptError if text is held out beside conversations.
+    """
+    contents = FileContents(data.encoding, data.text_field)
+    inputs = inputs_at(paths)
+    given = {"val": data.validation_path, "test": data.test_path}
+    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
+    inputs = replace(inputs, held_out=beside or inputs.held_out)
+    if not hold_conversations(inputs.files, contents):
+        warning = table_warning(inputs.files)
+        inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
+        return _corpus(Text, inputs, contents, data)
+    for split, files in beside.items():
+        if not hold_records(files):
+            raise CorruptError(
+                f"{given[split]} holds no conversations, as {inputs.files[0]} does: .jsonl files "
+                "or tables are expected"
+            )
+    return _corpus(Conversations, inputs, contents, data)
+
+
+def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:
+    name = data.prepared_name
+    held_out = {
+        split: kind(f"{name}-{split}", files, contents) for split, files in inputs.held_out.items()
+    }
+    return kind(name, inputs.files, contents, data.max_bytes, held_out, inputs.warnings)
 
 
 def inputs_at(paths: Sequence[str | Path]) -> Inputs:
@@ -62,7 +94,6 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
     warnings: list[str] = []
-    name = _name(paths[0])
     for path in paths:
         files, root = _files_at(path)
         tables = [file for file in files if is_table(file.name)]
@@ -77,8 +108,8 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
         found += files
         named += [(file, PurePosixPath(str(file).removeprefix(root))) for file in tables]
     if len(named) < len(found):  # text has no split by its name
-        return Inputs(name, tuple(found), {}, tuple(warnings))
-    return _by_split(name, named, warnings)
+        return Inputs(tuple(found), {}, tuple(warnings))
+    return _by_split(named, warnings)
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
@@ -106,23 +137,11 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
-def _name(path: str | Path) -> str:
-    """Return a valid data set name (`config/naming.py`) for a path or URL."""
-    if is_remote(path):
-        return name_of(PurePosixPath(last_part(str(path))).stem)
-    whole = Path(path).absolute()
-    if whole.name.startswith("*"):  # a pattern: corpus/*.parquet
-        whole = whole.parent
-    return name_of(whole.stem)
-
-
 def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
-    """List the files at a path; also return the path if it is a folder, else "". Errors as in
-    `inputs_at`."""
+    """List the files at a path; also return the path if it is a folder (or a URL with a pattern),
+    else "". Errors as in `inputs_at`."""
     if is_remote(path):
-        remote = remote_files(str(path))
-        whole = str(remote[0]) if len(remote) == 1 else ""
-        root = "" if whole.endswith(last_part(str(path))) else str(path)
+        remote, root = remote_files(str(path))
         return list(remote), root
     path = Path(path)
     if path.is_dir():
@@ -183,20 +202,18 @@ def _listed_files(state: Path) -> list[str]:
         raise CorruptError(f"{state} is no state of a saved data set; save it again") from error
 
 
-def _by_split(
-    name: str, named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]
-) -> Inputs:
+def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]) -> Inputs:
     """Return the tables as Inputs, assigned to splits by words in their paths relative to the
     folder that was named; adds to `warnings` the tables left out."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
     for file, path in named:
-        split = _split_of(path)
+        split = split_of(path)
         splits.setdefault(split, []).append(file)
         if split == "train":
-            folders.add(path.parent if _word_split(path.name) else path.parent.parent)
+            folders.add(path.parent if split_in(path.name) else path.parent.parent)
     if "train" not in splits:
-        return Inputs(name, tuple(file for file, _ in named), {}, tuple(warnings))
+        return Inputs(tuple(file for file, _ in named), {}, tuple(warnings))
     if len(folders) > 1:
         names = ", ".join(sorted(str(each) for each in folders)[:5])
         warnings.append(
@@ -218,16 +235,4 @@ def _by_split(
             f"{others[0]} (one of {len(others):,}) is named for no split, where others are named "
             "for training; it is left out"
         )
-    return Inputs(name, tuple(splits["train"]), held_out, tuple(warnings))
-
-
-def _split_of(path: PurePosixPath) -> str | None:
-    """Return the split named in a path's parts, the last one first; None if no part names one."""
-    found = (_word_split(part) for part in reversed(path.parts))
-    return next((split for split in found if split is not None), None)
-
-
-def _word_split(name: str) -> str | None:
-    words = re.split("[^a-z]+", name.lower())
-    splits = {_SPLITS[word] for word in words if word in _SPLITS}
-    return "train" if "train" in splits else next(iter(sorted(splits, reverse=True)), None)
+    return Inputs(tuple(splits["train"]), held_out, tuple(warnings))

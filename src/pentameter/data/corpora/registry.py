@@ -8,21 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.data.corpora.conversations import (
-    Conversations,
-    hold_conversations,
-    hold_records,
-)
-from pentameter.data.corpora.file_kinds import table_warning
-from pentameter.data.corpora.files import FileContents, LocalFile
+from pentameter.data.corpora.conversations import Conversations
+from pentameter.data.corpora.files import LocalFile
 from pentameter.data.corpora.grammar import GrammarFile, grammar_source
-from pentameter.data.corpora.inputs import Inputs, files_below, inputs_at
+from pentameter.data.corpora.inputs import corpus_at, files_below
 from pentameter.data.corpora.text import Text
 from pentameter.disk.cache import PublicFile, public_file
-from pentameter.errors import ConfigError, CorruptError, nearest
+from pentameter.errors import ConfigError, nearest
 
 TINY_SHAKESPEARE = PublicFile(
     path="shakespeare/input.txt",
@@ -58,8 +52,6 @@ WIKITEXT_2 = MappingProxyType(
         ),
     }
 )
-
-Kind = TypeVar("Kind", Text, Conversations)
 
 UNKNOWN_CORPUS = "unknown"
 """The `data.corpus` of a model whose training data nobody recorded."""
@@ -125,14 +117,13 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 
 def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:
     """Open the corpus that `data` names, by `corpus` or `path`, with the corpora held out beside
-    it. JSONL files and tables whose first record is a conversation become Conversations, everything
-    else Text.
+    it.
 
     `paths` replaces `data.path` with several. Raises ConfigError for an unknown corpus or a path
     that does not exist, StorageError for unreadable files, CorruptError for damaged ones.
     """
     if paths or data.path is not None:
-        return _corpus_at(paths or [str(data.path)], data)
+        return corpus_at(paths or [str(data.path)], data)
     if data.corpus is not None and data.corpus in CORPORA:
         return replace(CORPORA[data.corpus](data), max_bytes=data.max_bytes)
     if data.corpus == UNKNOWN_CORPUS:
@@ -143,35 +134,3 @@ def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conv
         f"data.corpus={data.corpus!r} is not a corpus{hint}; known: {', '.join(CORPORA)}. "
         "For a file or folder set data.path"
     )
-
-
-def _corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
-    """Return the files at `paths` as conversations or text. Held-out splits are the files that
-    `data` names for them, else those that the files' names tell. Raises CorruptError if text is
-    held out beside conversations."""
-    contents = FileContents(data.encoding, data.text_field)
-    inputs = inputs_at(paths)
-    given = {"val": data.validation_path, "test": data.test_path}
-    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
-    inputs = replace(inputs, held_out=beside or inputs.held_out)
-    if not hold_conversations(inputs.files, contents):
-        warning = table_warning(inputs.files)
-        inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
-        return _corpus(Text, inputs, contents, data.max_bytes)
-    for split, files in beside.items():
-        if not hold_records(files):
-            raise CorruptError(
-                f"{given[split]} holds no conversations, as {inputs.files[0]} does: .jsonl files "
-                "or tables are expected"
-            )
-    return _corpus(Conversations, inputs, contents, data.max_bytes)
-
-
-def _corpus(
-    kind: type[Kind], inputs: Inputs, contents: FileContents, max_bytes: int | None
-) -> Kind:
-    held_out = {
-        split: kind(f"{inputs.name}-{split}", files, contents)
-        for split, files in inputs.held_out.items()
-    }
-    return kind(inputs.name, inputs.files, contents, max_bytes, held_out, inputs.warnings)

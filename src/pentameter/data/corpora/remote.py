@@ -97,9 +97,9 @@ class RemoteFile:
         return shown_url(self.url)
 
 
-def remote_files(url: str) -> list[RemoteFile]:
+def remote_files(url: str) -> tuple[list[RemoteFile], str]:
     """List the file at a URL, or those that match its `*`, or those below its folder, sorted by
-    path; hidden ones are left out.
+    path; hidden ones are left out. Also return the URL if it is such a pattern or folder, else "".
 
     Over HTTP, which has no folders, a URL is always one file. Raises ConfigError for a missing
     package, an unknown scheme, or no such file; StorageError if the server does not answer after
@@ -109,26 +109,28 @@ def remote_files(url: str) -> list[RemoteFile]:
     if (problem := url_problem(url)) is not None:
         raise ConfigError(problem)
 
-    def find() -> list[RemoteFile]:
+    def find() -> tuple[list[RemoteFile], str]:
         fs, path = _file_system(url)
         fs.invalidate_cache()
+        root = url
         if "*" in path:
             found = fs.glob(path, detail=True)
         elif fs_has_folders(url) and fs.isdir(path):
             found = fs.find(path, detail=True)
         else:
-            found = {path: fs.info(path)}
+            root, found = "", {path: fs.info(path)}
         files = {name: info for name, info in found.items() if info.get("type") != "directory"}
-        return [
+        listed = [
             _remote_file(fs, url, name, info)
             for name, info in sorted(files.items())
             if name == path or not any(part.startswith(".") for part in name.split("/")[1:])
         ]
+        return listed, root
 
-    files = _retried(url, find)
+    files, root = _retried(url, find)
     if not files:
         raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
-    return files
+    return files, root
 
 
 def fs_has_folders(url: str) -> bool:

@@ -1,4 +1,5 @@
-"""Rows of Parquet and Arrow files, read a few rows at a time through `pyarrow`.
+"""Parquet and Arrow files: which split a file's name tells, and its rows, read a few at a time
+through `pyarrow`.
 
 Only the wanted columns are read, page by page, so memory does not grow with a Parquet file or its
 row groups; for Arrow one record batch is held. A null value becomes an absent key, also inside
@@ -7,14 +8,21 @@ lists and objects.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+_SPLITS = {
+    "train": "train", "training": "train",
+    "validation": "val", "valid": "val", "val": "val", "dev": "val",
+    "test": "test",
+}  # fmt: skip
+"""Maps a word in the name of a table, or of its folder, to its split."""
 
 BATCH_BYTES = 1 << 22
 """Approximate bytes of a table decoded at once."""
@@ -29,6 +37,21 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 def is_table(file: PurePath | str) -> bool:
     """Return True if a file name ends in a table suffix (.parquet, .arrow, .feather)."""
     return str(file).lower().endswith(TABLE_SUFFIXES)
+
+
+def split_of(path: PurePosixPath) -> str | None:
+    """Return the split (`train`, `val`, `test`) named by a word in a table's path, in its last part
+    that names one; None if no part does."""
+    found = (split_in(part) for part in reversed(path.parts))
+    return next((split for split in found if split is not None), None)
+
+
+def split_in(name: str) -> str | None:
+    """Return the split named by a word in a file's or folder's name: train if it is among several;
+    None without such a word."""
+    words = re.split("[^a-z]+", name.lower())
+    splits = {_SPLITS[word] for word in words if word in _SPLITS}
+    return "train" if "train" in splits else next(iter(sorted(splits, reverse=True)), None)
 
 
 def read_rows(file: Path, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:

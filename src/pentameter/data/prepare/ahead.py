@@ -7,15 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.preparation import Preparation
+from pentameter.data.prepare.from_text import TextPreparation
+from pentameter.data.prepare.preparation import cached_folder, holds_tokenizer
 from pentameter.data.prepare.stream import Origin, origin_of
 from pentameter.data.progress import BEGINNING
 from pentameter.data.shards.dataset import Dataset
-from pentameter.data.shards.format import TOKENIZER_FILE
 from pentameter.data.shards.stream import (
     is_stream,
     n_parts_of,
@@ -23,10 +22,7 @@ from pentameter.data.shards.stream import (
     open_stream,
     part_header,
 )
-from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.setting import is_made_from_text, load_tokenizer
 from pentameter.disk.atomic import read_json, write_atomic
-from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild, exit_reason
 
@@ -144,30 +140,26 @@ class Follower:
             return None
 
 
-def open_text_stream(text: Text, preparation: Preparation, setting: str, *, leads: bool) -> Dataset:
-    """Open a text as a stream in the cache, once its first part has been written.
+@dataclass(frozen=True)
+class StreamPreparation(TextPreparation):
+    """A text that is encoded while a run reads it."""
 
-    `leads`: this process has the parts written, and verifies them; other processes on the machine
-    wait for them. If a trained model's tokenizer is the one that `setting` (`data.tokenizer`) made
-    from this text, the stream is the one that the model was trained on.
+    def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
+        """Open the text as a stream in the cache, once its first part has been written. `setting`
+        is `data.tokenizer`, which may have made a trained model's `tokenizer`; `warnings` is
+        unused.
 
-    Raises ConfigError for a tokenizer or split that needs the whole text, and for an empty one;
-    CorruptError for damage; StorageError if reading or writing fails.
-    """
-    wanted = preparation.tokenizer
-    origin = origin_of(text, wanted, preparation.splitting)
-    if isinstance(wanted, Tokenizer) and is_made_from_text(setting):
+        With `verify`, this process has the parts written, and checks their hashes; other processes
+        on the machine wait for them. Raises ConfigError for a tokenizer or split that needs the
+        whole text, and for an empty one; CorruptError for damage; StorageError if reading or
+        writing fails.
+        """
+        origin = origin_of(self.corpus, self.tokenizer, self.splitting)
         made = replace(origin, tokenizer=setting)
-        tokenizer = part_header(_folder(made), 0).with_name(TOKENIZER_FILE)
-        if tokenizer.exists() and load_tokenizer(tokenizer).hash == wanted.hash:
-            origin = made
-    folder = _folder(origin)
-    if not is_stream(folder):
-        preparation.progress(BEGINNING, 0, text.n_bytes)
-    source = Ahead(origin, folder) if leads else Follower(folder)
-    return open_stream(folder, source, verify=leads, progress=preparation.progress)
-
-
-def _folder(origin: Origin) -> Path:
-    """Return the cache folder for a stream."""
-    return cache_folder() / "prepared" / f"{origin.text.name}-{origin.hash[:24]}"
+        if holds_tokenizer(part_header(cached_folder(made.key), 0).parent, setting, self.tokenizer):
+            origin = made  # the stream that the model was trained on
+        folder = cached_folder(origin.key)
+        if not is_stream(folder):
+            self.progress(BEGINNING, 0, self.corpus.n_bytes)
+        source = Ahead(origin, folder) if verify else Follower(folder)
+        return open_stream(folder, source, verify=verify, progress=self.progress)

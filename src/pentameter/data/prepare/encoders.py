@@ -36,9 +36,7 @@ WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
 
 
-def batches(
-    passages: Iterable[Passage], n_characters: int = BATCH_CHARACTERS
-) -> Iterator[Passages]:
+def batches(passages: Iterable[Passage], n_characters: int) -> Iterator[Passages]:
     """Yield the passages in lists with about `n_characters` characters each."""
     batch: Passages = []
     held = 0
@@ -60,6 +58,17 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
         return 0
     n_cores = len(usable_cores())
     return n_cores if n_cores > 1 else 0
+
+
+def encoded_passages(
+    passages: Iterable[Passage], tokenizer: Tokenizer, n_bytes: int
+) -> Iterator[Encoded]:
+    """Yield the passages in batches, each with a list of its passages' ids (n_tokens,), in order,
+    encoded by as many processes as are worth starting for `n_bytes` of text. Raises the errors of
+    `encoded`."""
+    # A passage alone where a character may be unknown, so that it is known which.
+    size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+    return encoded(batches(passages, size), tokenizer, processes_for(tokenizer, n_bytes))
 
 
 def encoded(

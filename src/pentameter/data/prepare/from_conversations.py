@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ import numpy as np
 from pentameter.data.corpora.conversations import Chat, Conversation, Conversations, Exchange
 from pentameter.data.corpora.files import check_encodable
 from pentameter.data.corpora.text import utf8_size
-from pentameter.data.prepare.contents import Contents
+from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting
-from pentameter.data.progress import READING, Progress, no_progress
+from pentameter.data.progress import READING
 from pentameter.data.shards.format import SPLITS
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
@@ -80,21 +80,15 @@ class ConversationContents(Contents):
     has_loss_mask = True
 
     conversations: Conversations
-    template: ChatTemplate | None
     special_tokens: Mapping[str, int]
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
 
     @property
-    def chat(self) -> ChatTemplate | None:
-        """The chat template to store with the tokenizer; None leaves the tokenizer's own."""
-        return self.template
-
-    @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the conversations in a cache; the template is included, because
         it is stored with the tokenizer."""
-        chat = None if self.template is None else self.template.to_json()
+        chat = None if self.chat is None else self.chat.to_json()
         return {**super().key, "chat": chat}
 
     def count(self) -> dict[str, int]:
@@ -103,7 +97,7 @@ class ConversationContents(Contents):
 
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which renders them again."""
-        return _documents(self.conversations, self.template, self.special_tokens)
+        return _documents(self.conversations, self.chat, self.special_tokens)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
         """Yield each document's text, empty outside train, with the UTF-8 bytes read so far;
@@ -123,62 +117,43 @@ class ConversationContents(Contents):
                 yield n_done
 
 
-def read_conversations(
-    conversations: Conversations,
-    chat: ChatTemplate | None,
-    special_tokens: Mapping[str, int],
-    splitting: Splitting,
-    *,
-    progress: Progress = no_progress,
-) -> ConversationContents:
-    """Render conversations, and those held out beside them, once; return their contents (hash,
-    sizes, splits).
+@dataclass(frozen=True)
+class ConversationPreparation(Preparation):
+    """A corpus of conversations, which is split by their position, or by the hash of each one's
+    text."""
 
-    `chat` is the template, `special_tokens` (text → id) those of the tokenizer that will encode the
-    text. Raises ConfigError for messages without a template, CorruptError for a record that is no
-    conversation or that the template refuses, StorageError if reading fails.
-    """
-    splitting = Splitting(0.0) if conversations.held_out else splitting
-    found = _read(conversations, chat, special_tokens, splitting, progress)
-    held_out = {}
-    for split, other in conversations.held_out.items():
-        part = _read(other, chat, special_tokens, Splitting(0.0), progress)
-        held_out[split] = replace(part, splits=bytes([SPLITS.index(split)]) * len(part.splits))
-    characters = {*found.characters}.union(*(part.characters for part in held_out.values()))
-    return replace(found, characters="".join(sorted(characters)), held_out=held_out)
+    corpus: Conversations
+    chat: ChatTemplate | None = None
+    """The template that renders messages; None if the tokenizer has none, and for plain prompts."""
 
-
-def _read(
-    conversations: Conversations,
-    chat: ChatTemplate | None,
-    special_tokens: Mapping[str, int],
-    splitting: Splitting,
-    progress: Progress,
-) -> ConversationContents:
-    digest, characters = hashlib.sha256(), set[str]()
-    n_bytes, splits = 0, bytearray()
-    for document in _documents(conversations, chat, special_tokens):
-        digest.update(document.to_bytes())
-        text = document.text
-        characters |= {*text}
-        n_bytes += utf8_size(text)
-        splits.append(splitting.split_of(hashlib.sha256(text.encode()).digest()))
-        progress(READING, n_bytes, max(conversations.n_bytes, n_bytes))
-    if not splits:
-        raise ConfigError(f"there is no conversation in {conversations.files[0]}; nothing to learn")
-    if not IS_BY_DOCUMENT[splitting.by]:
-        counts = np.diff([0, *splitting.ends(len(splits))])
-        splits = bytearray(np.repeat(np.arange(3, dtype=np.uint8), counts).tobytes())
-    return ConversationContents(
-        name=conversations.name,
-        sha256=digest.hexdigest(),
-        n_bytes=n_bytes,
-        characters="".join(sorted(characters)),
-        conversations=conversations,
-        template=chat,
-        special_tokens=special_tokens,
-        splits=bytes(splits),
-    )
+    def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
+        special = {} if isinstance(self.tokenizer, str) else self.tokenizer.special_tokens
+        digest, characters = hashlib.sha256(), set[str]()
+        n_bytes, splits = 0, bytearray()
+        for document in _documents(corpus, self.chat, special):
+            digest.update(document.to_bytes())
+            text = document.text
+            characters |= {*text}
+            n_bytes += utf8_size(text)
+            splits.append(splitting.split_of(hashlib.sha256(text.encode()).digest()))
+            self.progress(READING, n_bytes, max(corpus.n_bytes, n_bytes))
+        if not splits:
+            raise ConfigError(f"there is no conversation in {corpus.files[0]}; nothing to learn")
+        if split != "train":
+            splits = bytearray([SPLITS.index(split)] * len(splits))
+        elif not IS_BY_DOCUMENT[splitting.by]:
+            counts = np.diff([0, *splitting.ends(len(splits))])
+            splits = bytearray(np.repeat(np.arange(3, dtype=np.uint8), counts).tobytes())
+        return ConversationContents(
+            name=corpus.name,
+            sha256=digest.hexdigest(),
+            n_bytes=n_bytes,
+            own_characters="".join(characters),
+            chat=self.chat,
+            conversations=corpus,
+            special_tokens=special,
+            splits=bytes(splits),
+        )
 
 
 def _documents(

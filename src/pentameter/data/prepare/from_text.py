@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.corpora.text import Documents, Text, utf8_size
-from pentameter.data.prepare.contents import Contents
-from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
+from pentameter.data.prepare.encoders import encoded_passages
+from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import (
     IS_BY_DOCUMENT,
     Passage,
@@ -25,10 +25,15 @@ from pentameter.data.prepare.splits import (
     Splitting,
     split_passages,
 )
-from pentameter.data.progress import READING, Progress, no_progress
+from pentameter.data.progress import READING
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.char import N_CODE_POINTS, UnseenCharacterError, code_points
+from pentameter.data.tokenizers.char import (
+    N_CODE_POINTS,
+    CharTokenizer,
+    UnseenCharacterError,
+    code_points,
+)
 from pentameter.data.tokenizers.chunking import Chunker
 from pentameter.errors import ConfigError, StorageError
 
@@ -60,8 +65,7 @@ class TextContents(Contents):
         """Write the tokens of this text and those held out, with several processes if that is
         faster; yield the UTF-8 bytes done so far. Raises StorageError if a text has changed since
         the first pass."""
-        n_processes = processes_for(tokenizer, sum(part.n_bytes for part in self.parts))
-        return _encode(self.parts, tokenizer, writer, n_processes)
+        return _encode(self.parts, tokenizer, writer)
 
 
 class TextDigest:
@@ -90,70 +94,65 @@ class TextDigest:
         return hashlib.sha256(self._text.digest() + self._bounds.digest()).hexdigest()
 
 
-def read_contents(
-    text: Text,
-    splitting: Splitting,
-    *,
-    characters: bool = True,
-    progress: Progress = no_progress,
-) -> TextContents:
-    """Read a text and the texts held out beside it once; return their contents (hash, sizes, split
-    bounds).
+@dataclass(frozen=True)
+class TextPreparation(Preparation):
+    """A text, which is split by position, in characters, or by document."""
 
-    If texts are held out, `text` is all train. `characters`: also collect the distinct characters.
-    Raises ConfigError for an empty text, CorruptError for a damaged file, StorageError if reading
-    fails.
-    """
-    seen = np.zeros(N_CODE_POINTS if characters else 0, dtype=bool)
-    found = _read(text, Splitting(0.0) if text.held_out else splitting, "train", seen, progress)
-    held_out = {
-        split: _read(other, Splitting(0.0), split, seen, progress)
-        for split, other in text.held_out.items()
-    }
-    distinct = "".join(map(chr, np.flatnonzero(seen).tolist()))
-    return replace(found, characters=distinct, held_out=held_out)
+    corpus: Text
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values that identify the text in the cache; it is read for them, unless its identity
+        is known without."""
+        identity = self.corpus.identity
+        if identity is None:
+            return self.contents.key
+        return {"name": self.corpus.name, "text": identity, "held_out": {}}
 
-def _read(
-    text: Text, splitting: Splitting, split: str, seen: npt.NDArray[np.bool_], progress: Progress
-) -> TextContents:
-    """Return one text's contents; if it is not divided by `splitting`, all of it belongs to
-    `split`. Sets `seen` (code points,) to True for its characters, unless that array is empty."""
-    digest = TextDigest()
-    n_characters = 0
-    splits = bytearray()
-    by_document = IS_BY_DOCUMENT[splitting.by]
-    for document in digest.hashed(text.documents()):
-        hasher = hashlib.blake2b(digest_size=8)
-        for chunk in document:
-            n_characters += len(chunk)
+    def _read(self, corpus: Text, split: str, splitting: Splitting) -> TextContents:
+        digest = TextDigest()
+        n_characters = 0
+        splits = bytearray()
+        by_document = IS_BY_DOCUMENT[splitting.by]
+        needs_characters = self.tokenizer == "char" or isinstance(self.tokenizer, CharTokenizer)
+        seen = np.zeros(N_CODE_POINTS if needs_characters else 0, dtype=bool)
+        for document in digest.hashed(corpus.documents()):
+            hasher = hashlib.blake2b(digest_size=8)
+            for chunk in document:
+                n_characters += len(chunk)
+                if by_document:
+                    hasher.update(chunk.encode())
+                if needs_characters:
+                    _note_characters(chunk, seen)
+                self.progress(READING, digest.n_bytes, max(corpus.n_bytes, digest.n_bytes))
             if by_document:
-                hasher.update(chunk.encode())
-            if seen.size:
-                points = code_points(chunk)
-                if chunk.isascii():  # bytes are rid of the known ones faster than looked up
-                    known = np.flatnonzero(seen[:128]).astype(np.uint8).tobytes()
-                    points = np.frombuffer(points.tobytes().translate(None, known), np.uint8)
-                seen[points[~seen[points]]] = True
-            progress(READING, digest.n_bytes, max(text.n_bytes, digest.n_bytes))
-        if by_document:
-            splits.append(splitting.split_of(hasher.digest()))
-    if n_characters == 0:
-        raise ConfigError(f"the text {text.name!r} is empty; there is nothing to learn from")
-    train_end, val_end, _ = splitting.ends(n_characters)
-    by_position = {
-        "train": (train_end, val_end, n_characters),
-        "val": (0, n_characters, n_characters),
-        "test": (0, 0, n_characters),
-    }
-    return TextContents(
-        name=text.name,
-        sha256=digest.hexdigest(),
-        n_bytes=digest.n_bytes,
-        text=text,
-        n_characters=n_characters,
-        bounds=bytes(splits) if by_document else by_position[split],
-    )
+                splits.append(splitting.split_of(hasher.digest()))
+        if n_characters == 0:
+            raise ConfigError(f"the text {corpus.name!r} is empty; there is nothing to learn from")
+        train_end, val_end, _ = splitting.ends(n_characters)
+        by_position = {
+            "train": (train_end, val_end, n_characters),
+            "val": (0, n_characters, n_characters),
+            "test": (0, 0, n_characters),
+        }
+        return TextContents(
+            name=corpus.name,
+            sha256=digest.hexdigest(),
+            n_bytes=digest.n_bytes,
+            own_characters="".join(map(chr, np.flatnonzero(seen).tolist())),
+            text=corpus,
+            n_characters=n_characters,
+            bounds=bytes(splits) if by_document else by_position[split],
+        )
+
+
+def _note_characters(chunk: str, seen: npt.NDArray[np.bool_]) -> None:
+    """Set `seen` (code points,) to True for the characters in `chunk`."""
+    points = code_points(chunk)
+    if chunk.isascii():  # bytes are rid of the known ones faster than looked up
+        known = np.flatnonzero(seen[:128]).astype(np.uint8).tobytes()
+        points = np.frombuffer(points.tobytes().translate(None, known), np.uint8)
+    seen[points[~seen[points]]] = True
 
 
 @dataclass
@@ -183,9 +182,7 @@ class PassageWriter:
         return n_bytes
 
 
-def _encode(
-    parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
-) -> Iterator[int]:
+def _encode(parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
     """Write the tokens of all `parts`; yield the UTF-8 bytes done so far. Raises
     UnseenCharacterError with the text's name and position, StorageError if a text has changed."""
     digests = [TextDigest() for _ in parts]
@@ -195,10 +192,9 @@ def _encode(
     )
     n_characters = n_bytes = 0
     written = PassageWriter(tokenizer)
-    # A passage alone where a character may be unknown, so that its position is known.
-    size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+    size = sum(part.n_bytes for part in parts)
     try:
-        for batch, batch_ids in encoded(batches(passages, size), tokenizer, n_processes):
+        for batch, batch_ids in encoded_passages(passages, tokenizer, size):
             for passage, ids in zip(batch, batch_ids, strict=True):
                 n_characters += len(passage.text)
                 n_bytes += written.write(writer, passage, ids)

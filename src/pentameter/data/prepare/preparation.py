@@ -1,61 +1,136 @@
-"""A corpus with the settings that make token shards from it: the single path from `[data]` to
-shards."""
+"""A corpus on its way to token shards: what a first pass over it finds, and the shards, which a
+second pass writes, into a folder of the user's or into the cache.
+
+The cache is keyed by the corpus's sha256 and the settings that decide its tokens, so a changed file
+is never mistaken for the old one, at the price of reading the corpus once per start.
+
+`from_text.py` and `from_conversations.py` have the passes over each kind of corpus, `ahead.py` the
+text that is encoded while a run reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from pentameter.config.data_schema import DataConfig
-from pentameter.data.corpora.conversations import Conversations
-from pentameter.data.corpora.registry import corpus_of
-from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.contents import Contents, prepare_contents
-from pentameter.data.prepare.from_conversations import read_conversations
-from pentameter.data.prepare.from_text import read_contents
+from pentameter.data.corpora.text import Corpus
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.progress import Progress, no_progress
+from pentameter.data.progress import AWAITING, ENCODING, TRAINING, Progress, no_progress
+from pentameter.data.shards.dataset import Dataset, open_shards
+from pentameter.data.shards.format import TOKENIZER_FILE
+from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import ChatTemplate, chosen_chat_template
-from pentameter.data.tokenizers.setting import chosen_tokenizer
-from pentameter.errors import ConfigError
+from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.setting import build_tokenizer, is_made_from_text, load_tokenizer
+from pentameter.disk.atomic import FolderExistsError
+from pentameter.disk.cache import cache_folder
+from pentameter.disk.lock import building
+from pentameter.errors import CorruptError
+
+CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents(ABC):
+    """Hash, sizes and distinct characters of a corpus, and the same for corpora held out as other
+    splits."""
+
+    kind: ClassVar[str]
+    """The kind of corpus: `text` or `conversations`."""
+    has_loss_mask: ClassVar[bool] = False
+    """True if only some tokens are learned, as in conversations."""
+
+    name: str
+    """Stem of the shards' file names."""
+    sha256: str
+    """sha256, in hex, of everything that decides the tokens for a given tokenizer."""
+    n_bytes: int
+    """UTF-8 bytes of the corpus's text, without held-out corpora."""
+    own_characters: str
+    """Distinct characters of the corpus's text, in any order; empty if not collected."""
+    chat: ChatTemplate | None = None
+    """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
+    held_out: Mapping[str, Self] = field(default_factory=dict)
+    """Contents by split, `val` and `test`, if these are separate corpora."""
+
+    @property
+    def parts(self) -> list[Self]:
+        """This corpus's contents, then those of held-out corpora."""
+        return [self, *self.held_out.values()]
+
+    @property
+    def characters(self) -> str:
+        """Distinct characters as a sorted string, held-out corpora included; empty if not
+        collected."""
+        return "".join(sorted(set().union(*(part.own_characters for part in self.parts))))
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values that identify the corpus in a cache."""
+        held_out = {split: part.sha256 for split, part in self.held_out.items()}
+        return {"name": self.name, self.kind: self.sha256, "held_out": held_out}
+
+    @abstractmethod
+    def count(self) -> dict[str, int]:
+        """Return the corpus's size in its own unit: {"characters": …} or {"conversations": …}."""
+
+    def description(self) -> dict[str, Any]:
+        """Return hashes and sizes as JSON values, for the shards' header."""
+        sizes = {"sha256": self.sha256, "bytes": self.n_bytes, **self.count()}
+        held_out = {split: part.description() for split, part in self.held_out.items()}
+        return {**sizes, **({"held_out": held_out} if held_out else {})}
+
+    @abstractmethod
+    def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
+        """Yield the corpus's text in passages cut for a tokenizer setting, empty outside the train
+        split, each with the UTF-8 bytes read so far."""
+
+    @abstractmethod
+    def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
+        """Write the tokens of all `parts`; yield the UTF-8 bytes of text done so far.
+
+        Raises StorageError if a corpus has changed since the first pass.
+        """
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """A corpus, with the tokenizer that encodes it and how it is split into train, val and test."""
+class Preparation(ABC):
+    """A corpus, the tokenizer that encodes it, and how it is split: what its shards follow from."""
 
-    corpus: Text | Conversations
+    corpus: Corpus
     tokenizer: str | Tokenizer
-    """A tokenizer, or a setting (`char`, `word`, `bpe:N`) whose tokenizer is made from the text."""
+    """A tokenizer, or a setting that makes one from the corpus: `char` knows every character in all
+    splits, `word` and `bpe:N` are trained on the train split."""
     splitting: Splitting
-    chat: ChatTemplate | None
-    """The template that renders messages; None for text, or if the tokenizer has none either."""
+    """Fractions for the splits; unused if corpora are held out beside this one."""
     progress: Progress = no_progress
 
     @cached_property
     def contents(self) -> Contents:
-        """Hash, sizes and splits of the corpus, found by reading it once on first access."""
-        if isinstance(self.corpus, Conversations):
-            special = {} if isinstance(self.tokenizer, str) else self.tokenizer.special_tokens
-            return read_conversations(
-                self.corpus, self.chat, special, self.splitting, progress=self.progress
-            )
-        needs_characters = self.tokenizer == "char" or isinstance(self.tokenizer, CharTokenizer)
-        return read_contents(
-            self.corpus, self.splitting, characters=needs_characters, progress=self.progress
-        )
+        """Hashes, sizes and splits of the corpus and those held out beside it, each read once on
+        first access. Raises ConfigError if one is empty, CorruptError for a damaged file,
+        StorageError if reading fails."""
+        held_out, whole = self.corpus.held_out, Splitting(0.0)
+        found = self._read(self.corpus, "train", whole if held_out else self.splitting)
+        parts = {split: self._read(corpus, split, whole) for split, corpus in held_out.items()}
+        return replace(found, held_out=parts)
+
+    @abstractmethod
+    def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:
+        """Read one corpus in a first pass; what `splitting` does not hold out belongs to
+        `split`."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values that identify the contents in a cache. The corpus is read for them, unless
-        its identity is known without."""
-        if isinstance(self.corpus, Text) and (identity := self.corpus.identity) is not None:
-            return {"name": self.corpus.name, "text": identity, "held_out": {}}
+        """JSON values that identify the corpus in the cache, its `name` among them."""
         return self.contents.key
 
     def write_shards(
@@ -64,49 +139,110 @@ class Preparation:
         *,
         warnings: list[str],
         count_tokens: Callable[[int], None] | None = None,
-        keep_existing: bool = False,
     ) -> None:
-        """Write the shards into a new `folder`, which appears whole or not at all. `count_tokens`
-        is called with the tokens written so far; `warnings` collects sentences for the user; with
-        `keep_existing`, a folder that has appeared meanwhile is kept. Raises ConfigError and
-        StorageError as `prepare_contents` does."""
-        prepare_contents(
-            self.contents,
-            folder,
-            self.tokenizer,
-            progress=self.progress,
-            count_tokens=count_tokens,
-            warnings=warnings,
-            keep_existing=keep_existing,
+        """Write the shards into a new `folder`, which appears whole or not at all. One process at a
+        time prepares a folder, others wait.
+
+        `count_tokens` is called with the tokens written so far; `warnings` collects sentences for
+        the user. Raises FolderExistsError if the folder exists or has appeared meanwhile,
+        ConfigError for a character outside the vocabulary, StorageError if reading or writing
+        fails, or the corpus changed between the passes.
+        """
+        contents = self.contents
+        n_bytes = sum(part.n_bytes for part in contents.parts)
+        with building(folder, lambda: self.progress(AWAITING, 0, n_bytes)) as unfinished:
+            tokenizer = self._made_tokenizer(warnings)
+            tokenizer.chat = contents.chat or tokenizer.chat
+            with ShardWriter(
+                unfinished, contents.name, tokenizer, has_loss_mask=contents.has_loss_mask
+            ) as writer:
+                for n_done in contents.encode(tokenizer, writer):
+                    self.progress(ENCODING, n_done, n_bytes)
+                    if count_tokens is not None:
+                        count_tokens(writer.n_tokens)
+                writer.finish(contents.description())
+
+    def _made_tokenizer(self, warnings: list[str]) -> Tokenizer:
+        """Return the tokenizer, made from the corpus if it is a setting."""
+        setting, contents = self.tokenizer, self.contents
+        if isinstance(setting, Tokenizer):
+            return setting
+        if setting == "char":
+            return CharTokenizer(contents.characters)
+
+        def train_texts() -> Iterator[str]:
+            for text, n_done in contents.train_texts(setting):
+                self.progress(TRAINING, n_done, contents.n_bytes)
+                if text:
+                    yield text
+
+        return build_tokenizer(setting, train_texts, warnings=warnings)
+
+    def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
+        """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`, which may
+        have made a trained model's `tokenizer`; `verify` checks the files against their hashes;
+        `warnings` collects sentences for the user. Raises CorruptError for damage, and the errors
+        of `write_shards`."""
+        folder = self._cached_folder(setting)
+        header = folder / f"{self.corpus.name}.json"
+        if not header.exists():
+            with suppress(FolderExistsError):  # another process has written it meanwhile
+                self.write_shards(folder, warnings=warnings)
+        try:
+            return open_shards(header, verify=verify, progress=self.progress)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error} (it is a cache: delete {folder} and start again)"
+            ) from error
+
+    def _cached_folder(self, setting: str) -> Path:
+        """Return the folder for the shards in the cache, whether or not it exists.
+
+        A trained model's tokenizer may equal the one that a setting makes from this corpus. Then
+        these are the shards from its training, so that the same tokens are not stored twice.
+        """
+        for made_by in (setting, "char"):
+            folder = self._folder_by(made_by)
+            if holds_tokenizer(folder, made_by, self.tokenizer):
+                return folder
+        own = self._folder_by(self.tokenizer)
+        if (
+            isinstance(self.tokenizer, CharTokenizer)
+            and not own.exists()  # so the corpus will be read anyway
+            and "".join(self.tokenizer.characters) == self.contents.characters
+        ):
+            return self._folder_by("char")
+        return own
+
+    def _folder_by(self, tokenizer: str | Tokenizer) -> Path:
+        """Return the cache's folder for this corpus and splitting, encoded by `tokenizer`."""
+        splits = self.splitting
+        return cached_folder(
+            {
+                **self.key,
+                "version": CACHE_VERSION,
+                "tokenizer": known_by(tokenizer),
+                "splits": [splits.by, splits.validation_fraction, splits.test_fraction],
+            }
         )
 
 
-def preparation_of(
-    data: DataConfig,
-    tokenizer: str | Tokenizer,
-    *,
-    paths: Sequence[str | Path] = (),
-    is_shared: bool = False,
-    progress: Progress = no_progress,
-) -> Preparation:
-    """Open the corpus that `data` names, or the files at `paths` instead, to be encoded by
-    `tokenizer` (or made from text by that setting).
+def cached_folder(key: Mapping[str, Any]) -> Path:
+    """Return the cache's folder for prepared data that follows from the JSON values in `key`, its
+    `name` among them."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"
 
-    If `is_shared`, other corpora have the same settings, and text ignores a chat template instead
-    of refusing it. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
-    CorruptError or StorageError (damaged or unreadable files).
-    """
-    corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)
-    if isinstance(corpus, Text) and data.chat_template is not None and not is_shared:
-        raise ConfigError(
-            f"data.chat_template={data.chat_template!r} is for conversations, and "
-            f"{data.path or data.corpus} holds text; leave it out"
-        )
-    if isinstance(corpus, Text):
-        chat = None
-    elif data.chat_template is not None:
-        chat = chosen_chat_template(data.chat_template)
-    else:
-        chat = None if isinstance(wanted, str) else wanted.chat
-    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    return Preparation(corpus, wanted, splitting, chat, progress)
+
+def known_by(tokenizer: str | Tokenizer) -> str:
+    """Return the setting or hash by which a tokenizer is identified in the cache's keys."""
+    return tokenizer if isinstance(tokenizer, str) else tokenizer.hash
+
+
+def holds_tokenizer(folder: Path, setting: str, tokenizer: str | Tokenizer) -> bool:
+    """Return True if the shards in `folder`, encoded by the tokenizer that `setting` made from
+    their text, are those that `tokenizer`, a trained model's, would give."""
+    if isinstance(tokenizer, str) or not is_made_from_text(setting):
+        return False
+    file = folder / TOKENIZER_FILE
+    return file.exists() and load_tokenizer(file).hash == tokenizer.hash

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from pentameter.data.corpora.files import InputFile
 from pentameter.data.corpora.text import Text, first_bytes, utf8_size
-from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
+from pentameter.data.prepare.encoders import encoded_passages
 from pentameter.data.prepare.from_text import PassageWriter
+from pentameter.data.prepare.preparation import known_by
 from pentameter.data.prepare.splits import Passage, Splitting, split_passages
 from pentameter.data.shards.format import TOKENIZER_FILE
 from pentameter.data.shards.stream import (
@@ -88,7 +89,7 @@ class Origin:
             "files": [[*name, key] for name, key in zip(names, self.keys, strict=True)],
             "contents": asdict(text.contents),
             "max_bytes": text.max_bytes,
-            "tokenizer": self.tokenizer if isinstance(self.tokenizer, str) else self.tokenizer.hash,
+            "tokenizer": known_by(self.tokenizer),
             "held_out": [splitting.validation_fraction, splitting.test_fraction],
             "first_tokens": self.first_tokens,
         }
@@ -276,11 +277,9 @@ class Parts:
                 ahead.append(position)
                 yield passage
 
-        n_processes = processes_for(tokenizer, self._origin.text.n_bytes)
-        # A passage alone where a character may be unknown, so that it is known which.
-        size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+        size = self._origin.text.n_bytes
         try:
-            for batch, ids in encoded(batches(passages(), size), tokenizer, n_processes):
+            for batch, ids in encoded_passages(passages(), tokenizer, size):
                 for passage, each in zip(batch, ids, strict=True):
                     yield passage, each, ahead.popleft()
         except UnseenCharacterError as error:

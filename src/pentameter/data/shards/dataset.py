@@ -287,6 +287,8 @@ class Dataset:
     splits: Mapping[str, TokenSplit]
     folders: tuple[Path, ...] = ()
     """The shards' folder; for several data sets, each one's in order."""
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """The shards' header (`format.py`); empty for several data sets and for a stream."""
 
     @property
     def vocab_size(self) -> int:
@@ -377,7 +379,7 @@ def open_shards(
         )
         for name, part in header["splits"].items()
     }
-    return Dataset(tokenizer, header["sha256"], splits, (folder.absolute(),))
+    return Dataset(tokenizer, header["sha256"], splits, (folder.absolute(),), header)
 
 
 def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:

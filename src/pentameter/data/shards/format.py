@@ -51,13 +51,16 @@ def header_hash(header: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def find_header(path: Path) -> Path | None:
+def find_header(path: str | Path | None) -> Path | None:
     """Return the path to the header of prepared shards, given that path or its folder; None if
-    there is none.
+    there is none, and for None.
 
     Raises CorruptError for a folder that has shard files or a tokenizer but no header, ConfigError
     for one with several headers.
     """
+    if path is None:
+        return None
+    path = Path(path)
     if path.is_file():
         return path if path.suffix == ".json" and _is_header(path) else None
     if not path.is_dir():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,18 +102,6 @@ class NoSource:
         """Do nothing: no parts are being written."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """An opened part: its shards, and its header's description of the text (`text`: the stream's
-    hash, and whether the first document `continues` from the part before)."""
-
-    dataset: Dataset
-    text: Mapping[str, Any]
-    hash: str
-    """The sha256, in hex, over its tokens, splits and tokenizer, independent of the text's name and
-    place."""
-
-
 class TokenStream(TokenSequence):
     """The training tokens of the stream in `folder`, as far as they are written; `up_to` waits for
     more, which `source` writes. The constructor waits for the first part. `verify` checks each
@@ -123,7 +110,7 @@ class TokenStream(TokenSequence):
     def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
         self.source = source
         self._folder, self._verify, self._progress = folder, verify, progress
-        self._parts: list[_Part] = []
+        self._parts: list[Dataset] = []
         super().__init__((), 0, 0)
         while not self._open_next():
             source.wait(1)
@@ -133,13 +120,13 @@ class TokenStream(TokenSequence):
     @property
     def first(self) -> Dataset:
         """The first part's data set, which has the val and test splits."""
-        return self._parts[0].dataset
+        return self._parts[0]
 
     @property
     def hash(self) -> str:
         """The sha256, in hex, over everything that decides the stream's tokens: text, tokenizer,
         settings."""
-        return str(self._parts[0].text["stream"])
+        return str(self.first.header["text"]["stream"])
 
     @property
     def is_whole(self) -> bool:
@@ -169,8 +156,8 @@ class TokenStream(TokenSequence):
         n_tokens = self.up_to(n_tokens)
         hashes = []
         for part in self._parts:
-            hashes.append(part.hash)
-            n_tokens -= part.dataset.split("train").n_tokens
+            hashes.append(_hash_of_part(part.header))
+            n_tokens -= part.split("train").n_tokens
             if n_tokens <= 0:
                 break
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
@@ -179,9 +166,9 @@ class TokenStream(TokenSequence):
         """Return the training split, with the documents and bytes in the parts opened so far."""
         starts, n_tokens, n_bytes = [], 0, 0
         for part in self._parts:
-            train = part.dataset.split("train")
+            train = part.split("train")
             # A part's first document may have begun in the part before.
-            first = int(bool(part.text["continues"]))
+            first = int(bool(part.header["text"]["continues"]))
             starts.append(np.asarray(train.document_starts[first:], np.int64) + n_tokens)
             n_tokens, n_bytes = n_tokens + train.n_tokens, n_bytes + train.n_bytes
         beginning = self.first.split("train")
@@ -193,30 +180,29 @@ class TokenStream(TokenSequence):
         path = part_header(self._folder, len(self._parts))
         if not path.exists():
             return False
+        tokenizer = self.first.tokenizer if self._parts else None
         try:
-            part = self._opened(path)
+            part = open_shards(
+                path, verify=self._verify, progress=self._progress, tokenizer=tokenizer
+            )
+            if self._parts and part.header["text"].get("stream") != self.hash:
+                raise CorruptError(f"{path} is of another text than the parts before it")
         except CorruptError as error:
             raise CorruptError(
                 f"{error} (it is a cache: delete {self._folder} and start again)"
             ) from error
         self._parts.append(part)
-        tokens = part.dataset.split("train").tokens
+        tokens = part.split("train").tokens
         for array in tokens.arrays() if len(tokens) else ():
             self._append(array)
         return True
 
-    def _opened(self, path: Path) -> _Part:
-        header = read_header(path)
-        text = header["text"]
-        if self._parts and text.get("stream") != self.hash:
-            raise CorruptError(f"{path} is of another text than the parts before it")
-        tokenizer = self.first.tokenizer if self._parts else None
-        dataset = open_shards(
-            path, verify=self._verify, progress=self._progress, tokenizer=tokenizer
-        )
-        what = {key: header[key] for key in ("tokenizer", "splits", "files", "documents")}
-        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-        return _Part(dataset, text, digest)
+
+def _hash_of_part(header: Mapping[str, Any]) -> str:
+    """Return the sha256, in hex, over a part's tokens, splits and tokenizer, independent of the
+    text's name and place."""
+    what = {key: header[key] for key in ("tokenizer", "splits", "files", "documents")}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def open_stream(
