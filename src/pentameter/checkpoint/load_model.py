@@ -1,6 +1,6 @@
 """Opening on disk, or loading ready to run, a model that the command line names as MODEL.
 
-`best.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
+`opening.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
 folder.
 """
 
@@ -11,9 +11,8 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.best import find_model
 from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
-from pentameter.checkpoint.opening import Checkpoint
+from pentameter.checkpoint.opening import Checkpoint, find_model
 from pentameter.checkpoint.state_dicts import check_weights
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.errors import ConfigError, PentameterError

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import FileRecord, sync, write_hashed
+from pentameter.disk.atomic import (
+    FileRecord,
+    decode_json,
+    read_regular,
+    sync,
+    write_hashed,
+)
 from pentameter.errors import CorruptError
 
 MANIFEST_NAME = "manifest.json"
@@ -103,9 +109,13 @@ def seal(
     return manifest
 
 
-def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
-    """Build the Manifest from `content`, the JSON object that was read from the file `path`. Raises
-    CorruptError, naming `path`, if it is malformed or written by a newer version."""
+def read_manifest(folder: Path) -> Manifest:
+    """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
+    are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
+    version."""
+    path = folder / MANIFEST_NAME
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    content = decode_json(data, path)
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CorruptError(
@@ -113,11 +123,15 @@ def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
             f"{FORMAT_VERSION}, so use a newer one"
         )
     try:
-        return _parse(content)
+        manifest = _parse(content)
     except (
         LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
     ) as error:  # fmt: skip
         raise CorruptError(f"{path} is malformed: {error!r}") from error
+    # One spelling per content: equal bytes mean a true checksum and not one changed character.
+    if manifest.to_bytes() != data:
+        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
+    return manifest
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

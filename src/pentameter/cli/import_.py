@@ -37,10 +37,10 @@ class ImportArguments:
 def run(arguments: list[str]) -> int:
     """Import and return 0."""
     asked = parse(ImportArguments, arguments, verb="import")
-    from pentameter.checkpoint.best import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
     from pentameter.checkpoint.model_folder import save_model
+    from pentameter.checkpoint.opening import is_hugging_face
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
