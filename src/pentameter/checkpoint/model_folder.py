@@ -33,9 +33,8 @@ class Adapters:
     """Low-rank adapters (LoRA) as a run trained them."""
 
     lora: LoraConfig
-    tensors: Weights
-    """Keyed by the names in `planning.adapters.training_table`. Each adapted layer has a matrix A
-    and a matrix B."""
+    layers: Mapping[str, tuple[torch.Tensor | LazyTensor, torch.Tensor | LazyTensor]]
+    """Path to an adapted linear layer → its A (rank, inputs) and B (outputs, rank)."""
 
 
 @dataclass(frozen=True)

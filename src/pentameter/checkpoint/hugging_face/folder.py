@@ -26,11 +26,10 @@ from pentameter.checkpoint.hugging_face.config_json import (
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.checkpoint.lazy_tensors import LazyTensor
+from pentameter.checkpoint.lazy_tensors import LazyTensor, few
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.state_dicts import few
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
