@@ -82,7 +82,8 @@ def read_hf(
     content = read_json(path / CONFIG)
     section = from_their_config(content, path / CONFIG)
     files = _weight_files(path)
-    tokenizer = read_tokenizer(path, warnings) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = read_tokenizer(path, warnings, content.get("eos_token_id"))
     if tokenizer is None:
         raise ConfigError(
             f"{path} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "

@@ -36,7 +36,12 @@ GPT2_MERGES = PublicFile(
     n_bytes=456_318,
 )
 
-KINDS = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
+KINDS: tuple[type[Tokenizer], ...] = (
+    CharTokenizer,
+    WordTokenizer,
+    BpeTokenizer,
+    LibraryTokenizer,  # last: any tokenizer.json is one
+)
 
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
