@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +54,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest as JSON whose `manifest_sha256` covers everything else in it."""
-        content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "run_id": self.run_id,
-            "step": self.step,
-            "config_hash": self.config_hash,
-            "layout": dict(self.layout),
-            "groups": {group: list(names) for group, names in self.groups.items()},
-            "files": {
-                record.name: {"n_bytes": record.n_bytes, "sha256": record.sha256}
-                for record in self.files
-            },
-        }
+        content: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        content["files"] = {record.pop("name"): record for record in content["files"]}
         content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
         return encode_json(content)
 
