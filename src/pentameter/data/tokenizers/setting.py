@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Tokenizer
@@ -36,12 +36,8 @@ GPT2_MERGES = PublicFile(
     n_bytes=456_318,
 )
 
-KINDS: tuple[type[Tokenizer], ...] = (
-    CharTokenizer,
-    WordTokenizer,
-    BpeTokenizer,
-    LibraryTokenizer,  # last: any tokenizer.json is one
-)
+KINDS: Sequence[type[Tokenizer]] = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
+"""All kinds; last the one that any tokenizer.json is of."""
 
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
