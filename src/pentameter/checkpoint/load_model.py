@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pentameter.checkpoint.model_folder import Adapters, StoredModel, Weights
+    from pentameter.checkpoint.tensor_reader import StoredTensors
     from pentameter.data.tokenizers.base import Tokenizer
     from pentameter.parallel.sources.custom_model import Build
     from pentameter.parallel.sources.model_source import ModelSource
@@ -101,7 +102,8 @@ def open_model(
     path = local_model(Path(path), warnings)
     while (checkpoint := find_model(path, warnings)) is not None:
         try:
-            return _stored_model(checkpoint, table_of)
+            weights = checkpoint.tensors("model")  # mapped: readable even if the folder goes
+            return _stored_model(checkpoint, weights, table_of)
         except PentameterError:
             if checkpoint.path.is_dir():
                 raise
@@ -112,7 +114,9 @@ def open_model(
     return read_hf(path, warnings=warnings)
 
 
-def _stored_model(checkpoint: Checkpoint, table_of: TableOf | None) -> StoredModel:
+def _stored_model(
+    checkpoint: Checkpoint, weights: StoredTensors, table_of: TableOf | None
+) -> StoredModel:
     """Return a checkpoint's content as a StoredModel: adapters are added to the weights that they
     adapt, and its configuration has none.
 
@@ -127,7 +131,6 @@ def _stored_model(checkpoint: Checkpoint, table_of: TableOf | None) -> StoredMod
     path, built_by = checkpoint.path, checkpoint.state.get("built_by")
     config = load_config(path / "config.toml")
     tokenizer = load_tokenizer(path / "tokenizer.json")
-    weights = checkpoint.tensors("model")  # mapped: stay readable even if the folder goes
     if table_of is None and built_by is None:
         raise ConfigError(f"{path} holds the built-in model; load it without `model`")
     if table_of is not None and built_by is not None:
