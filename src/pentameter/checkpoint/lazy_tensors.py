@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
+"""Maps names to tensors, in memory or lazy."""
 
 _N_SHOWN = 5
 
