@@ -1,5 +1,5 @@
-"""Tensors by name, some of them lazy: computed at each access, whole or one region. Comparing them
-with what a model expects, and copying them."""
+"""Tensors by name, stored or lazy (computed at each access, whole or one region): compared with
+those that a model expects, and copied."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tokenizers written to the files that `transformers` opens, and read from such files.
 
-Each kind of tokenizer writes and reads its own tokenizer.json; the files around it are here.
+Each tokenizer class writes and reads its own tokenizer.json; the files around it are here.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def read_tokenizer(folder: Path, warnings: list[str], end_of_text: Any = None) -
     GPT-2's kind and pentameter's characters become pentameter's classes: tokens that were added to
     the vocabulary keep their ids, but no text becomes one, and a line in `warnings` names them. Any
     other tokenizer.json is used unchanged; a document then ends with `eos_token` in
-    tokenizer_config.json, else with `end_of_text`, the value of `eos_token_id` in config.json (an
-    id or a list, whose first counts). Raises ConfigError for old files that are not GPT-2's kind,
+    tokenizer_config.json, else with `end_of_text`, config.json's value for `eos_token_id` (an id,
+    or a list whose first id counts). Raises ConfigError for old files that are not GPT-2's kind,
     CorruptError for a malformed file.
     """
     settings = _read_if_there(folder / SETTINGS)

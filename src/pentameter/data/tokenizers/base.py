@@ -55,12 +55,12 @@ class Tokenizer(ABC):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from a parsed `tokenizer.json` of Hugging Face's libraries, in which
-        `model.vocab` is an object; None if it describes another kind of tokenizer.
+        """Build a tokenizer from `content`, a parsed `tokenizer.json` (as Hugging Face's libraries
+        write it) whose `model.vocab` is an object; None if it describes another kind.
 
-        `end` is the token, else the id, that ends a document if `content` does not say it.
+        `end` is the token, else the id, that ends a document; only a LibraryTokenizer takes it.
         `warnings` gets a line for added tokens that text never becomes. Raises CorruptError or
-        ConfigError for content of this kind that is invalid.
+        ConfigError if the content is invalid.
         """
         return None
 

@@ -106,11 +106,11 @@ class BpeTokenizer(LibraryBacked):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from a parsed `tokenizer.json`; None if it is not of GPT-2's kind.
+        """Build a tokenizer from a parsed `tokenizer.json`; None if it does not encode as GPT-2's
+        does.
 
         Byte-level added tokens whose ids follow without a gap join the vocabulary; a line in
-        `warnings` names the others. Raises CorruptError or ConfigError if content of that kind is
-        invalid.
+        `warnings` names the others. Raises CorruptError or ConfigError if the content is invalid.
         """
         model, pre_tokenizer = content["model"], content.get("pre_tokenizer")
         is_bytes = (
@@ -256,9 +256,9 @@ def _without_long_runs(text: str) -> Iterator[str]:
 def _with_added(
     vocabulary: Mapping[str, Any], added: Mapping[str, Any], warnings: list[str]
 ) -> dict[str, Any]:
-    """Return a vocabulary (token → id) with those of the `added` tokens (text → id) that are
-    byte-level and whose ids follow without a gap. `warnings` gets a line that names the others,
-    which text never becomes; CorruptError for an added token that is none."""
+    """Return a vocabulary (token → id) with the `added` tokens (text → id) that are byte-level and
+    whose ids follow without a gap. `warnings` gets a line that names the others, which text never
+    becomes. Raises CorruptError unless each is a text with a whole number."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(
@@ -277,8 +277,8 @@ def _with_added(
 
 
 def _pair(number: int, merge: Any) -> tuple[str, str]:
-    """Return the two tokens of merge `number`: "left right" in old files, ["left", "right"] in new
-    ones; CorruptError for anything else."""
+    """Return the two tokens that a merge joins: "left right" in old files, ["left", "right"] in new
+    ones. Raises CorruptError, with the merge's `number`, for anything else."""
     match merge:
         case str():
             return parse_merge(merge)

@@ -37,7 +37,7 @@ GPT2_MERGES = PublicFile(
 )
 
 KINDS: Sequence[type[Tokenizer]] = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
-"""All kinds; last the one that any tokenizer.json is of."""
+"""The classes, in the order in which they try to read a tokenizer.json; the last reads any."""
 
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
