@@ -314,7 +314,7 @@ def test_an_interrupt_in_the_middle_of_a_save_cleans_up(store, save):
 
 
 def test_a_reader_beside_a_saving_run_always_finds_a_whole_checkpoint(store):
-    from pentameter.checkpoint.best import find_model
+    from pentameter.checkpoint.opening import find_model
 
     save_mark(store, 1, 1.0)
     pid = os.fork()

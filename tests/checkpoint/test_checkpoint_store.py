@@ -214,7 +214,7 @@ def test_what_was_read_back_when_it_was_saved_is_not_read_again_to_prune(store, 
     for step in (1, 2):
         save(store, step)
     monkeypatch.setattr(
-        "pentameter.checkpoint.opening.check_file",
+        "pentameter.disk.atomic.check_file",
         lambda folder, record, hash_content: (
             pytest.fail(f"read again: {folder}") if hash_content else None
         ),

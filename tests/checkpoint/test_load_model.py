@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pentameter.checkpoint import load_model as load_model_module
-from pentameter.checkpoint.best import find_model
 from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.opening import find_model
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import load_config

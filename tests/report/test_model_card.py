@@ -106,7 +106,7 @@ def test_adapters_name_their_base_model():
     stored = stored_model(CharTokenizer("abc"))
     a, b = stored.weights["blocks.0.mlp.up.weight"][:2], stored.weights["blocks.0.mlp.up.weight"]
     stored = replace(
-        stored, base_model="owner/small", adapters=Adapters(LoraConfig(rank=2), {"a": a, "b": b})
+        stored, base_model="owner/small", adapters=Adapters(LoraConfig(rank=2), {"a": (a, b)})
     )
     front, text = front_of(card_files(stored, "peft")[CARD])
     assert (front["library_name"], front["base_model"]) == ("peft", "owner/small")

@@ -1,14 +1,23 @@
-"""Lazy tensors: computed at each access, whole or one region."""
+"""Tensors by name, stored or lazy (computed at each access, whole or one region): compared with
+those that a model expects, and copied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
+from pentameter.errors import CorruptError
+
 if TYPE_CHECKING:
     import torch
+
+Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
+"""Maps names to tensors, in memory or lazy."""
+
+_N_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -53,3 +62,45 @@ def copy_region(
 
 def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in tensor.shape) if region is ... else region
+
+
+def check_fits(
+    name: str,
+    found: torch.Tensor | LazyTensor,
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and, if
+    given, dtype."""
+    if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
+        raise CorruptError(
+            f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
+            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
+        )
+
+
+def check_weights(
+    weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
+) -> None:
+    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the expected
+    names, name → shape and dtype (None: any)."""
+    if differences := name_differences(expected, weights):
+        raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
+    for name, (shape, dtype) in expected.items():
+        check_fits(name, weights[name], shape, dtype)
+
+
+def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
+    """Describe the expected names that are missing and the found ones that are unexpected, as a
+    clause for an error message; empty if there are none."""
+    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
+    parts = [f"missing: {few(missing)}"] if missing else []
+    parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
+    return "; ".join(parts)
+
+
+def few(names: Iterable[str]) -> str:
+    """Join the sorted names with commas; beyond five, the rest become a count."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
+    return ", ".join(ordered[:_N_SHOWN]) + more

@@ -1,6 +1,6 @@
 """Opening on disk, or loading ready to run, a model that the command line names as MODEL.
 
-`best.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
+`opening.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
 folder.
 """
 
@@ -11,13 +11,11 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.best import find_model
-from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
-from pentameter.checkpoint.opening import Checkpoint
-from pentameter.checkpoint.state_dicts import check_weights
+from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, copy_region
+from pentameter.checkpoint.opening import Checkpoint, find_model
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.errors import ConfigError, PentameterError
-from pentameter.planning.adapters import A, B, paths_of_adapters, training_table
+from pentameter.planning.adapters import A, B, TableOf, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -68,17 +66,15 @@ def load_model(
     import torch
 
     from pentameter.parallel.sources.custom_model import model_source
-    from pentameter.parallel.sources.gpt_source import GPTSource
 
     source = model_source(model)
-    is_custom = not isinstance(source, GPTSource)
-    stored = open_model(path, warnings=warnings, is_own=is_custom)
+    stored = open_model(path, warnings=warnings, table_of=source.table_of)
     weights = stored.weights
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     module = source.build_whole(stored.config, dtype, torch.device(device))
     targets = module.state_dict()
-    if is_custom:  # only now are its names and shapes known
+    if source.table_of is None:  # only now are its names and shapes known
         fits = {name: (target.shape, target.dtype) for name, target in targets.items()}
         check_weights(weights, fits, stored.path)
     for name, target in targets.items():
@@ -87,32 +83,31 @@ def load_model(
 
 
 def open_model(
-    path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
+    path: Path | str,
+    *,
+    warnings: list[str] | None = None,
+    table_of: TableOf | None = training_table,
 ) -> StoredModel:
     """Open on disk the model that `load_model` loads: its weights are memory-mapped, and LoRA
     adapters are added to the weights that they adapt, at access. `warnings` gets a line for
     anything passed over or left out.
 
-    If training removes a checkpoint after it was found, the next one is taken. `is_own` says that
-    the caller expects a custom model; raises ConfigError if the folder holds the other kind.
+    If training removes a checkpoint after it was found, the next one is taken. `table_of` returns
+    the parameters that a run saves, by its configuration; None if the caller expects a custom
+    model. Raises ConfigError if the folder holds the other kind.
     """
     from pentameter.checkpoint.hugging_face.hub import local_model
-    from pentameter.config.load import load_config
-    from pentameter.data.tokenizers.setting import load_tokenizer
 
-    path = local_model(Path(path), [] if warnings is None else warnings)
+    warnings = [] if warnings is None else warnings
+    path = local_model(Path(path), warnings)
     while (checkpoint := find_model(path, warnings)) is not None:
-        folder = checkpoint.path
         try:
-            config = load_config(folder / "config.toml")
-            tokenizer = load_tokenizer(folder / "tokenizer.json")
-            weights = checkpoint.tensors("model")  # mapped: stay readable even if the folder goes
+            weights = checkpoint.tensors("model")  # mapped: readable even if the folder goes
+            return _stored_model(checkpoint, weights, table_of)
         except PentameterError:
-            if folder.is_dir():
+            if checkpoint.path.is_dir():
                 raise
-            continue
-        return _stored_model(checkpoint, config, tokenizer, weights, is_custom=is_own)
-    if is_own:
+    if table_of is None:
         raise ConfigError(f"{path} is a Hugging Face folder; load it without `model`")
     from pentameter.checkpoint.hugging_face.folder import read_hf
 
@@ -120,12 +115,7 @@ def open_model(
 
 
 def _stored_model(
-    checkpoint: Checkpoint,
-    config: Config,
-    tokenizer: Tokenizer,
-    weights: StoredTensors,
-    *,
-    is_custom: bool,
+    checkpoint: Checkpoint, weights: StoredTensors, table_of: TableOf | None
 ) -> StoredModel:
     """Return a checkpoint's content as a StoredModel: adapters are added to the weights that they
     adapt, and its configuration has none.
@@ -135,21 +125,23 @@ def _stored_model(
     included.
     """
     from pentameter.checkpoint.model_folder import StoredModel
+    from pentameter.config.load import load_config
+    from pentameter.data.tokenizers.setting import load_tokenizer
 
-    path, state = checkpoint.path, checkpoint.state
-    built_by = state.get("built_by")
-    if is_custom and built_by is None:
+    path, built_by = checkpoint.path, checkpoint.state.get("built_by")
+    config = load_config(path / "config.toml")
+    tokenizer = load_tokenizer(path / "tokenizer.json")
+    if table_of is None and built_by is None:
         raise ConfigError(f"{path} holds the built-in model; load it without `model`")
-    if not is_custom and built_by is not None:
+    if table_of is not None and built_by is not None:
         raise ConfigError(
             f"{path} holds the weights of a module that {built_by} built, which is no part of "
             "pentameter: pm.load_model(path, model=…) loads it in Python, with that function"
         )
-    if not is_custom:
-        fits = {spec.name: (spec.shape, None) for spec in training_table(config)}
-        check_weights(weights, fits, path)
-    base = state.get("base_model")
+    if table_of is not None:
+        check_weights(weights, {spec.name: (spec.shape, None) for spec in table_of(config)}, path)
     merged, adapters = _with_adapters_added(weights, config.lora)
+    base = checkpoint.state.get("base_model")
     return StoredModel(
         path,
         config if adapters is None else config.model_copy(update={"lora": LoraConfig()}),
@@ -170,14 +162,15 @@ def _with_adapters_added(weights: Weights, lora: LoraConfig) -> tuple[Weights, A
 
     if lora.rank is None:
         return weights, None
-    merged, tensors = dict(weights), {}
     # For a custom model, only the names tell which layers are adapted.
-    for path in paths_of_adapters(weights):
-        name, a, b = f"{path}.weight", f"{path}.{A}", f"{path}.{B}"
-        weight, tensors[a], tensors[b] = merged[name], merged.pop(a), merged.pop(b)
-        add = partial(_add, weight, tensors[a], tensors[b], lora.factor)
-        merged[name] = LazyTensor(tuple(weight.shape), weight.dtype, add)
-    return merged, Adapters(lora, tensors)
+    paths = [name.removesuffix(f".{A}") for name in weights if name.endswith(f".{A}")]
+    merged = dict(weights)
+    layers = {path: (merged.pop(f"{path}.{A}"), merged.pop(f"{path}.{B}")) for path in paths}
+    for path, (a, b) in layers.items():
+        weight = merged[f"{path}.weight"]
+        add = partial(_add, weight, a, b, lora.factor)
+        merged[f"{path}.weight"] = LazyTensor(tuple(weight.shape), weight.dtype, add)
+    return merged, Adapters(lora, layers)
 
 
 def _add(

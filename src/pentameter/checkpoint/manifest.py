@@ -7,11 +7,17 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import FileRecord, sync, write_hashed
+from pentameter.disk.atomic import (
+    FileRecord,
+    decode_json,
+    read_regular,
+    sync,
+    write_hashed,
+)
 from pentameter.errors import CorruptError
 
 MANIFEST_NAME = "manifest.json"
@@ -48,18 +54,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest as JSON whose `manifest_sha256` covers everything else in it."""
-        content: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "run_id": self.run_id,
-            "step": self.step,
-            "config_hash": self.config_hash,
-            "layout": dict(self.layout),
-            "groups": {group: list(names) for group, names in self.groups.items()},
-            "files": {
-                record.name: {"n_bytes": record.n_bytes, "sha256": record.sha256}
-                for record in self.files
-            },
-        }
+        content: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        content["files"] = {record.pop("name"): record for record in content["files"]}
         content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
         return encode_json(content)
 
@@ -104,9 +100,13 @@ def seal(
     return manifest
 
 
-def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
-    """Build the Manifest from `content`, the JSON object that was read from the file `path`. Raises
-    CorruptError, naming `path`, if it is malformed or written by a newer version."""
+def read_manifest(folder: Path) -> Manifest:
+    """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
+    are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
+    version."""
+    path = folder / MANIFEST_NAME
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    content = decode_json(data, path)
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CorruptError(
@@ -114,11 +114,15 @@ def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
             f"{FORMAT_VERSION}, so use a newer one"
         )
     try:
-        return _parse(content)
+        manifest = _parse(content)
     except (
         LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
     ) as error:  # fmt: skip
         raise CorruptError(f"{path} is malformed: {error!r}") from error
+    # One spelling per content: equal bytes mean a true checksum and not one changed character.
+    if manifest.to_bytes() != data:
+        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
+    return manifest
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

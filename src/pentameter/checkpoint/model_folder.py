@@ -34,9 +34,8 @@ class Adapters:
     targets)."""
 
     lora: LoraConfig
-    tensors: Weights
-    """Keyed by the names in `planning.adapters.training_table`. Each adapted layer has a matrix A
-    and a matrix B."""
+    layers: Mapping[str, tuple[torch.Tensor | LazyTensor, torch.Tensor | LazyTensor]]
+    """Path to an adapted linear layer → its A (rank, inputs) and B (outputs, rank)."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Finding and opening checkpoints. A folder counts only if its manifest and every file's hash
-verify."""
+"""Finding and opening checkpoints: the one that a path denotes, a run's best, its newest. A folder
+counts only if its manifest and every file's hash verify."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,17 @@ from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_JSON_BYTES,
     Manifest,
-    parse_manifest,
+    read_manifest,
 )
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.disk.atomic import (
-    check_file,
+    check_files,
     decode_json,
     is_temporary,
     read_checked,
-    read_regular,
     storage_errors,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.machine.cores import usable_cores
 
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
@@ -86,6 +82,89 @@ def is_step_folder(name: str) -> bool:
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
+def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | None:
+    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
+    in a run folder; None if `path` is a Hugging Face folder.
+
+    The best has the lowest validation loss; `best_checkpoint` lists the substitutes. Each damaged
+    checkpoint that is passed over adds a line to `warnings`. Raises ConfigError, describing the
+    folder's content, if `path` is no model folder or the run has no checkpoint yet; CorruptError if
+    no checkpoint is intact.
+    """
+    path = Path(path)
+    warnings = [] if warnings is None else warnings
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
+            "folder"
+        )
+    if is_hugging_face(path):
+        return None
+    if os.path.lexists(path / MANIFEST_NAME):
+        return open_checkpoint(path)
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
+        raise ConfigError(
+            f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it "
+            f"has no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found "
+            f"there: {found}"
+        )
+    checkpoint = best_checkpoint(folder, warnings)
+    if checkpoint is None:
+        raise ConfigError(
+            f"{path} is a run without a checkpoint yet; wait for its first, or train further"
+        )
+    return checkpoint
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Return True if `path` is a Hugging Face model folder, whatever its architecture: it has
+    config.json, but neither a pentameter manifest nor `checkpoints/`."""
+    ours = (path / MANIFEST_NAME, path / "checkpoints")
+    return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))
+
+
+def best_checkpoint(
+    folder: Path, warnings: list[str], run_id: str | None = None
+) -> Checkpoint | None:
+    """Find the verified checkpoint in `folder` (a run's `checkpoints/`) that represents its run;
+    None if there is none.
+
+    Candidates, in order: the best checkpoint; the best one saved before it, if the best is absent
+    or damaged; the newest. The newest checkpoint records both steps in state.json (`best.step`,
+    `saved_best_step`), because saving the best may have failed, on a full disk for example.
+
+    With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
+    adds a line to `warnings`. Raises CorruptError if all are damaged.
+    """
+    for run, step in _recorded(folder, run_id):
+        with suppress(CorruptError):
+            checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step)
+            if checkpoint is not None:
+                return checkpoint
+    return find_checkpoint(folder, warnings, run_id=run_id)
+
+
+def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
+    """List (run id, step) of the best checkpoint and of the best one saved before it, as recorded
+    in the newest checkpoint that records any. Empty if none does; a `run_id` leaves out other
+    runs."""
+    for candidate in list_checkpoints(folder):
+        with suppress(CorruptError):
+            newest = _read(candidate.path)
+            run, best = newest.manifest.run_id, newest.state.get("best")
+            if run_id not in (None, run) or not isinstance(best, dict):
+                continue
+            steps = best.get("step"), newest.state.get("saved_best_step")
+            found = [(run, step) for step in steps if isinstance(step, int)]
+            if found:
+                return found
+    return []
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open and verify the checkpoint in the folder `path`.
 
@@ -96,24 +175,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a checkpoint folder (…/step-00000500)")
     path = path.resolve()
+    if is_temporary(path.name):
+        raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
+    checkpoint = _read(path)
+    check_files(path, checkpoint.manifest.files)
+    return checkpoint
+
+
+def _read(path: Path) -> Checkpoint:
+    """Read the manifest and the state in the checkpoint folder `path`, verified; the other files
+    are not opened. Raises CorruptError naming the file that is missing, damaged or malformed."""
     manifest = read_own_manifest(path)
-    check_files(path, manifest)
-    state = read_state(path, manifest)
-    return Checkpoint(path, manifest, state)
-
-
-def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
-    """Read state.json in the folder `path`, verified against its manifest. Raises CorruptError if
-    it is missing, damaged or no JSON object."""
     data = read_checked(path, manifest.files, STATE_NAME, max_bytes=MAX_JSON_BYTES)
-    return decode_json(data, path / STATE_NAME)
+    return Checkpoint(path, manifest, decode_json(data, path / STATE_NAME))
 
 
 def read_own_manifest(path: Path) -> Manifest:
     """Read and verify the manifest in the checkpoint folder `path`; CorruptError if it is missing
-    or damaged, the folder is an unfinished save, or its name gives another step."""
-    if is_temporary(path.name):
-        raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
+    or damaged, or the folder's name gives another step."""
     manifest = read_manifest(path)
     match = _STEP_FOLDER.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
@@ -121,35 +200,6 @@ def read_own_manifest(path: Path) -> Manifest:
             f"{path / MANIFEST_NAME} is of step {manifest.step}: a folder was renamed or swapped"
         )
     return manifest
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
-    are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
-    version."""
-    path = folder / MANIFEST_NAME
-    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
-    content = decode_json(data, path)
-    manifest = parse_manifest(content, path)
-    # One spelling per content: equal bytes mean a true checksum and not one changed character.
-    if manifest.to_bytes() != data:
-        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
-    return manifest
-
-
-def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
-    """Raise CorruptError naming the first file in `folder` that does not match its record in the
-    manifest.
-
-    Sizes are compared first: they reveal most damage without reading gigabytes. With
-    `hash_content`, sha256 hashes follow, in up to 8 threads.
-    """
-    for record in manifest.files:
-        check_file(folder, record, hash_content=False)
-    if hash_content:
-        n_threads = max(1, min(len(manifest.files), len(usable_cores()), 8))
-        with ThreadPoolExecutor(n_threads) as pool:
-            list(pool.map(partial(check_file, folder, hash_content=True), manifest.files))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,16 @@ the groups in which an optimizer held its parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
+from pentameter.checkpoint.lazy_tensors import (
+    LazyTensor,
+    Tensors,
+    check_fits,
+    copy_region,
+    few,
+    name_differences,
+)
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.parallel.local_shards import common_region, is_distributed
 from pentameter.processes.world import World
@@ -25,9 +31,6 @@ if TYPE_CHECKING:
 
 NamedParameters = Iterable[tuple[str, "nn.Parameter"]]
 Held = list[tuple[str, "nn.Parameter"]]
-Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
-
-_N_SHOWN = 5
 
 
 def model_state(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -263,45 +266,3 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
     return None
-
-
-def check_fits(
-    name: str,
-    found: torch.Tensor | LazyTensor,
-    shape: Sequence[int],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and this
-    dtype (None: any)."""
-    if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
-        raise CorruptError(
-            f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
-            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
-        )
-
-
-def check_weights(
-    weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
-) -> None:
-    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the names in
-    `expected` (name → shape and dtype; None: any dtype), each with that shape and dtype."""
-    if differences := name_differences(expected, weights):
-        raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
-    for name, (shape, dtype) in expected.items():
-        check_fits(name, weights[name], shape, dtype)
-
-
-def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
-    """Describe the expected names that are missing and the found ones that are unexpected, as a
-    clause for an error message; empty if there are none."""
-    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
-    parts = [f"missing: {few(missing)}"] if missing else []
-    parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
-    return "; ".join(parts)
-
-
-def few(names: Iterable[str]) -> str:
-    """Join the sorted names with commas; beyond five, the number left out follows."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
-    return ", ".join(ordered[:_N_SHOWN]) + more

@@ -22,7 +22,6 @@ from pentameter.checkpoint.opening import (
     REPLACED,
     Candidate,
     Checkpoint,
-    check_files,
     find_checkpoint,
     is_step_folder,
     list_checkpoints,
@@ -39,6 +38,7 @@ from pentameter.checkpoint.save_phases import (
     small_files,
 )
 from pentameter.disk.atomic import (
+    check_files,
     check_free_space,
     is_temporary,
     make_folder,
@@ -96,7 +96,7 @@ class _StepFolders:
         try:
             manifest = read_own_manifest(path)
             known = self._verified.get(path) == manifest.to_bytes()
-            check_files(path, manifest, hash_content=not known)
+            check_files(path, manifest.files, hash_content=not known)
         except CorruptError as error:
             self._warnings.append(f"a checkpoint is damaged: {error}")
             return False

@@ -38,10 +38,10 @@ def run(arguments: list[str]) -> int:
     """Import the model that `arguments` (the command line after the verb) name into a new
     checkpoint folder, print how to fine-tune it, and return the exit code 0."""
     asked = parse(ImportArguments, arguments, verb="import")
-    from pentameter.checkpoint.best import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
     from pentameter.checkpoint.model_folder import save_model
+    from pentameter.checkpoint.opening import is_hugging_face
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer

@@ -9,7 +9,7 @@ plain model's function.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -21,6 +21,9 @@ from pentameter.planning.gpt import operations, parameter_table
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters within the linear layer that it adapts."""
+
+TableOf = Callable[[Config], tuple[ParameterSpec, ...]]
+"""Returns the parameters that a run with this configuration saves, adapters included."""
 
 
 def training_table(
@@ -152,11 +155,6 @@ def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
 def is_of_adapter(spec: ParameterSpec) -> bool:
     """Whether a parameter belongs to an adapter: its A or B."""
     return "rank" in spec.axes
-
-
-def paths_of_adapters(names: Iterable[str]) -> list[str]:
-    """Return paths to the linear layers that have an adapter, given a model's parameter names."""
-    return [name.removesuffix(f".{A}") for name in names if name.endswith(f".{A}")]
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import paths_of_adapters
+from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.architecture import (
     ParameterSpec,
 )
@@ -135,7 +135,8 @@ class Plan:
     @property
     def adapted_modules(self) -> list[str]:
         """Paths to the linear layers that have an adapter (LoRA); empty without adapters."""
-        return paths_of_adapters(spec.name for spec in self.table)
+        names = (spec.name for spec in self.table if is_of_adapter(spec))
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     @property
     def fused_obstacle(self) -> str | None:

@@ -123,8 +123,8 @@ def _n_parameters(config: Config) -> int:
 
 def _n_adapters(stored: StoredModel) -> int:
     """Count the parameters in the model's LoRA adapters, 0 without any."""
-    tensors = {} if stored.adapters is None else stored.adapters.tensors
-    return sum(math.prod(tensor.shape) for tensor in tensors.values())
+    layers = {} if stored.adapters is None else stored.adapters.layers
+    return sum(math.prod(tensor.shape) for pair in layers.values() for tensor in pair)
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.best import best_checkpoint
-from pentameter.checkpoint.opening import Checkpoint, find_checkpoint
+from pentameter.checkpoint.opening import Checkpoint, best_checkpoint, find_checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches

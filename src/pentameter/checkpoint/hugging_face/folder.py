@@ -26,11 +26,10 @@ from pentameter.checkpoint.hugging_face.config_json import (
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.checkpoint.lazy_tensors import LazyTensor
+from pentameter.checkpoint.lazy_tensors import LazyTensor, few
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.state_dicts import few
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
@@ -81,9 +80,12 @@ def read_hf(
     path = Path(path)
     warnings = [] if warnings is None else warnings
     content = read_json(path / CONFIG)
+    is_split = not (path / WEIGHTS).is_file() and (path / INDEX).is_file()
+    index = read_json(path / INDEX) if is_split else None
     section = from_their_config(content, path / CONFIG)
-    files = _weight_files(path)
-    tokenizer = read_tokenizer(path, warnings) if tokenizer is None else tokenizer
+    files = _weight_files(path, index)
+    if tokenizer is None:
+        tokenizer = read_tokenizer(path, warnings, content.get("eos_token_id"))
     if tokenizer is None:
         raise ConfigError(
             f"{path} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
@@ -132,24 +134,25 @@ def hub_name(folder: Path) -> str:
     return str(resolved)
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    """List the folder's safetensors files: model.safetensors, else the files that the index names.
+def _weight_files(path: Path, index: Mapping[str, Any] | None) -> tuple[Path, ...]:
+    """List the folder's safetensors files: model.safetensors, else the files that its `index`, the
+    parsed INDEX, names; None if the folder has none, or needs none.
 
     Raises ConfigError if there are none (explaining how to convert a pickle), CorruptError if the
     index is malformed or a named file is missing.
     """
     if (path / WEIGHTS).is_file():
         return (path / WEIGHTS,)
-    if not (path / INDEX).is_file():
+    if index is None:
         if next(path.glob("pytorch_model*.bin"), None) is not None:
             raise ConfigError(_pickle(path))
         raise ConfigError(
             f"{path} has a {CONFIG} but no weights; {WEIGHTS} is expected, or {INDEX} and its files"
         )
-    index = read_json(path / INDEX).get("weight_map")
-    if not (isinstance(index, dict) and index and all(map(is_plain_name, index.values()))):
+    file_of = index.get("weight_map")
+    if not (isinstance(file_of, dict) and file_of and all(map(is_plain_name, file_of.values()))):
         raise CorruptError(f"{path / INDEX} is malformed: its weight_map is not names → files")
-    files = tuple(path / name for name in sorted(set(index.values())))
+    files = tuple(path / name for name in sorted(set(file_of.values())))
     for file in files:
         if not file.is_file():
             raise CorruptError(f"{file} is missing; {path / INDEX} names it")

@@ -20,7 +20,6 @@ from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import A, B, paths_of_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +52,9 @@ def export_peft(
         )
     model = stored.config.model
     family = FAMILIES[choose_family(model)]
-    adapted = {f"{path}.weight" for path in paths_of_adapters(adapters.tensors)}
     modules: dict[str, list[Strip]] = {}
     for strip in TensorMap.of(family, model).strips:
-        if strip.ours in adapted:
+        if strip.ours.removesuffix(".weight") in adapters.layers:
             modules.setdefault(strip.theirs.removesuffix(".weight"), []).append(strip)
     weights = dict(_tensors(modules, adapters))
     config = _config(family, modules, adapters, stored.base_model)
@@ -82,7 +80,7 @@ def _tensors(
     A; rows in B follow the rows in their matrix."""
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
-        a, b = (adapters.tensors[f"{path}.{name}"][...] for name in (A, B))
+        a, b = (tensor[...] for tensor in adapters.layers[path])
         n_rows = max(strip.their_row + strip.n_rows for strip in strips)
         b_rows = b.new_empty(n_rows, b.shape[1])
         for strip in strips:

@@ -18,6 +18,10 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 Ids = npt.NDArray[np.int64]
+Content = Mapping[str, Any]
+"""A parsed JSON object."""
+End = tuple[str | None, int | None]
+"""The token, else the id, that ends a document; None where it is not known."""
 
 FORMAT = "pentameter-tokenizer"
 VERSION = 1
@@ -45,9 +49,25 @@ class Tokenizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Self:
+    def from_content(cls, content: Content) -> Self:
         """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
         is invalid."""
+
+    @classmethod
+    def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
+        """Build a tokenizer from `content`, a parsed `tokenizer.json` (as Hugging Face's libraries
+        write it) whose `model.vocab` is an object; None if it describes another kind.
+
+        `end` is the token, else the id, that ends a document; only a LibraryTokenizer takes it.
+        `warnings` gets a line for added tokens that text never becomes. Raises CorruptError or
+        ConfigError if the content is invalid.
+        """
+        return None
+
+    def to_tokenizer_json(self) -> bytes | None:
+        """Return the `tokenizer.json` by which Hugging Face's libraries encode alike; None if they
+        cannot."""
+        return None
 
     @abstractmethod
     def encode(self, text: str) -> Ids:

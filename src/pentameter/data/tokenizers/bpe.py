@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from pentameter.data.tokenizers.base import Ids, LibraryBacked, strings
+from pentameter.data.tokenizers.base import Content, End, Ids, LibraryBacked, strings
 from pentameter.data.tokenizers.chunking import chunks
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, printable
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -65,12 +65,7 @@ class BpeTokenizer(LibraryBacked):
         self.vocab_size = len(self.tokens)
         self.end_of_text = self.vocabulary.get(END_OF_TEXT)  # a foreign vocabulary may lack it
         self._check()
-        import tokenizers  # here: a process that only counts characters need not load it
-
-        model = tokenizers.models.BPE(vocab=dict(self.vocabulary), merges=list(self.merges))
-        self._library = tokenizers.Tokenizer(model)
-        self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._library.decoder = tokenizers.decoders.ByteLevel()
+        self._library = self._plain()
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -83,9 +78,7 @@ class BpeTokenizer(LibraryBacked):
         }
 
     @classmethod
-    def from_vocabulary(
-        cls, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
-    ) -> BpeTokenizer:
+    def from_vocabulary(cls, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> Self:
         """Build a tokenizer from a token → id mapping (`encoder.json`, `vocab.json`) and its
         merges.
 
@@ -104,12 +97,72 @@ class BpeTokenizer(LibraryBacked):
         return cls([token for token in tokens if token is not None], merges)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Self:
+    def from_content(cls, content: Content) -> Self:
         """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
         is invalid."""
         tokens = strings(content, "tokens", "strings")
         merges = strings(content, "merges", "strings")
         return cls(tokens, [parse_merge(merge) for merge in merges])
+
+    @classmethod
+    def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
+        """Build a tokenizer from a parsed `tokenizer.json`; None if it does not encode as GPT-2's
+        does.
+
+        Byte-level added tokens whose ids follow without a gap join the vocabulary; a line in
+        `warnings` names the others. Raises CorruptError or ConfigError if the content is invalid.
+        """
+        model, pre_tokenizer = content["model"], content.get("pre_tokenizer")
+        is_bytes = (
+            isinstance(pre_tokenizer, dict)
+            and pre_tokenizer.get("type") == "ByteLevel"
+            and not pre_tokenizer.get("add_prefix_space")
+            and pre_tokenizer.get("use_regex", True)
+        )
+        others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+        if (
+            model.get("type", "BPE") != "BPE"
+            or not is_bytes
+            or content.get("normalizer")
+            or any(model.get(key) for key in others)
+        ):
+            return None
+        merges = model.get("merges")
+        if not isinstance(merges, list):
+            raise CorruptError("it has no model.merges")
+        try:
+            added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        except (TypeError, LookupError) as error:
+            raise CorruptError(f"added_tokens: {error!r}") from error
+        vocabulary = _with_added(model["vocab"], added, warnings)
+        return cls.from_vocabulary(vocabulary, list(map(_pair, range(len(merges)), merges)))
+
+    def to_tokenizer_json(self) -> bytes:
+        """Return GPT-2's `tokenizer.json` with this vocabulary. The tokens that a chat template
+        writes each stay one token there too."""
+        import tokenizers
+
+        whole = self._plain()
+        if self.end_of_text is not None:
+            end = tokenizers.AddedToken(END_OF_TEXT, normalized=False, special=True)
+            whole.add_special_tokens([end])
+        if self.chat is not None:
+            tokens = [tokenizers.AddedToken(each, normalized=False) for each in self.special_tokens]
+            whole.add_special_tokens(tokens)
+        text: str = whole.to_str(pretty=True)
+        return text.encode()
+
+    def _plain(self) -> Any:
+        """Build the library's tokenizer, without special tokens."""
+        import tokenizers  # here: a process that only counts characters need not load it
+
+        model = tokenizers.models.BPE(vocab=dict(self.vocabulary), merges=list(self.merges))
+        library: Any = tokenizers.Tokenizer(model)
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, trim_offsets=False
+        )
+        library.decoder = tokenizers.decoders.ByteLevel()
+        return library
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
@@ -198,6 +251,40 @@ def _without_long_runs(text: str) -> Iterator[str]:
         yield text[start : run.end()]
         start = run.end()
     yield text[start:]
+
+
+def _with_added(
+    vocabulary: Mapping[str, Any], added: Mapping[str, Any], warnings: list[str]
+) -> dict[str, Any]:
+    """Return a vocabulary (token → id) with the `added` tokens (text → id) that are byte-level and
+    whose ids follow without a gap. `warnings` gets a line that names the others, which text never
+    becomes. Raises CorruptError unless each is a text with a whole number."""
+    for text, number in added.items():
+        if not isinstance(text, str) or type(number) is not int:
+            raise CorruptError(
+                f"the added token {text!r:.80} has the id {number!r:.80}; "
+                "it must be text, and its id a whole number"
+            )
+    whole = dict(vocabulary)
+    unknown = [token for token, number in added.items() if whole.get(token) != number]
+    by_id = {added[token]: token for token in unknown if BYTE_CHARACTERS.keys() >= set(token)}
+    while (token := by_id.get(len(whole))) is not None and token not in whole:
+        whole[token] = len(whole)
+    if others := [token for token in unknown if token != END_OF_TEXT]:
+        named = ", ".join(map(printable, others[:5])) + (" …" if len(others) > 5 else "")
+        warnings.append(f"text never becomes one of the added tokens {named}")
+    return whole
+
+
+def _pair(number: int, merge: Any) -> tuple[str, str]:
+    """Return the two tokens that a merge joins: "left right" in old files, ["left", "right"] in new
+    ones. Raises CorruptError, with the merge's `number`, for anything else."""
+    match merge:
+        case str():
+            return parse_merge(merge)
+        case [str(left), str(right)]:
+            return left, right
+    raise CorruptError(f"merge {number} is {merge!r:.80}, not two tokens")
 
 
 def parse_merge(line: str) -> tuple[str, str]:

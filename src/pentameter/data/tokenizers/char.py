@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.data.tokenizers.base import Content, End, Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 N_CODE_POINTS = 0x110000
+
+_ANY_CHARACTER = r"[\s\S]"
 
 SELDOM, MANY_CHARACTERS = 100, 512
 """Average occurrences below which a character is rare, and (MANY_CHARACTERS) more distinct
@@ -60,7 +62,7 @@ class CharTokenizer(Tokenizer):
         self._ids[self._code_points] = np.arange(self.vocab_size, dtype=np.int32)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Self:
+    def from_content(cls, content: Content) -> Self:
         """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
         is invalid."""
         characters = content.get("characters")
@@ -71,6 +73,41 @@ class CharTokenizer(Tokenizer):
         if not characters or any(a >= b for a, b in itertools.pairwise(characters)):
             raise CorruptError('"characters" must be distinct, sorted and not empty')
         return cls(characters)
+
+    @classmethod
+    def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
+        """Build a tokenizer from what `to_tokenizer_json` returns, parsed; None for any other
+        content. CorruptError unless ids are the characters' ranks."""
+        model = content["model"]
+        of_each_character = {
+            "type": "Split",
+            "pattern": {"Regex": _ANY_CHARACTER},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        if model.get("type") != "WordLevel" or content.get("pre_tokenizer") != of_each_character:
+            return None
+        tokenizer = cls(list(model["vocab"]))
+        if tokenizer._ranks != model["vocab"]:
+            raise CorruptError("the ids of its characters are not their ranks")
+        return tokenizer
+
+    def to_tokenizer_json(self) -> bytes:
+        """Return a `tokenizer.json` with one token per character, which refuses an unknown one."""
+        import tokenizers
+
+        # No such token exists: an unknown character is an error there as it is in pentameter.
+        model = tokenizers.models.WordLevel(self._ranks, unk_token="[UNK]")
+        whole: Any = tokenizers.Tokenizer(model)
+        pattern = tokenizers.Regex(_ANY_CHARACTER)
+        whole.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+        whole.decoder = tokenizers.decoders.Fuse()
+        text: str = whole.to_str(pretty=True)
+        return text.encode()
+
+    @property
+    def _ranks(self) -> dict[str, int]:
+        return {character: number for number, character in enumerate(self.characters)}
 
     def encode(self, text: str) -> Ids:
         """Return token ids (n_characters,), int64.

@@ -122,8 +122,11 @@ def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | in
     ]
 
 
-def read_chat_template(path: Path) -> ChatTemplate | None:
+def read_chat_template(
+    path: Path, settings: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
     """Read the chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
+    `settings` is that tokenizer_config.json, parsed; None to read it here.
 
     Returns None for a folder without one. As in transformers, chat_template.jinja has precedence
     over tokenizer_config.json. Raises ConfigError for a file that is missing or has none,
@@ -131,17 +134,17 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
     """
     is_folder = path.is_dir()
     beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
-    settings = read_json(beside, LIMIT_BYTES) if beside.is_file() or beside == path else {}
+    if settings is None:
+        settings = read_json(beside, LIMIT_BYTES) if beside.is_file() or beside == path else {}
+    tokens = _tokens(settings)
     file = path / TEMPLATE_FILE if is_folder else path
-    if file != beside and (file.is_file() or not is_folder):
-        text = read_text(file, LIMIT_BYTES)
-        return ChatTemplate(text, _tokens(settings), f"the chat template {file}")
-    source = _source(settings, beside)
-    if source is not None:
-        return ChatTemplate(source, _tokens(settings), f"the chat template of {beside}")
-    if is_folder:
-        return None
-    raise ConfigError(f"{path} has no chat_template; name a Jinja file")
+    if file == beside or (is_folder and not file.is_file()):
+        source = _source(settings, beside)
+        if source is None and not is_folder:
+            raise ConfigError(f"{path} has no chat_template; name a Jinja file")
+        origin = f"the chat template of {beside}"
+        return None if source is None else ChatTemplate(source, tokens, origin)
+    return ChatTemplate(read_text(file, LIMIT_BYTES), tokens, f"the chat template {file}")
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pentameter.data.tokenizers.base import Ids, LibraryBacked
+from pentameter.data.tokenizers.base import Content, End, Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import refuse_surrogates
 from pentameter.errors import ConfigError, CorruptError
 
@@ -59,7 +59,7 @@ class LibraryTokenizer(LibraryBacked):
         return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Self:
+    def from_content(cls, content: Content) -> Self:
         """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
         is invalid."""
         whole, end_of_text = content.get("tokenizer"), content.get("end_of_text")
@@ -69,10 +69,21 @@ class LibraryTokenizer(LibraryBacked):
             raise CorruptError(f'"end_of_text" is {end_of_text!r:.80}, not a whole number')
         return cls(whole, end_of_text)
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id for a token, spelled as in the file; None if there is none."""
-        found: int | None = self._library.token_to_id(token)
-        return found
+    @classmethod
+    def from_tokenizer_json(cls, content: Mapping[str, Any], end: End, warnings: list[str]) -> Self:
+        """Use the content as it is. `end` is the token, else the id, that ends a document; ignored
+        if the vocabulary lacks it. ConfigError if the library refuses the content."""
+        tokenizer = cls(content, None)
+        token, number = end
+        if token is not None and (known := tokenizer._library.token_to_id(token)) is not None:
+            number = known
+        if number is not None and 0 <= number < tokenizer.vocab_size:
+            tokenizer.end_of_text = number
+        return tokenizer
+
+    def to_tokenizer_json(self) -> bytes:
+        """Return the content, as JSON."""
+        return (json.dumps(self.content, ensure_ascii=False, indent=1) + "\n").encode()
 
     def token(self, number: int) -> str | None:
         """Return the token with an id, spelled as in the file; None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Tokenizer
@@ -36,7 +36,8 @@ GPT2_MERGES = PublicFile(
     n_bytes=456_318,
 )
 
-KINDS = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
+KINDS: Sequence[type[Tokenizer]] = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
+"""The classes, in the order in which they try to read a tokenizer.json; the last reads any."""
 
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Ids, Tokenizer, strings
+from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Content, Ids, Tokenizer, strings
 from pentameter.errors import ConfigError
 
 UNKNOWN = "<unk>"
@@ -64,7 +64,7 @@ class WordTokenizer(Tokenizer):
         return cls([UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))])
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Self:
+    def from_content(cls, content: Content) -> Self:
         """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
         is invalid."""
         return cls(strings(content, "words", "words"))

@@ -27,6 +27,7 @@ from pentameter.parallel.sources.initial_values import fill_shard
 from pentameter.parallel.sources.model_source import ModelSlice, ModelSource
 from pentameter.parallel.tensor.tensor_context import TensorContext
 from pentameter.parallel.tensor.tensor_parallel import TensorParallelContext
+from pentameter.planning.adapters import training_table
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan
 from pentameter.planning.sharding import Placement
@@ -34,6 +35,8 @@ from pentameter.planning.sharding import Placement
 
 class GPTSource(ModelSource):
     """The built-in GPT, as the configuration's `[model]` section describes it."""
+
+    table_of = staticmethod(training_table)
 
     def outline(self, config: Config) -> ModelOutline:
         """Return the GPT's outline (parameters, and how they may be sharded), computed without

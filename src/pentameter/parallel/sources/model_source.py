@@ -22,6 +22,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
+from pentameter.planning.adapters import TableOf
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
 
@@ -77,6 +78,9 @@ class ModelSource(ABC):
     own mesh; otherwise they compute with local shards, and the engine sums."""
     takes_any_batch = False
     """Whether inputs and targets may be any structure of tensors (B, …), not only tokens."""
+    table_of: TableOf | None = None
+    """Returns the parameters that a run saves, by its configuration; None for a custom model, which
+    has to be built to know them."""
 
     @abstractmethod
     def outline(self, config: Config) -> ModelOutline:
