@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS, Family
+from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig

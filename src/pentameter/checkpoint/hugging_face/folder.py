@@ -23,7 +23,8 @@ from pentameter.checkpoint.hugging_face.config_json import (
     simplest,
     to_their_config,
 )
-from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
 from pentameter.checkpoint.lazy_tensors import LazyTensor

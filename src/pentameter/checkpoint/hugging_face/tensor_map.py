@@ -1,5 +1,5 @@
 """Conversion between the tensors of a family (a Hugging Face architecture) and pentameter's, by the
-tables in `families`.
+tables of its `Family`.
 
 Tensors correspond in strips: rows in a pentameter tensor are rows in one of the family's. A fused
 matrix whose rows are in another order is many strips, head by head. A region is computed from the
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.hugging_face.families import Family
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
