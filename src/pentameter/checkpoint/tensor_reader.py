@@ -155,7 +155,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise CorruptError(f"{path} is malformed: {error}") from error
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: no address space is left to map it
         raise StorageError(f"cannot read {path}: {error}") from error
 
 
