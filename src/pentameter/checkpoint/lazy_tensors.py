@@ -51,5 +51,36 @@ def copy_region(
         target.copy_(source[region])
 
 
+def flattened(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
+    """Return a tensor (n, m, …) as (n · m, …): a view, or a lazy tensor of the lazy one."""
+    if not isinstance(tensor, LazyTensor):
+        return tensor.flatten(0, 1)
+    n, m, *others = tensor.shape
+
+    def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+        rows, *rest = region
+        for first in range(rows.start - rows.start % m, rows.stop, m):
+            start, stop = max(rows.start, first), min(rows.stop, first + m)
+            part = target.narrow(0, start - rows.start, stop - start)
+            within = slice(start - first, stop - first)
+            tensor.fill(part.unsqueeze(0), (slice(first // m, first // m + 1), within, *rest))
+
+    return LazyTensor((n * m, *others), tensor.dtype, fill)
+
+
+def unflattened(tensor: LazyTensor, n: int) -> LazyTensor:
+    """Return a tensor (n · m, …) as (n, m, …)."""
+    m = tensor.shape[0] // n
+
+    def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+        outer, rows, *rest = region
+        for number, first in enumerate(range(outer.start * m, outer.stop * m, m)):
+            tensor.fill(
+                target.select(0, number), (slice(first + rows.start, first + rows.stop), *rest)
+            )
+
+    return LazyTensor((n, m, *tensor.shape[1:]), tensor.dtype, fill)
+
+
 def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in tensor.shape) if region is ... else region

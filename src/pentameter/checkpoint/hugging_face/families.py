@@ -9,20 +9,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pentameter.checkpoint.hugging_face.expert_rules import (
+    CHOSEN_BY_SCORE,
+    EXPERTS_IN_EVERY_LAYER,
+    LAYERS_WITH_EXPERTS,
+    SCORES_MAY_SUM_TO_ONE,
+    SCORES_SUM_TO_ONE,
+    SHARED_EXPERT_WITH_A_GATE,
+)
 from pentameter.checkpoint.hugging_face.family import (
     ACTIVATIONS,
     AS_ABOVE,
     NAMES,
+    STACKED,
     Family,
     Projections,
 )
 from pentameter.checkpoint.hugging_face.rules import (
     CONTEXT_BY_ITS_OLD_NAME,
+    EVERY_OTHER_WITH_A_WINDOW,
     HEADS_DIVIDE_WIDTH,
     LAYERS_WITH_A_WINDOW,
     ONE_SWITCH_FOR_BIASES,
+    ONE_SWITCH_FOR_WINDOWS,
     PART_OF_A_HEAD_TURNS,
     WHOLE_HEADS_TURN,
+    WHOLE_HEADS_TURN_SLOWLY,
 )
 
 
@@ -56,6 +68,22 @@ _OF_LLAMA = {
 _OF_QWEN = _with_defaults(
     _OF_LLAMA, vocab_size=151936, context_length=32768, d_ff=22016, n_kv_heads=32
 )
+_OF_EXPERTS = {
+    **{key: entry for key, entry in _OF_LLAMA.items() if key != "d_ff"},
+    "n_experts": ("num_experts", 64),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "d_expert": ("intermediate_size", 2048),
+}
+"""Of families with experts in every layer."""
+_OF_QWEN_EXPERTS = {
+    **_with_defaults(_OF_QWEN, n_layers=24, d_model=2048, d_ff=6144, n_kv_heads=4),
+    "n_experts": ("num_experts", 128),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "d_expert": ("moe_intermediate_size", 768),
+}
+"""Of families with experts beside layers that have one feed-forward layer, another width."""
+_OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+_ONE_WINDOW = (None, "it has its window in every layer")
 _BIASED = {
     "attention_bias": (
         False,
@@ -139,8 +167,8 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": ("sliding_window", 4096),
         },
         rules=(WHOLE_HEADS_TURN,),
-        differs={"sliding_window_pattern": (None, "Mistral has its window in every layer")},
-        not_ours={"layer_types": (None, "Mistral has its window in every layer")},
+        differs={"sliding_window_pattern": _ONE_WINDOW},
+        not_ours={"layer_types": _ONE_WINDOW},
     ),
     "qwen2": Family(
         label="Qwen 2",
@@ -217,6 +245,117 @@ FAMILIES: Mapping[str, Family] = {
             "attention_norm": "post_attention_layernorm",
             "mlp_norm": "post_feedforward_layernorm",
         },
+    ),
+    "qwen3_moe": Family(
+        label="Qwen 3 MoE",
+        architecture="Qwen3MoeForCausalLM",
+        written=_OF_QWEN_EXPERTS,
+        rules=(
+            WHOLE_HEADS_TURN,
+            ONE_SWITCH_FOR_WINDOWS,
+            LAYERS_WITH_EXPERTS,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={
+            "qk_norm": ("head", "Qwen 3 MoE norms queries and keys head by head"),
+            "sliding_window_pattern": _ONE_WINDOW,
+        },
+        not_ours={**_BIASED, "layer_types": _ONE_WINDOW},
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
+    ),
+    "mixtral": Family(
+        label="Mixtral",
+        architecture="MixtralForCausalLM",
+        written={
+            **_with_defaults(
+                _OF_EXPERTS,
+                context_length=131072,
+                n_kv_heads=8,
+                d_expert=14336,
+                experts_per_token=2,
+                norm_eps=1e-5,
+            ),
+            "n_experts": ("num_local_experts", 8),
+            "sliding_window": ("sliding_window", None),
+        },
+        rules=(
+            WHOLE_HEADS_TURN_SLOWLY,
+            EXPERTS_IN_EVERY_LAYER,
+            SCORES_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={"sliding_window_pattern": _ONE_WINDOW},
+        not_ours={
+            "layer_types": _ONE_WINDOW,
+            "router_jitter_noise": (0.0, "no noise is added to a router's input here"),
+        },
+        other_names=_OTHER_NAMES,
+        names={
+            **NAMES,
+            "experts.router": "block_sparse_moe.gate",
+            "experts.gate": "block_sparse_moe.experts.{expert}.w1",
+            "experts.up": "block_sparse_moe.experts.{expert}.w3",
+            "experts.down": "block_sparse_moe.experts.{expert}.w2",
+        },
+        stacked=STACKED,
+    ),
+    "olmoe": Family(
+        label="OLMoE",
+        architecture="OlmoeForCausalLM",
+        written={
+            key: entry
+            for key, entry in _with_defaults(
+                _OF_EXPERTS,
+                vocab_size=50304,
+                context_length=4096,
+                n_layers=16,
+                n_heads=16,
+                d_model=2048,
+                norm_eps=1e-5,
+            ).items()
+            if key != "head_size"
+        },
+        rules=(
+            WHOLE_HEADS_TURN,
+            EXPERTS_IN_EVERY_LAYER,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={"qk_norm": ("width", "OLMoE norms queries and keys of all heads together")},
+        not_ours={
+            **_BIASED,
+            "clip_qkv": (None, "queries, keys and values are not clipped here"),
+        },
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
+    ),
+    "qwen2_moe": Family(
+        label="Qwen 2 MoE",
+        architecture="Qwen2MoeForCausalLM",
+        written={
+            **_with_defaults(
+                _OF_QWEN_EXPERTS,
+                n_heads=16,
+                n_kv_heads=16,
+                d_ff=5632,
+                d_expert=1408,
+                n_experts=60,
+                experts_per_token=4,
+            ),
+            "qkv_bias": ("qkv_bias", True),
+        },
+        rules=(
+            WHOLE_HEADS_TURN,
+            EVERY_OTHER_WITH_A_WINDOW,
+            LAYERS_WITH_EXPERTS,
+            SHARED_EXPERT_WITH_A_GATE,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
     ),
 }
 """Keyed by `model_type` in config.json. If several can express a model, the first is written."""

@@ -2,7 +2,7 @@
 "Their" names are those in `transformers`.
 
 Anything a table cannot express (one key in config.json that several `[model]` keys decide) is a
-`Rule` in `rules.py`. The families themselves are in `families.py`;
+`Rule` in `rules.py` or `expert_rules.py`. The families themselves are in `families.py`;
 `config_json.py` and, for tensors, `tensor_map.py` apply their tables.
 """
 
@@ -63,6 +63,18 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "sliding_window_pattern": (None, AS_ABOVE),
     "parallel_residual": (False, "{} adds one layer after the other"),
     "logit_softcap": (None, "{}'s logits are unbounded"),
+    **dict.fromkeys(("n_experts", "experts_per_token", "d_expert"), (None, "{} has no experts")),
+    "dense_layers": (0, "{} has no experts"),
+    "n_shared_experts": (0, "{} has no shared experts"),
+    "shared_expert_gate": (False, "{} has no shared experts"),
+    "router": ("softmax", "{} has no router of sigmoids"),
+    **dict.fromkeys(("router_renormalize", "router_top_k_first"), (False, "{} has no experts")),
+    "router_scale": (1.0, "{} does not scale a router's scores"),
+    "router_bias": (False, "{} has no router with a bias"),
+    **dict.fromkeys(
+        ("router_groups", "router_open_groups"), (None, "{} forms no groups of experts")
+    ),
+    "expert_capacity": (None, "{} leaves out no token"),
 }
 """pentameter key → the only value that a family can express if its description omits the key, and
 the reason for refusing another."""
@@ -73,6 +85,8 @@ NOT_WRITTEN = {
     "embedding_dropout": "as above",
     "init": "how weights began that are written",
     "residual_init_scale": "as above",
+    "balance": "acts in training only, but for `bias`, which rules refuse",
+    **dict.fromkeys(("balance_rate", "balance_weight", "router_z_loss"), "acts in training only"),
 }
 """pentameter key that does not affect written weights, and why not; a family may write it all the
 same."""
@@ -88,7 +102,26 @@ NAMES = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "experts_norm": "post_attention_layernorm",
+    "experts.router": "mlp.gate",
+    "experts.gate": "mlp.experts.{expert}.gate_proj",
+    "experts.up": "mlp.experts.{expert}.up_proj",
+    "experts.down": "mlp.experts.{expert}.down_proj",
+    "experts.shared.gate": "mlp.shared_expert.gate_proj",
+    "experts.shared.up": "mlp.shared_expert.up_proj",
+    "experts.shared.down": "mlp.shared_expert.down_proj",
+    "experts.shared_gate": "mlp.shared_expert_gate",
 }
+
+STACKED = {
+    "experts.router.weight": "mlp.gate.weight",
+    "experts.gate.weight": "mlp.experts.gate_up_proj",
+    "experts.up.weight": "mlp.experts.gate_up_proj",
+    "experts.down.weight": "mlp.experts.down_proj",
+}
+"""pentameter parameter of experts → its tensor's name where a folder holds what `transformers` 5
+has in memory: one tensor (E experts, outputs, inputs). Of parameters with the same name, each
+matrix holds the rows of the first, then those of the next."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +154,9 @@ class Family:
     """Name of the output projection's weight."""
     names: Mapping[str, str] = field(default_factory=NAMES.copy)
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer."""
+    layer. `{expert}` stands for an expert's number: its matrix is a tensor by itself."""
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    """`STACKED` if the family has experts: names under which a folder may hold them instead."""
     projections: Projections = Projections(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
     )

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.state_dicts import few
+from pentameter.checkpoint.state_dicts import check_weights, few
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
@@ -41,6 +41,7 @@ from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
+from pentameter.planning.gpt import parameter_table
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +207,7 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
             f"{where}: {head} differs from {embedding_name}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    tensor_map = TensorMap.of(family, model)
+    tensor_map = _map_of(family, model, tensors.keys())
     expected = tensor_map.their_shapes
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
@@ -224,6 +225,15 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
     # fp32 holds every tensor exactly, unless one is fp64.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
+
+
+def _map_of(family: Family, model: ModelConfig, names: Set[str]) -> TensorMap:
+    """Return the map for a folder that holds tensors `names`: with those of the experts stacked if
+    there is any that only such a folder has."""
+    published = TensorMap.of(family, model)
+    stacked = TensorMap.of(family, model, is_stacked=True) if family.stacked else published
+    is_stacked = not names.isdisjoint(stacked.their_shapes.keys() - published.their_shapes.keys())
+    return stacked if is_stacked else published
 
 
 @dataclass(frozen=True)
@@ -247,7 +257,8 @@ def export_hf(
     is in memory at a time. The folder appears whole or not at all.
 
     Raises ConfigError for a model that no family can express, and if `out` exists and is not an
-    empty folder; StorageError if writing fails.
+    empty folder; CorruptError unless the weights are all of the model's and no others; StorageError
+    if writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -255,6 +266,8 @@ def export_hf(
     name = choose_family(model)
     vocab_size = model.vocab_size or tokenizer.vocab_size
     whole = model.model_copy(update={"vocab_size": vocab_size})
+    complete = {spec.name: (spec.shape, None) for spec in parameter_table(whole)}
+    check_weights(stored.weights, complete, stored.path)
     weights = TensorMap.of(FAMILIES[name], whole).to_theirs(stored.weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = to_their_config(
