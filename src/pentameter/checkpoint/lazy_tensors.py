@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ class LazyTensor:
 
     It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
     for which nothing else is computed. The result is a new tensor on the CPU; slices need both
-    start and stop.
+    start and stop. Its methods are a torch.Tensor's, and give lazy tensors.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +34,41 @@ class LazyTensor:
         self.fill(tensor, bounds)
         return tensor
 
+    def t(self) -> LazyTensor:
+        """Return the transpose (m, n) of a tensor (n, m)."""
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            self.fill(target.t(), region[::-1])
+
+        return LazyTensor(self.shape[::-1], self.dtype, fill)
+
+    def flatten(self, first: Literal[0], last: Literal[1]) -> LazyTensor:
+        """Return a tensor (n, m, …) as (n · m, …): dimensions `first` to `last` become one."""
+        n, m, *others = self.shape
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            rows, *rest = region
+            for offset in range(rows.start - rows.start % m, rows.stop, m):
+                start, stop = max(rows.start, offset), min(rows.stop, offset + m)
+                part = target.narrow(0, start - rows.start, stop - start).unsqueeze(0)
+                index = offset // m
+                within = slice(start - offset, stop - offset)
+                self.fill(part, (slice(index, index + 1), within, *rest))
+
+        return LazyTensor((n * m, *others), self.dtype, fill)
+
+    def unflatten(self, dim: Literal[0], sizes: tuple[int, int]) -> LazyTensor:
+        """Return a tensor (n · m, …) as (n, m, …): dimension `dim` becomes two, `sizes`."""
+        n, m = sizes
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            outer, rows, *rest = region
+            for number, offset in enumerate(range(outer.start * m, outer.stop * m, m)):
+                part = target.select(0, number)
+                self.fill(part, (slice(offset + rows.start, offset + rows.stop), *rest))
+
+        return LazyTensor((n, m, *self.shape[1:]), self.dtype, fill)
+
 
 def copy_region(
     target: torch.Tensor,
@@ -49,37 +84,6 @@ def copy_region(
         source.fill(target, _bounds(source, region))
     else:
         target.copy_(source[region])
-
-
-def flattened(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
-    """Return a tensor (n, m, …) as (n · m, …): a view, or a lazy tensor of the lazy one."""
-    if not isinstance(tensor, LazyTensor):
-        return tensor.flatten(0, 1)
-    n, m, *others = tensor.shape
-
-    def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
-        rows, *rest = region
-        for first in range(rows.start - rows.start % m, rows.stop, m):
-            start, stop = max(rows.start, first), min(rows.stop, first + m)
-            part = target.narrow(0, start - rows.start, stop - start)
-            within = slice(start - first, stop - first)
-            tensor.fill(part.unsqueeze(0), (slice(first // m, first // m + 1), within, *rest))
-
-    return LazyTensor((n * m, *others), tensor.dtype, fill)
-
-
-def unflattened(tensor: LazyTensor, n: int) -> LazyTensor:
-    """Return a tensor (n · m, …) as (n, m, …)."""
-    m = tensor.shape[0] // n
-
-    def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
-        outer, rows, *rest = region
-        for number, first in enumerate(range(outer.start * m, outer.stop * m, m)):
-            tensor.fill(
-                target.select(0, number), (slice(first + rows.start, first + rows.stop), *rest)
-            )
-
-    return LazyTensor((n, m, *tensor.shape[1:]), tensor.dtype, fill)
 
 
 def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:

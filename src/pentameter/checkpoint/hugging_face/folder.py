@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -42,9 +42,6 @@ from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.planning.gpt import parameter_table
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -186,29 +183,28 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
 
     body, head = family.body, family.head
     where = files[0] if len(files) == 1 else files[0].parent
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in StoredTensors(files).items():
+    stored, names = StoredTensors(files), dict[str, str]()
+    for name in stored:
         full = name if name == head or name.startswith(body) else body + name
         if re.fullmatch(family.passed_over, full.removeprefix(body)):
             continue
-        if full in tensors:
+        if full in names:
             raise CorruptError(f"{where} holds {name!r} a second time")
-        tensors[full] = tensor[...]  # mapped: untouched pages are never read
-    embedding_name = f"{body}{family.names['token_embedding']}.weight"
-    embedding = tensors.get(embedding_name)
+        names[full] = name
+    embedding = f"{body}{family.names['token_embedding']}.weight"
     # Some programs save a copy of the embedding as the head's weight.
     if (
         model.tied_head
-        and head in tensors
-        and embedding is not None
-        and not torch.equal(tensors.pop(head), embedding)
+        and {head, embedding} <= names.keys()
+        and not torch.equal(stored[names.pop(head)][...], stored[names[embedding]][...])
     ):
         raise CorruptError(
-            f"{where}: {head} differs from {embedding_name}, but {CONFIG} says that they are one "
+            f"{where}: {head} differs from {embedding}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    tensor_map = _map_of(family, model, tensors.keys())
+    tensor_map = _map_of(family, model, names.keys())
     expected = tensor_map.their_shapes
+    tensors = {full: stored.lazy(name) for full, name in names.items()}
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
@@ -217,9 +213,9 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
-        if tensors[name].shape != shape or not tensors[name].is_floating_point():
+        if tensors[name].shape != shape or not tensors[name].dtype.is_floating_point:
             raise CorruptError(
-                f"{where}: {name} is {tuple(tensors[name].shape)} of {tensors[name].dtype}, its "
+                f"{where}: {name} is {tensors[name].shape} of {tensors[name].dtype}, its "
                 f"{CONFIG} asks for {shape} of floating-point numbers"
             )
     # fp32 holds every tensor exactly, unless one is fp64.

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.hugging_face.family import Family
-from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region, flattened, unflattened
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
@@ -113,57 +113,50 @@ class TensorMap:
                 source = RowSource(strip.their_row, found, strip.row, strip.n_rows)
                 sources[strip.theirs].append(source)
         dtype = next(iter(weights.values())).dtype
-        return self._assembled(self.their_shapes, sources, dtype, self.transposed)
+        return self._assembled(self.their_shapes, sources, dtype)
 
     def to_ours(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+        self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
     ) -> dict[str, LazyTensor]:
         """Return pentameter's tensors, name → lazy tensor in `dtype`, each region computed from the
         family's `tensors`, which must be complete and have the right shapes, at access."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
-            there = tensors[strip.theirs]
-            there = there.t() if strip.theirs in self.transposed else there
-            found = self._as_rows(strip.theirs, there)
+            found = self._as_rows(strip.theirs, tensors[strip.theirs])
             sources[strip.ours].append(RowSource(strip.row, found, strip.their_row, strip.n_rows))
-        return self._assembled(self.our_shapes, sources, dtype, frozenset())
+        return self._assembled(self.our_shapes, sources, dtype)
 
     def _as_rows(self, name: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
-        """Return a tensor, with a matrix for each expert as one matrix of all their rows."""
-        return flattened(tensor) if name in self.n_experts else tensor
+        """Return a tensor, ours or the family's, as the matrix whose rows strips count."""
+        if name in self.n_experts:
+            return tensor.flatten(0, 1)
+        return tensor.t() if name in self.transposed else tensor
 
     def _assembled(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         sources: Mapping[str, Sequence[RowSource]],
         dtype: torch.dtype,
-        transposed: frozenset[str],
     ) -> dict[str, LazyTensor]:
-        """Return name → lazy tensor for `shapes`, whose rows are those of `sources`."""
+        """Return name → lazy tensor for `shapes`, ours or the family's, whose rows are those of
+        `sources`."""
         tensors: dict[str, LazyTensor] = {}
         for name, shape in shapes.items():
-            ordered = sorted(sources[name], key=lambda source: source.row)
-            fill = partial(_fill, ordered, is_transposed=name in transposed)
+            fill = partial(_fill, sorted(sources[name], key=lambda source: source.row))
             if name in self.n_experts:
                 E, n_rows, *columns = shape
-                tensors[name] = unflattened(LazyTensor((E * n_rows, *columns), dtype, fill), E)
+                rows = LazyTensor((E * n_rows, *columns), dtype, fill)
+                tensors[name] = rows.unflatten(0, (E, n_rows))
+            elif name in self.transposed:
+                tensors[name] = LazyTensor(shape[::-1], dtype, fill).t()
             else:
                 tensors[name] = LazyTensor(shape, dtype, fill)
         return tensors
 
 
-def _fill(
-    sources: Sequence[RowSource],
-    target: torch.Tensor,
-    region: tuple[slice, ...],
-    *,
-    is_transposed: bool,
-) -> None:
+def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slice, ...]) -> None:
     """Fill `target`, in place, with one region (start and stop per dimension), assembled from the
-    rows in `sources`, in order, which are transposed if `is_transposed`. Rows without a source are
-    zero."""
-    if is_transposed:
-        target, region = target.t(), region[::-1]
+    rows in `sources`, which are in order. Rows without a source are zero."""
     rows, *others = region
     target.zero_()
     first = bisect_right(sources, rows.start, key=lambda source: source.row + source.n_rows)
