@@ -49,10 +49,10 @@ MIXTRAL = {**LLAMA, "n_experts": 5, "d_expert": 6, "router_renormalize": True}
 
 
 def share(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
-    """Leave a part of every matrix, or of every expert's, here; vectors stay whole."""
+    """Leave a part of every matrix here; vectors stay whole."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim > 1:
+            if parameter.ndim >= 2:
                 shared = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
                 module.register_parameter(name, shared)
 
@@ -73,14 +73,9 @@ def initialize_from(world: World, folder: Path) -> list[str]:
     return _wrong_parts(folder, configuration(vocab_multiple=4, context_length=7))
 
 
-def initialize_from_theirs(world: World, folder: Path) -> list[str]:
-    """The same of Hugging Face folders, whose matrices are put together from several of theirs."""
-    shorter = {"vocab_multiple": 4, "context_length": 7}
-    return [
-        name
-        for family, model in (("llama", LLAMA), ("mixtral", MIXTRAL))
-        for name in _wrong_parts(folder / family, configuration(**model, **shorter))
-    ]
+def initialize_from_llama(world: World, folder: Path) -> list[str]:
+    """The same of a Hugging Face folder, whose matrices are put together from several of theirs."""
+    return _wrong_parts(folder, configuration(**LLAMA, vocab_multiple=4, context_length=7))
 
 
 def _wrong_parts(folder: Path, config: Config) -> list[str]:
@@ -107,6 +102,15 @@ def _wrong_parts(folder: Path, config: Config) -> list[str]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def initialize_from_theirs(world: World, folder: Path) -> list[str]:
+    """The same of two Hugging Face folders, one of them with a tensor for each expert."""
+    mixtral = configuration(**MIXTRAL, vocab_multiple=4, context_length=7)
+    return [
+        *initialize_from_llama(world, folder / "llama"),
+        *_wrong_parts(folder / "mixtral", mixtral),
+    ]
 
 
 def load_wrongly(world: World, folder: Path) -> dict[str, Any]:
