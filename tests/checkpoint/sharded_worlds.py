@@ -44,13 +44,15 @@ LLAMA = {
     "qkv_bias": False,
 }
 """Keys of a Llama of that size."""
+MIXTRAL = {**LLAMA, "n_experts": 5, "d_expert": 6, "router_renormalize": True}
+"""Keys of a Mixtral of that size."""
 
 
 def share(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
     """Leave a part of every matrix here; vectors stay whole."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 shared = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
                 module.register_parameter(name, shared)
 
@@ -100,6 +102,15 @@ def _wrong_parts(folder: Path, config: Config) -> list[str]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def initialize_from_theirs(world: World, folder: Path) -> list[str]:
+    """The same of two Hugging Face folders, one of them with a tensor for each expert."""
+    mixtral = configuration(**MIXTRAL, vocab_multiple=4, context_length=7)
+    return [
+        *initialize_from_llama(world, folder / "llama"),
+        *_wrong_parts(folder / "mixtral", mixtral),
+    ]
 
 
 def load_wrongly(world: World, folder: Path) -> dict[str, Any]:

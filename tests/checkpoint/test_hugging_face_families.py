@@ -1,45 +1,38 @@
 """Every family of Hugging Face both ways, held against `transformers` itself.
 
-Its RMSNorm rounds to fp32 whatever the model's dtype, so models of fp64 agree to 1e-10 only where
-that rounding is taken out: `exact` puts PyTorch's RMSNorm in its place. Angles are fp32 on both
-sides. One test compares in fp32 with nothing replaced.
+Its RMSNorm and its routers round to fp32 whatever the model's dtype, so models of fp64 agree to
+1e-10 only where that rounding is taken out, which `exact` does. Angles are fp32 on both sides. One
+test compares in fp32 with nothing replaced.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 
 import pytest
 import torch
 from safetensors import safe_open
+from their_models import (
+    BPE,
+    EXPERTS,
+    GROUPED,
+    SIZES,
+    WINDOW,
+    both_logits,
+    exact,
+    open_there,
+    their_model,
+    transformers,
+)
 
 from pentameter.checkpoint.hugging_face import folder as folder_module
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.load_model import load_model
-from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-transformers = pytest.importorskip("transformers")
-
-BPE = train_bpe(["the cat sat on the mat, and that was that.\n" * 4], 300)
-SIZES = {
-    "vocab_size": BPE.vocab_size + 5,
-    "max_position_embeddings": 24,
-    "hidden_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 28,
-    "initializer_range": 0.3,
-    "bos_token_id": BPE.end_of_text,
-    "eos_token_id": BPE.end_of_text,
-    "pad_token_id": None,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 6}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -49,7 +42,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
-WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 
 FORMS = [
     (
@@ -88,52 +80,18 @@ FORMS = [
     ),
     ("olmo2", {"num_key_value_heads": 2, "hidden_size": 24}),
     ("olmo2", {"tie_word_embeddings": True, "hidden_size": 24, "rope_parameters": LINEAR}),
+    ("qwen3_moe", {**GROUPED, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    ("qwen3_moe", {**GROUPED, **WINDOW, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    ("mixtral", {"num_key_value_heads": 2, "hidden_size": 24, "num_experts_per_tok": 3}),
+    ("mixtral", {**GROUPED, "sliding_window": 5, "tie_word_embeddings": True}),
+    ("olmoe", {"hidden_size": 24, "num_key_value_heads": 2}),
+    ("olmoe", {"hidden_size": 24, "norm_topk_prob": True, "hidden_act": "gelu"}),
+    ("qwen2_moe", {"hidden_size": 24, "num_key_value_heads": 2, "mlp_only_layers": [2, 0]}),
+    (
+        "qwen2_moe",
+        {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "qkv_bias": False},
+    ),
 ]
-
-
-def their_model(folder, family, options, dtype=torch.float64, **save):
-    """A random model as `transformers` saves it, with our BPE's files beside it."""
-    torch.manual_seed(3)
-    architecture = FAMILIES[family].architecture
-    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    config = kind(**copy.deepcopy({**SIZES, **options}))  # which it changes in place
-    model = getattr(transformers, architecture)(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
-    model.to(dtype).save_pretrained(folder, **save)
-    transformers.GPT2Tokenizer(
-        vocab=dict(BPE.vocabulary), merges=[tuple(merge) for merge in BPE.merges]
-    ).save_pretrained(folder)
-    return model
-
-
-def exact(model):
-    """The model with norms that compute in its own dtype."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model
-
-
-def open_there(folder, dtype=torch.float64):
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True
-    )
-    assert {kind: list(names) for kind, names in report.items() if names} == {}
-    return model.eval()
-
-
-@torch.inference_mode()
-def both_logits(theirs, ours):
-    vocab_size = theirs.config.vocab_size
-    tokens = torch.randint(vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.3
-    return ours(tokens), expected
 
 
 @pytest.mark.parametrize(("family", "options"), FORMS, ids=str)
@@ -228,13 +186,25 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
         ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported: .* neither"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias=false is not supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 .* whole number from 1"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 is not a list of layers"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "model.dense_layers=3 leaves none"),
+        ("qwen3_moe", {"num_experts": 0}, "model.n_experts=0 must be"),
+        ("qwen3_moe", {"num_experts_per_tok": 6}, "model.experts_per_token=6 must be at most"),
+        ("qwen3_moe", {"norm_topk_prob": 2}, "model.router_renormalize=2 must be"),
+        ("qwen3_moe", {"layer_types": ["full_attention"]}, "layer_types=.* window in every layer"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* no noise"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: .* not clipped"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 12}, "=12 beside moe_.*=8 .* a multiple"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "rotary_fraction=0.3"),
     ],
     ids=str,
 )
 def test_what_cannot_be_represented_is_refused_by_key(family, values, said, tmp_path):
     (tmp_path / "hf").mkdir()
-    content = {**SIZES, "hidden_size": 24, "model_type": family, **values}
+    sizes = {**SIZES, **EXPERTS.get(family, {}), "hidden_size": 24}
+    content = {**sizes, "model_type": family, **values}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(content))
     (tmp_path / "hf" / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=said) as caught:
@@ -260,7 +230,9 @@ def test_large_weights_are_written_in_parts_with_an_index(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [FORMS[0], FORMS[4], FORMS[9], ("gpt2", {})], ids=str
+    ("family", "options"),
+    [FORMS[0], FORMS[4], FORMS[9], ("gpt2", {}), FORMS[14], ("mixtral stacked", FORMS[15][1])],
+    ids=str,
 )
 def test_a_region_reads_its_own_rows_and_no_more(family, options, tmp_path, monkeypatch):
     """Each region is what the whole has there, and touches only these elements of the files."""
@@ -271,17 +243,22 @@ def test_a_region_reads_its_own_rows_and_no_more(family, options, tmp_path, monk
         )
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
     else:
-        their_model(tmp_path / "hf", family, options)
+        name, _, stacked = family.partition(" ")
+        their_model(tmp_path / "hf", name, options, save_original_format=not stacked)
     stored = read_hf(tmp_path / "hf", tokenizer=BPE)
     n_read = 0
-    original = torch.Tensor.__getitem__
 
-    def counted(tensor, region):
-        nonlocal n_read
-        found = original(tensor, region)
-        n_read += found.numel()
-        return found
+    class Spied:
+        def __init__(self, tensor):
+            self.tensor = tensor
 
+        def __getitem__(self, region):
+            nonlocal n_read
+            n_read += self.tensor[region].numel()
+            return self.tensor[region]
+
+    read = StoredTensors.read
+    monkeypatch.setattr(StoredTensors, "read", lambda self, region: Spied(read(self, region)))
     for tensor in stored.weights.values():
         whole = tensor[...]
         for part in range(3):
@@ -290,8 +267,5 @@ def test_a_region_reads_its_own_rows_and_no_more(family, options, tmp_path, monk
             region += tuple(slice(1, n) for n in tensor.shape[1:])
             expected = whole[region]
             n_read = 0
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "__getitem__", counted)
-                found = tensor[region]
-            assert torch.equal(found, expected)
+            assert torch.equal(tensor[region], expected)
             assert n_read == expected.numel()

@@ -96,6 +96,15 @@ def test_settings_that_are_not_gpt2s_are_refused(folder, values, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_cannot_be_mapped_is_named(folder, monkeypatch):
+    def without_address_space(path, **_options):
+        raise RuntimeError(f"unable to mmap 5 bytes from file <{path}>: Cannot allocate memory")
+
+    monkeypatch.setattr("safetensors.safe_open", without_address_space)
+    with pytest.raises(StorageError, match=r"cannot read .*model\.safetensors: unable to mmap"):
+        read_hf(folder)
+
+
 def missing(tensors):
     del tensors["transformer.h.1.mlp.c_fc.bias"]
 

@@ -123,6 +123,27 @@ def test_another_architecture_is_refused_key_by_key(tmp_path):
     initial_weights(tmp_path / "m", configuration(d_ff=32), BPE)
 
 
+def test_how_experts_are_balanced_may_differ_but_for_a_bias(tmp_path):
+    experts = {"n_experts": 4, "d_expert": 6}
+    source = saved(tmp_path / "m", **experts, balance="batch").state_dict()
+    model = GPT(configuration(**experts, balance="bias", router_z_loss=0.1).model)
+    state = "blocks.1.experts.router.balance"
+    model.state_dict()[state].fill_(7.0)
+    here = configuration(
+        **experts, balance="bias", router_z_loss=0.1, d_ff=20
+    )  # which no layer has
+    initial_weights(tmp_path / "m", here, BPE).load_into(model)
+    for name, tensor in padded_with_nothing(model).items():
+        if not name.endswith("router.balance"):
+            assert torch.equal(tensor, source[name][: len(tensor)])
+    assert model.state_dict()[state].eq(7.0).all()  # as this run begins
+    saved(tmp_path / "biased", **experts, balance="bias")
+    with pytest.raises(ConfigError, match=r"model\.balance: 'bias' there, 'batch' here \(what it"):
+        initial_weights(tmp_path / "biased", configuration(**experts, balance="batch"), BPE)
+    initial_weights(tmp_path / "biased", here, BPE).load_into(model)
+    assert model.state_dict()[state].eq(0.0).all()
+
+
 def test_longer_contexts_need_positions_that_are_not_learned(tmp_path):
     saved(tmp_path / "m", positions="sinusoidal")
     here = configuration(positions="sinusoidal", context_length=30)

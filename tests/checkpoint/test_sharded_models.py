@@ -10,11 +10,12 @@ import torch
 from layout_worlds import run_world
 from sharded_worlds import (
     LLAMA,
+    MIXTRAL,
     TOKENIZER,
     configuration,
     count_reads,
     initialize_from,
-    initialize_from_llama,
+    initialize_from_theirs,
     load_wrongly,
     save_model_of_two,
 )
@@ -103,10 +104,11 @@ def test_a_run_begins_with_weights_of_which_each_process_takes_its_part(run):
 
 
 def test_each_process_takes_its_part_of_a_hugging_face_folder(tmp_path):
-    config = configuration(**LLAMA)
-    weights = model_state(build_model(config.model, seed=5))
-    export_hf(StoredModel(tmp_path, config, TOKENIZER, weights, (), None), tmp_path / "hf")
-    assert run_world(4, initialize_from_llama, tmp_path / "hf") == [[]] * 4
+    for family, model in (("llama", LLAMA), ("mixtral", MIXTRAL)):
+        config = configuration(**model)
+        weights = model_state(build_model(config.model, seed=5))
+        export_hf(StoredModel(tmp_path, config, TOKENIZER, weights, (), None), tmp_path / family)
+    assert run_world(4, initialize_from_theirs, tmp_path) == [[]] * 4
 
 
 def test_a_state_that_does_not_fit_is_refused_in_each_process(run):

@@ -31,6 +31,10 @@ NOT_THE_ARCHITECTURE = {
     "init": "how weights begin that are replaced",
     "init_std": "as above",
     "residual_init_scale": "as above",
+    "balance": "acts in training only, but for `bias`; checked apart",
+    "balance_rate": "acts in training only",
+    "balance_weight": "as above",
+    "router_z_loss": "as above",
 }
 """Keys in `[model]` that may differ between the stored model and the configuration, each with the
 reason. Every other key must be equal: the weights mean nothing in another architecture."""
@@ -61,13 +65,19 @@ class InitialWeights:
         slices (pipeline stages) that this rank holds.
 
         For a sharded parameter, each rank reads and copies its own shard, without communication. If
-        the stored context is longer, the first positions are taken. Rows that pad the vocabulary
-        and adapters in `model` stay unchanged. Values are rounded to the model's dtype.
+        the stored context is longer, the first positions are taken. Rows that pad the vocabulary,
+        adapters in `model` and a state of balancing that is of training alone stay unchanged.
+        Values are rounded to the model's dtype.
         """
-        axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
-        vocab_size = self.stored.config.model.vocab_size
+        there = self.stored.config.model
+        axes = {
+            spec.name: spec.axes
+            for spec in parameter_table(there)
+            if not spec.is_state or there.balance == "bias"
+        }
+        vocab_size = there.vocab_size
         for name, own in model_state(model).items():
-            if name not in axes:  # an adapter's tensor, which begins with this run
+            if name not in axes:  # an adapter's tensor, or a state, which begins with this run
                 continue
             theirs = self.stored.weights[name]
             n_rows = vocab_size if axes[name][0] == "vocab" else None
@@ -104,6 +114,11 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
         wrong.append(
             f"model.context_length: {there.context_length} there, {here.context_length} here "
             "(positions that were never learned; it may be shorter, not longer)"
+        )
+    if there.balance == "bias" and here.balance != "bias":
+        wrong.append(
+            f"model.balance: 'bias' there, {shown(here.balance)} here (what it adds to the scores "
+            "decides there which experts are chosen)"
         )
     if wrong:
         raise ConfigError(

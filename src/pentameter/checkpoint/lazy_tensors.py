@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pentameter.errors import CorruptError
 
@@ -26,7 +26,7 @@ class LazyTensor:
 
     It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
     for which nothing else is computed. The result is a new tensor on the CPU; slices need both
-    start and stop.
+    start and stop. Its methods are a torch.Tensor's, and give lazy tensors.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +42,41 @@ class LazyTensor:
         tensor = torch.empty([each.stop - each.start for each in bounds], dtype=self.dtype)
         self.fill(tensor, bounds)
         return tensor
+
+    def t(self) -> LazyTensor:
+        """Return the transpose (m, n) of a tensor (n, m)."""
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            self.fill(target.t(), region[::-1])
+
+        return LazyTensor(self.shape[::-1], self.dtype, fill)
+
+    def flatten(self, first: Literal[0], last: Literal[1]) -> LazyTensor:
+        """Return a tensor (n, m, …) as (n · m, …): dimensions `first` to `last` become one."""
+        n, m, *others = self.shape
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            rows, *rest = region
+            for offset in range(rows.start - rows.start % m, rows.stop, m):
+                start, stop = max(rows.start, offset), min(rows.stop, offset + m)
+                part = target.narrow(0, start - rows.start, stop - start).unsqueeze(0)
+                index = offset // m
+                within = slice(start - offset, stop - offset)
+                self.fill(part, (slice(index, index + 1), within, *rest))
+
+        return LazyTensor((n * m, *others), self.dtype, fill)
+
+    def unflatten(self, dim: Literal[0], sizes: tuple[int, int]) -> LazyTensor:
+        """Return a tensor (n · m, …) as (n, m, …): dimension `dim` becomes two, `sizes`."""
+        n, m = sizes
+
+        def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
+            outer, rows, *rest = region
+            for number, offset in enumerate(range(outer.start * m, outer.stop * m, m)):
+                part = target.select(0, number)
+                self.fill(part, (slice(offset + rows.start, offset + rows.stop), *rest))
+
+        return LazyTensor((n, m, *self.shape[1:]), self.dtype, fill)
 
 
 def copy_region(

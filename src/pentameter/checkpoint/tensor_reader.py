@@ -55,16 +55,20 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         self.stored: Mapping[str, StoredTensor] = self._index(paths)
 
     def __getitem__(self, name: str) -> torch.Tensor | LazyTensor:
-        stored = self.stored[name]
-        if len(stored.regions) == 1:
-            return self.read(stored.regions[0])
-        return LazyTensor(stored.shape, stored.dtype, partial(self._fill, stored))
+        regions = self.stored[name].regions
+        return self.read(regions[0]) if len(regions) == 1 else self.lazy(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return a tensor of whose file nothing is read before an access, which reads its region
+        alone. (To map a tensor touches its first page: of a large mixture, thousands.)"""
+        stored = self.stored[name]
+        return LazyTensor(stored.shape, stored.dtype, partial(self._fill, stored))
 
     def read(self, region: StoredRegion) -> torch.Tensor:
         """Return the tensor (sizes of `region`) in one entry of a file, memory-mapped. Raises
@@ -155,7 +159,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise CorruptError(f"{path} is malformed: {error}") from error
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: no address space is left to map it
         raise StorageError(f"cannot read {path}: {error}") from error
 
 

@@ -74,9 +74,14 @@ def run(arguments: list[str]) -> int:
     print_warnings(warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), f"{name_of(asked.out.name)}-tuned"
+    experts = (
+        ""
+        if model.n_experts is None
+        else (f"{model.n_experts} experts, {model.n_chosen} for each token, ")
+    )
     print(
         f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
-        f"context {model.context_length}, vocabulary {model.vocab_size}, "
+        f"{experts}context {model.context_length}, vocabulary {model.vocab_size}, "
         f"tokenizer {stored.config.data.tokenizer}\n"
         f"fine-tune it: pentameter train {out}/config.toml --init-from {out} --name {name} "
         "--data.path FILE"

@@ -378,7 +378,8 @@ class ModelConfig(Section):
     @property
     def resolved(self) -> ModelConfig:
         """The same architecture with the default sizes filled in: `d_ff`, `head_size`,
-        `n_kv_heads`, and an expert's. Two resolved architectures can be compared."""
+        `n_kv_heads`, and an expert's; `d_ff` is `d_expert` if every layer has experts. Two resolved
+        architectures can be compared."""
         sizes = {
             "d_ff": self.feed_forward_width,
             "head_size": self.head_channels,
@@ -392,6 +393,8 @@ class ModelConfig(Section):
             }
         if self.n_experts is not None:
             sizes |= {"d_expert": self.expert_width, "experts_per_token": self.n_chosen}
+            if all(map(self.has_experts, range(self.n_layers))):  # then no layer has another width
+                sizes["d_ff"] = self.expert_width
         return self.model_copy(update=sizes)
 
 

@@ -53,8 +53,8 @@ def with_adapters(
     if smallest is not None and rank > min(smallest.shape):
         raise ConfigError(
             f"lora.rank={rank} is more than {smallest.name} {smallest.shape} has: a matrix of that "
-            f"shape has at most rank {min(smallest.shape)}; lower lora.rank, or leave [lora] out "
-            "to train every weight"
+            f"shape has at most rank {min(smallest.shape)}; lower lora.rank, name other layers in "
+            "lora.targets, or leave [lora] out to train every weight"
         )
     frozen = (replace(spec, is_trained=False) for spec in table)
     return (*frozen, *(each for spec in adapted for each in _adapter(spec, rank)))

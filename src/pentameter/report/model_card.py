@@ -117,7 +117,7 @@ def _picture(record: RecordedRun) -> bytes | None:
 
 
 def _n_parameters(config: Config) -> int:
-    table = parameter_table(config.model)
+    table = [spec for spec in parameter_table(config.model) if not spec.is_state]
     return sum(spec.n_elements for spec in table) - padding_elements(table, config.model)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS, Family
+from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
@@ -22,9 +23,10 @@ def choose_family(model: ModelConfig) -> str:
     problems = {name: list(_inexpressible(family, model)) for name, family in FAMILIES.items()}
     nearest = min(problems, key=lambda name: len(problems[name]))
     if problems[nearest]:
+        others = ", ".join(name for name in FAMILIES if name != nearest)
         raise ConfigError(
             f"a Hugging Face {FAMILIES[nearest].label} cannot express "
-            f"{'; '.join(problems[nearest])}; nor can {', '.join(FAMILIES.keys() - {nearest})}; "
+            f"{'; '.join(problems[nearest])}; nor can {others}; "
             "`export --to safetensors` writes any model"
         )
     return nearest
@@ -80,9 +82,10 @@ def to_their_config(
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
     activation = look_up(theirs, model.activation, "model.activation", family.label)
-    whole = model.resolved.model_copy(update={"embedding_dropout": model.embedding_dropout_rate})
     values = {
-        **whole.model_dump(include=set(family.written)),
+        **model.resolved.model_dump(include=set(family.written)),
+        "d_ff": model.feed_forward_width,
+        "embedding_dropout": model.embedding_dropout_rate,
         "vocab_size": vocab_size,
         "activation": activation,
     }

@@ -1,162 +1,41 @@
-"""The Hugging Face architectures ("families") that can be read and written, each described by its
-differences from a decoder like Llama. "Their" names are those in `transformers`.
+"""The Hugging Face architectures ("families") that can be read and written, each a `Family` (in
+`family.py`): its differences from a decoder like Llama.
 
-Keys in config.json and their defaults are those in `transformers`' configuration classes. Anything
-a table cannot express (one key in config.json that several `[model]` keys decide) is a `Rule` in
-`rules.py`. `config_json.py` and, for tensors, `tensor_map.py` apply the tables.
+Keys in config.json and their defaults are those in `transformers`' configuration classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
+from pentameter.checkpoint.hugging_face.expert_rules import (
+    CHOSEN_BY_SCORE,
+    EXPERTS_IN_EVERY_LAYER,
+    LAYERS_WITH_EXPERTS,
+    SCORES_MAY_SUM_TO_ONE,
+    SCORES_SUM_TO_ONE,
+    SHARED_EXPERT_WITH_A_GATE,
+)
+from pentameter.checkpoint.hugging_face.family import (
+    ACTIVATIONS,
+    AS_ABOVE,
+    NAMES,
+    STACKED,
+    Family,
+    Projections,
+)
 from pentameter.checkpoint.hugging_face.rules import (
     CONTEXT_BY_ITS_OLD_NAME,
+    EVERY_OTHER_WITH_A_WINDOW,
     HEADS_DIVIDE_WIDTH,
     LAYERS_WITH_A_WINDOW,
     ONE_SWITCH_FOR_BIASES,
+    ONE_SWITCH_FOR_WINDOWS,
     PART_OF_A_HEAD_TURNS,
     WHOLE_HEADS_TURN,
-    Rule,
+    WHOLE_HEADS_TURN_SLOWLY,
 )
-from pentameter.config.model_schema import RopeScalingConfig
-
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-"""Activation name in config.json → pentameter's. If several names denote one function, the first is
-written."""
-GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-"""Activation name in config.json → pentameter's, for a feed-forward layer with a gate."""
-
-
-@dataclass(frozen=True)
-class Projections:
-    """The tensors that hold the query, key and value projections, and the order of their rows.
-
-    `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
-    values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
-    rows (H, 3, K).
-    """
-
-    names: tuple[str, ...]
-    order: Literal["apart", "parts", "heads"]
-
-
-_AS_ABOVE = "as above"
-
-NEUTRAL: Mapping[str, tuple[Any, str]] = {
-    "norm_position": ("pre", "{} normalises before each sub-layer"),
-    "norm": ("rmsnorm", "{} has RMSNorm only"),
-    "positions": ("rotary", "{} turns queries and keys by their position"),
-    "rope_theta": (10000.0, "{} turns no queries and keys"),
-    "rope_scaling": (RopeScalingConfig(), _AS_ABOVE),
-    "rotary_fraction": (1.0, "{} turns all channels of a head"),
-    "embedding_scale": (False, "{} does not scale its embeddings"),
-    "head_bias": (False, "{}'s output projection has no bias"),
-    "qkv_bias": (False, "{} is written without biases"),
-    "bias": (False, _AS_ABOVE),
-    "n_kv_heads": (None, "{}'s heads share no keys and values"),
-    "head_size": (None, "{}'s heads are d_model / n_heads wide"),
-    "qk_norm": (None, "{} norms no queries and keys"),
-    "sliding_window": (None, "{} attends to the whole context"),
-    "sliding_window_pattern": (None, _AS_ABOVE),
-    "parallel_residual": (False, "{} adds one layer after the other"),
-    "logit_softcap": (None, "{}'s logits are unbounded"),
-}
-"""pentameter key → the only value that a family can express if its description omits the key, and
-the reason for refusing another."""
-
-NOT_WRITTEN = {
-    "vocab_multiple": "rows that pad the vocabulary are not written",
-    "dropout": "acts in training only, and theirs has no such dropout",
-    "embedding_dropout": "as above",
-    "init": "how weights began that are written",
-    "residual_init_scale": "as above",
-}
-"""pentameter key that does not affect written weights, and why not; a family may write it all the
-same."""
-
-_NAMES = {
-    "token_embedding": "embed_tokens",
-    "final_norm": "norm",
-    "attention_norm": "input_layernorm",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A Hugging Face architecture, described by its differences from a decoder like Llama, whose
-    tensor names are the defaults, and from NEUTRAL and NOT_WRITTEN."""
-
-    label: str
-    """Its name in messages, such as `Llama`."""
-    architecture: str
-    """The class in `transformers`, such as `LlamaForCausalLM`."""
-    written: Mapping[str, tuple[str, Any]]
-    """pentameter key → key in config.json, and its default there."""
-    rules: tuple[Rule, ...] = ()
-    """Conversions for keys that no table can express."""
-    differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Replacements for entries in NEUTRAL."""
-    read: Mapping[str, bool] = field(default_factory=dict)
-    """pentameter key that only the weights express → its value for weights that are read. Biases
-    without an entry are written as zeros."""
-    not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Key in config.json → its default, the only value that is accepted, and the reason for
-    refusing another."""
-    activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
-    body: str = "model."
-    """Prefix for every tensor name except the head's; absent in the model without a head."""
-    layers: str = "layers."
-    """Prefix for a layer's number."""
-    head: str = "lm_head.weight"
-    """Name of the output projection's weight."""
-    names: Mapping[str, str] = field(default_factory=_NAMES.copy)
-    """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer."""
-    projections: Projections = Projections(
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
-    )
-    other_names: Mapping[str, str] = field(default_factory=dict)
-    """Key in config.json → another name under which it is read."""
-    transposed: bool = False
-    """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
-    passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
-    """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
-
-    @cached_property
-    def not_needed(self) -> frozenset[str]:
-        """pentameter keys that config.json does not hold: only the weights express them, or they do
-        not affect written weights."""
-        return frozenset(NOT_WRITTEN.keys() - self.written.keys() | self.read.keys())
-
-    @cached_property
-    def fixed(self) -> Mapping[str, tuple[Any, str]]:
-        """pentameter key → the only value that the family can express, and the reason for refusing
-        another."""
-        of_rules = {key for rule in self.rules for key in rule.keys}
-        elsewhere = {*self.written, *self.not_needed, *of_rules}
-        return {
-            key: (value, reason.format(self.label))
-            for key, (value, reason) in {**NEUTRAL, **self.differs}.items()
-            if key not in elsewhere
-        }
 
 
 def _with_defaults(
@@ -189,6 +68,22 @@ _OF_LLAMA = {
 _OF_QWEN = _with_defaults(
     _OF_LLAMA, vocab_size=151936, context_length=32768, d_ff=22016, n_kv_heads=32
 )
+_OF_EXPERTS = {
+    **{key: entry for key, entry in _OF_LLAMA.items() if key != "d_ff"},
+    "n_experts": ("num_experts", 64),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "d_expert": ("intermediate_size", 2048),
+}
+"""Of families with experts in every layer."""
+_OF_QWEN_EXPERTS = {
+    **_with_defaults(_OF_QWEN, n_layers=24, d_model=2048, d_ff=6144, n_kv_heads=4),
+    "n_experts": ("num_experts", 128),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "d_expert": ("moe_intermediate_size", 768),
+}
+"""Of families with experts beside layers that have one feed-forward layer, another width."""
+_OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+_ONE_WINDOW = (None, "it has its window in every layer")
 _BIASED = {
     "attention_bias": (
         False,
@@ -219,7 +114,7 @@ FAMILIES: Mapping[str, Family] = {
         differs={
             "norm": ("layernorm", "GPT-2 has no RMSNorm"),
             "positions": ("learned", "GPT-2 learns its positions"),
-            "rotary_fraction": (1.0, _AS_ABOVE),
+            "rotary_fraction": (1.0, AS_ABOVE),
         },
         read={"qkv_bias": True, "bias": True, "residual_init_scale": True},
         not_ours={
@@ -272,8 +167,8 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": ("sliding_window", 4096),
         },
         rules=(WHOLE_HEADS_TURN,),
-        differs={"sliding_window_pattern": (None, "Mistral has its window in every layer")},
-        not_ours={"layer_types": (None, "Mistral has its window in every layer")},
+        differs={"sliding_window_pattern": _ONE_WINDOW},
+        not_ours={"layer_types": _ONE_WINDOW},
     ),
     "qwen2": Family(
         label="Qwen 2",
@@ -346,10 +241,121 @@ FAMILIES: Mapping[str, Family] = {
         },
         not_ours=_BIASED,
         names={
-            **_NAMES,
+            **NAMES,
             "attention_norm": "post_attention_layernorm",
             "mlp_norm": "post_feedforward_layernorm",
         },
+    ),
+    "qwen3_moe": Family(
+        label="Qwen 3 MoE",
+        architecture="Qwen3MoeForCausalLM",
+        written=_OF_QWEN_EXPERTS,
+        rules=(
+            WHOLE_HEADS_TURN,
+            ONE_SWITCH_FOR_WINDOWS,
+            LAYERS_WITH_EXPERTS,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={
+            "qk_norm": ("head", "Qwen 3 MoE norms queries and keys head by head"),
+            "sliding_window_pattern": _ONE_WINDOW,
+        },
+        not_ours={**_BIASED, "layer_types": _ONE_WINDOW},
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
+    ),
+    "mixtral": Family(
+        label="Mixtral",
+        architecture="MixtralForCausalLM",
+        written={
+            **_with_defaults(
+                _OF_EXPERTS,
+                context_length=131072,
+                n_kv_heads=8,
+                d_expert=14336,
+                experts_per_token=2,
+                norm_eps=1e-5,
+            ),
+            "n_experts": ("num_local_experts", 8),
+            "sliding_window": ("sliding_window", None),
+        },
+        rules=(
+            WHOLE_HEADS_TURN_SLOWLY,
+            EXPERTS_IN_EVERY_LAYER,
+            SCORES_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={"sliding_window_pattern": _ONE_WINDOW},
+        not_ours={
+            "layer_types": _ONE_WINDOW,
+            "router_jitter_noise": (0.0, "no noise is added to a router's input here"),
+        },
+        other_names=_OTHER_NAMES,
+        names={
+            **NAMES,
+            "experts.router": "block_sparse_moe.gate",
+            "experts.gate": "block_sparse_moe.experts.{expert}.w1",
+            "experts.up": "block_sparse_moe.experts.{expert}.w3",
+            "experts.down": "block_sparse_moe.experts.{expert}.w2",
+        },
+        stacked=STACKED,
+    ),
+    "olmoe": Family(
+        label="OLMoE",
+        architecture="OlmoeForCausalLM",
+        written={
+            key: entry
+            for key, entry in _with_defaults(
+                _OF_EXPERTS,
+                vocab_size=50304,
+                context_length=4096,
+                n_layers=16,
+                n_heads=16,
+                d_model=2048,
+                norm_eps=1e-5,
+            ).items()
+            if key != "head_size"
+        },
+        rules=(
+            WHOLE_HEADS_TURN,
+            EXPERTS_IN_EVERY_LAYER,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={"qk_norm": ("width", "OLMoE norms queries and keys of all heads together")},
+        not_ours={
+            **_BIASED,
+            "clip_qkv": (None, "queries, keys and values are not clipped here"),
+        },
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
+    ),
+    "qwen2_moe": Family(
+        label="Qwen 2 MoE",
+        architecture="Qwen2MoeForCausalLM",
+        written={
+            **_with_defaults(
+                _OF_QWEN_EXPERTS,
+                n_heads=16,
+                n_kv_heads=16,
+                d_ff=5632,
+                d_expert=1408,
+                n_experts=60,
+                experts_per_token=4,
+            ),
+            "qkv_bias": ("qkv_bias", True),
+        },
+        rules=(
+            WHOLE_HEADS_TURN,
+            EVERY_OTHER_WITH_A_WINDOW,
+            LAYERS_WITH_EXPERTS,
+            SHARED_EXPERT_WITH_A_GATE,
+            SCORES_MAY_SUM_TO_ONE,
+            CHOSEN_BY_SCORE,
+        ),
+        other_names=_OTHER_NAMES,
+        stacked=STACKED,
     ),
 }
 """Keyed by `model_type` in config.json. If several can express a model, the first is written."""

@@ -10,10 +10,10 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -23,10 +23,11 @@ from pentameter.checkpoint.hugging_face.config_json import (
     simplest,
     to_their_config,
 )
-from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.checkpoint.lazy_tensors import LazyTensor, few
+from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, few
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
@@ -39,9 +40,7 @@ from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
-
-if TYPE_CHECKING:
-    import torch
+from pentameter.planning.gpt import parameter_table
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -187,29 +186,28 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
 
     body, head = family.body, family.head
     where = files[0] if len(files) == 1 else files[0].parent
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in StoredTensors(files).items():
+    stored, names = StoredTensors(files), dict[str, str]()
+    for name in stored:
         full = name if name == head or name.startswith(body) else body + name
         if re.fullmatch(family.passed_over, full.removeprefix(body)):
             continue
-        if full in tensors:
+        if full in names:
             raise CorruptError(f"{where} holds {name!r} a second time")
-        tensors[full] = tensor[...]  # mapped: untouched pages are never read
-    embedding_name = f"{body}{family.names['token_embedding']}.weight"
-    embedding = tensors.get(embedding_name)
+        names[full] = name
+    embedding = f"{body}{family.names['token_embedding']}.weight"
     # Some programs save a copy of the embedding as the head's weight.
     if (
         model.tied_head
-        and head in tensors
-        and embedding is not None
-        and not torch.equal(tensors.pop(head), embedding)
+        and {head, embedding} <= names.keys()
+        and not torch.equal(stored[names.pop(head)][...], stored[names[embedding]][...])
     ):
         raise CorruptError(
-            f"{where}: {head} differs from {embedding_name}, but {CONFIG} says that they are one "
+            f"{where}: {head} differs from {embedding}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    tensor_map = TensorMap.of(family, model)
+    tensor_map = _map_of(family, model, names.keys())
     expected = tensor_map.their_shapes
+    tensors = {full: stored.lazy(name) for full, name in names.items()}
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
@@ -218,14 +216,23 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
-        if tensors[name].shape != shape or not tensors[name].is_floating_point():
+        if tensors[name].shape != shape or not tensors[name].dtype.is_floating_point:
             raise CorruptError(
-                f"{where}: {name} is {tuple(tensors[name].shape)} of {tensors[name].dtype}, its "
+                f"{where}: {name} is {tensors[name].shape} of {tensors[name].dtype}, its "
                 f"{CONFIG} asks for {shape} of floating-point numbers"
             )
     # fp32 holds every tensor exactly, unless one is fp64.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
+
+
+def _map_of(family: Family, model: ModelConfig, names: Set[str]) -> TensorMap:
+    """Return the map for a folder that holds tensors `names`: with those of the experts stacked if
+    there is any that only such a folder has."""
+    published = TensorMap.of(family, model)
+    stacked = TensorMap.of(family, model, is_stacked=True) if family.stacked else published
+    is_stacked = not names.isdisjoint(stacked.their_shapes.keys() - published.their_shapes.keys())
+    return stacked if is_stacked else published
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,8 @@ def export_hf(
     is in memory at a time. The folder appears whole or not at all.
 
     Raises ConfigError for a model that no family can express, and if `out` exists and is not an
-    empty folder; StorageError if writing fails.
+    empty folder; CorruptError unless the weights are all of the model's and no others; StorageError
+    if writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -257,6 +265,8 @@ def export_hf(
     name = choose_family(model)
     vocab_size = model.vocab_size or tokenizer.vocab_size
     whole = model.model_copy(update={"vocab_size": vocab_size})
+    complete = {spec.name: (spec.shape, None) for spec in parameter_table(whole)}
+    check_weights(stored.weights, complete, stored.path)
     weights = TensorMap.of(FAMILIES[name], whole).to_theirs(stored.weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = to_their_config(

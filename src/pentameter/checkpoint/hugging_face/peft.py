@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.hugging_face.config_json import choose_family
-from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
 from pentameter.checkpoint.model_folder import Adapters, StoredModel

@@ -65,7 +65,9 @@ def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
     }
 
 
-def _read_rope(content: Content, section: Content, *, partly: bool) -> dict[str, Any]:
+def _read_rope(
+    content: Content, section: Content, *, partly: bool, default_theta: float = 10000.0
+) -> dict[str, Any]:
     where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     found = content.get(where) or {}
     if not isinstance(found, dict):
@@ -86,7 +88,7 @@ def _read_rope(content: Content, section: Content, *, partly: bool) -> dict[str,
         if values[key] is None:
             raise ValueError(f"{where} has no {_SCALING[key]}, which rope_type={theirs!r} needs")
     base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
-    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", 10000.0)))
+    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))
     fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
     fraction = found.get("partial_rotary_factor", fraction)
     if not partly and fraction != 1:
@@ -103,6 +105,12 @@ WHOLE_HEADS_TURN = Rule(
     partial(_write_rope, partly=False),
     partial(_read_rope, partly=False),
 )
+WHOLE_HEADS_TURN_SLOWLY = Rule(
+    WHOLE_HEADS_TURN.keys,
+    WHOLE_HEADS_TURN.write,
+    partial(_read_rope, partly=False, default_theta=1e6),
+)
+"""The same, where a config.json that gives no base means 1,000,000."""
 PART_OF_A_HEAD_TURNS = Rule(
     ("rope_theta", "rope_scaling", "rotary_fraction"),
     partial(_write_rope, partly=True),
@@ -129,17 +137,21 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_windows(content: Content, section: Content) -> dict[str, Any]:
+def _read_windows(
+    content: Content, section: Content, *, has_window: Callable[[int, int], bool]
+) -> dict[str, Any]:
+    """Return the values for a config.json that lists the layers with a window, or gives a number of
+    layers: `has_window(layer, number)` then says which have one."""
     n_layers = section["n_layers"]
     if not isinstance(n_layers, int):
         return {}  # the schema refuses it later
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
-    first = content.get("max_window_layers", 28)
+    n = content.get("max_window_layers", 28)
     key, types = "layer_types", content.get("layer_types")
     if types is None:
         key = "max_window_layers"
         types = [
-            "sliding_attention" if size is not None and layer >= first else "full_attention"
+            "sliding_attention" if size is not None and has_window(layer, n) else "full_attention"
             for layer in range(n_layers)
         ]
     if types == _layer_types(n_layers, None, None):
@@ -154,8 +166,29 @@ def _read_windows(content: Content, section: Content) -> dict[str, Any]:
 
 
 LAYERS_WITH_A_WINDOW = Rule(
-    ("sliding_window", "sliding_window_pattern"), _write_windows, _read_windows
+    ("sliding_window", "sliding_window_pattern"),
+    _write_windows,
+    partial(_read_windows, has_window=lambda layer, n: layer >= n),
 )
+EVERY_OTHER_WITH_A_WINDOW = Rule(
+    LAYERS_WITH_A_WINDOW.keys,
+    _write_windows,
+    partial(_read_windows, has_window=lambda layer, n: layer < n and layer % 2 == 0),
+)
+"""The same, where a config.json without a list means every other layer, up to a number."""
+ONE_SWITCH_FOR_WINDOWS = Rule(
+    ("sliding_window",),
+    lambda model: {
+        "use_sliding_window": model.sliding_window is not None,
+        "sliding_window": model.sliding_window,
+    },
+    lambda content, _section: {
+        "sliding_window": content.get("sliding_window", 4096)
+        if content.get("use_sliding_window")
+        else None
+    },
+)
+"""All layers have a window or none has."""
 
 
 def _write_biases(model: ModelConfig) -> dict[str, Any]:

@@ -1,22 +1,28 @@
 """Conversion between the tensors of a family (a Hugging Face architecture) and pentameter's, by the
-tables in `families`.
+tables of its `Family`.
 
 Tensors correspond in strips: rows in a pentameter tensor are rows in one of the family's. A fused
 matrix whose rows are in another order is many strips, head by head. A region is computed from the
-strips that overlap it, so nothing else is read. Rows that no strip fills are zero: biases that one
-side has and the other lacks.
+strips that overlap it, so nothing else is read. Rows that no strip fills are zero: biases that the
+family has and the model lacks.
+
+A tensor with a matrix for each expert, (E experts, rows, columns), counts as its matrices one below
+the other, (E · rows, columns). So it corresponds to one tensor with as many rows, to a tensor for
+each expert, or to every other block of rows, and single experts are read by their rows.
 
 Shapes: D d_model, H heads, G KV heads, K head size.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.hugging_face.families import Family
+from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
@@ -63,86 +69,117 @@ class TensorMap:
     """The family's name → shape as stored in the file."""
     transposed: frozenset[str]
     """The family's names for tensors that it stores transposed."""
+    n_experts: Mapping[str, int]
+    """pentameter's names, and the family's, for tensors with a matrix for each expert → E."""
 
     @staticmethod
-    def of(family: Family, model: ModelConfig) -> TensorMap:
-        """Build the map between the tensors of `model` and those of the family that expresses
-        it."""
+    def of(family: Family, model: ModelConfig, *, is_stacked: bool = False) -> TensorMap:
+        """Build the map between the tensors of `model` and those of the family that expresses it.
+        `is_stacked`: those that the family's `stacked` names, where experts share a tensor."""
         biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
-        whole = model.model_copy(update={**biases, "vocab_multiple": 1})
+        # No family here holds the state of balancing, which is of training.
+        whole = model.model_copy(update={**biases, "vocab_multiple": 1, "balance": "none"})
         table = parameter_table(whole)
-        strips = tuple(strip for spec in table for strip in _strips(family, whole, spec))
-        specs = {spec.name: spec for spec in table}
+        stacked = family.stacked if is_stacked else {}
+        strips: list[Strip] = []
         shapes: dict[str, tuple[int, ...]] = {}
-        transposed = set()
-        for strip in strips:
-            spec = specs[strip.ours]
-            n_rows = max(strip.their_row + strip.n_rows, shapes.get(strip.theirs, (0,))[0])
-            shapes[strip.theirs] = (n_rows, *spec.shape[1:])
-            if family.transposed and spec.is_block_matrix:
-                transposed.add(strip.theirs)
+        transposed: set[str] = set()
+        n_experts: dict[str, int] = {}
+        for spec in table:
+            for strip in _strips(family, whole, spec, stacked):
+                strips.append(strip)
+                n_rows = max(strip.their_row + strip.n_rows, shapes.get(strip.theirs, (0,))[0])
+                shapes[strip.theirs] = (n_rows, *spec.shape[1 + _has_experts(spec) :])
+                if family.transposed and spec.is_block_matrix:
+                    transposed.add(strip.theirs)
+                if _has_experts(spec):
+                    names = (strip.ours, strip.theirs) if is_stacked else (strip.ours,)
+                    n_experts |= dict.fromkeys(names, spec.shape[0])
         for name in transposed:
             shapes[name] = shapes[name][::-1]
+        for name in n_experts.keys() & shapes.keys():
+            E, (n_rows, *columns) = n_experts[name], shapes[name]
+            shapes[name] = (E, n_rows // E, *columns)
         ours = {spec.name: spec.shape for spec in table}
-        return TensorMap(strips, ours, shapes, frozenset(transposed))
+        return TensorMap(tuple(strips), ours, shapes, frozenset(transposed), n_experts)
 
     def to_theirs(self, weights: Weights) -> dict[str, LazyTensor]:
         """Return the family's tensors, name → lazy tensor in the stored layout, each region
-        computed from pentameter's `weights` at access."""
-        dtype = next(iter(weights.values())).dtype
+        computed from pentameter's `weights`, all of a model's, at access."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.their_shapes}
         for strip in self.strips:
             if strip.ours in weights:
-                source = RowSource(strip.their_row, weights[strip.ours], strip.row, strip.n_rows)
+                found = self._as_rows(strip.ours, weights[strip.ours])
+                source = RowSource(strip.their_row, found, strip.row, strip.n_rows)
                 sources[strip.theirs].append(source)
-        return {
-            name: LazyTensor(
-                shape, dtype, partial(_fill, sources[name], is_transposed=name in self.transposed)
-            )
-            for name, shape in self.their_shapes.items()
-        }
+        dtype = next(iter(weights.values())).dtype
+        return self._assembled(self.their_shapes, sources, dtype)
 
     def to_ours(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+        self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
     ) -> dict[str, LazyTensor]:
         """Return pentameter's tensors, name → lazy tensor in `dtype`, each region computed from the
         family's `tensors`, which must be complete and have the right shapes, at access."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
-            there = tensors[strip.theirs]
-            there = there.t() if strip.theirs in self.transposed else there
-            source = RowSource(strip.row, there, strip.their_row, strip.n_rows)
-            sources[strip.ours].append(source)
-        return {
-            name: LazyTensor(shape, dtype, partial(_fill, sources[name], is_transposed=False))
-            for name, shape in self.our_shapes.items()
-        }
+            found = self._as_rows(strip.theirs, tensors[strip.theirs])
+            sources[strip.ours].append(RowSource(strip.row, found, strip.their_row, strip.n_rows))
+        return self._assembled(self.our_shapes, sources, dtype)
+
+    def _as_rows(self, name: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
+        """Return a tensor, ours or the family's, as the matrix whose rows strips count."""
+        if name in self.n_experts:
+            return tensor.flatten(0, 1)
+        return tensor.t() if name in self.transposed else tensor
+
+    def _assembled(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        sources: Mapping[str, Sequence[RowSource]],
+        dtype: torch.dtype,
+    ) -> dict[str, LazyTensor]:
+        """Return name → lazy tensor for `shapes`, ours or the family's, whose rows are those of
+        `sources`."""
+        tensors: dict[str, LazyTensor] = {}
+        for name, shape in shapes.items():
+            fill = partial(_fill, sorted(sources[name], key=lambda source: source.row))
+            if name in self.n_experts:
+                E, n_rows, *columns = shape
+                rows = LazyTensor((E * n_rows, *columns), dtype, fill)
+                tensors[name] = rows.unflatten(0, (E, n_rows))
+            elif name in self.transposed:
+                tensors[name] = LazyTensor(shape[::-1], dtype, fill).t()
+            else:
+                tensors[name] = LazyTensor(shape, dtype, fill)
+        return tensors
 
 
-def _fill(
-    sources: Sequence[RowSource],
-    target: torch.Tensor,
-    region: tuple[slice, ...],
-    *,
-    is_transposed: bool,
-) -> None:
+def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slice, ...]) -> None:
     """Fill `target`, in place, with one region (start and stop per dimension), assembled from the
-    rows in `sources`, which are transposed if `is_transposed`. Rows without a source are zero."""
-    if is_transposed:
-        target, region = target.t(), region[::-1]
+    rows in `sources`, which are in order. Rows without a source are zero."""
     rows, *others = region
     target.zero_()
-    for source in sources:
+    first = bisect_right(sources, rows.start, key=lambda source: source.row + source.n_rows)
+    for source in islice(sources, first, None):
+        if source.row >= rows.stop:
+            break
         start, stop = max(rows.start, source.row), min(rows.stop, source.row + source.n_rows)
-        if start < stop:
-            shift = source.source_row - source.row
-            found = slice(start + shift, stop + shift)
-            part = target.narrow(0, start - rows.start, stop - start)
-            copy_region(part, source.tensor, (found, *others))
+        shift = source.source_row - source.row
+        found = slice(start + shift, stop + shift)
+        part = target.narrow(0, start - rows.start, stop - start)
+        copy_region(part, source.tensor, (found, *others))
 
 
-def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator[Strip]:
-    """Yield the strips that map a parameter's rows to the family's tensors."""
+def _has_experts(spec: ParameterSpec) -> bool:
+    """Return whether a parameter has a matrix, or a bias, for each expert."""
+    return spec.axes[0] == "experts"
+
+
+def _strips(
+    family: Family, model: ModelConfig, spec: ParameterSpec, stacked: Mapping[str, str]
+) -> Iterator[Strip]:
+    """Yield the strips that map a parameter's rows to the family's tensors, to those in `stacked`
+    (parameter within a layer → name) if it is there."""
     module, _, kind = spec.name.rpartition(".")
     if spec.layer is None:
         name = family.head if module == "head" else f"{family.body}{family.names[module]}.{kind}"
@@ -151,7 +188,13 @@ def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator
     module = module.removeprefix(f"blocks.{spec.layer}.")
     prefix = f"{family.body}{family.layers}{spec.layer}."
     if module in family.names:
-        yield Strip(spec.name, 0, f"{prefix}{family.names[module]}.{kind}", 0, spec.shape[0])
+        parameter = f"{module}.{kind}"
+        name = prefix + stacked.get(parameter, f"{family.names[module]}.{kind}")
+        if _has_experts(spec):
+            together = [key for key in stacked if stacked[key] == stacked.get(parameter)]
+            yield from _expert_strips(spec, name, parameter, together or [parameter])
+        else:
+            yield Strip(spec.name, 0, name, 0, spec.shape[0])
         return
     K, order = model.head_channels, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
@@ -163,6 +206,19 @@ def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator
             case "heads":
                 names, their_block = family.projections.names[0], 3 * head + part
         yield Strip(spec.name, row * K, f"{prefix}{names}.{kind}", their_block * K, K)
+
+
+def _expert_strips(
+    spec: ParameterSpec, name: str, parameter: str, together: Sequence[str]
+) -> Iterator[Strip]:
+    """Yield a strip for each expert: all rows of a tensor of its own, whose number `name` has in
+    place of `{expert}`, or, in the one tensor `name`, the expert's rows of `parameter` behind those
+    of the ones before it in `together`."""
+    E, n_rows = spec.shape[:2]
+    for expert in range(E):
+        theirs = name.format(expert=expert)
+        row = (expert * len(together) + together.index(parameter)) * n_rows
+        yield Strip(spec.name, expert * n_rows, theirs, row if theirs == name else 0, n_rows)
 
 
 def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,127 @@
+"""Conversion rules for keys of experts that config.json expresses in other words: which layers have
+them, how the chosen scores are normalised, how wide a shared expert is. `families.py` assigns rules
+to families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pentameter.checkpoint.hugging_face.rules import Content, Rule
+from pentameter.config.messages import shown
+from pentameter.config.schema import ModelConfig
+
+
+def _layers_without(model: ModelConfig) -> list[int]:
+    """List the layers without experts. Raises ValueError if no layer has any."""
+    if model.n_experts is None:
+        raise ValueError("model.n_experts=none (all its models have experts)")
+    return [layer for layer in range(model.n_layers) if not model.has_experts(layer)]
+
+
+def _write_every_layer(model: ModelConfig) -> dict[str, Any]:
+    if _layers_without(model):
+        raise ValueError(
+            f"model.dense_layers={shown(model.dense_layers)} (every layer has experts)"
+        )
+    return {}
+
+
+EXPERTS_IN_EVERY_LAYER = Rule(
+    ("d_ff", "dense_layers"),
+    _write_every_layer,
+    lambda _content, _section: {"d_ff": None, "dense_layers": 0},
+)
+"""No layer has one feed-forward layer instead, so none has the width `d_ff`."""
+
+
+def _read_layers(content: Content, section: Content) -> dict[str, Any]:
+    n_layers = section["n_layers"]
+    step, listed = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1:
+        raise ValueError(
+            f"decoder_sparse_step={shown(step)} is not supported: every so many layers have "
+            "experts, a whole number from 1"
+        )
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+        raise ValueError(f"mlp_only_layers={shown(listed)} is not a list of layers")
+    if type(n_layers) is not int:
+        return {}  # the schema refuses it later
+    dense = [layer for layer in range(n_layers) if layer in listed or (layer + 1) % step]
+    are_first = dense == list(range(len(dense)))
+    return {"dense_layers": len(dense) if are_first else tuple(dense)}
+
+
+LAYERS_WITH_EXPERTS = Rule(
+    ("dense_layers",),
+    lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _layers_without(model)},
+    _read_layers,
+)
+
+
+def _sums_to_one(model: ModelConfig) -> bool:
+    """Return whether a token's scores sum to 1: divided by their sum, or a softmax of the chosen
+    logits alone, which is the same function."""
+    return model.router_renormalize or model.router_top_k_first
+
+
+SCORES_MAY_SUM_TO_ONE = Rule(
+    ("router_renormalize", "router_top_k_first"),
+    lambda model: {"norm_topk_prob": _sums_to_one(model)},
+    lambda content, _section: {
+        "router_renormalize": content.get("norm_topk_prob", False),
+        "router_top_k_first": False,
+    },
+)
+
+
+def _write_summing_to_one(model: ModelConfig) -> dict[str, Any]:
+    if not _sums_to_one(model):
+        raise ValueError("model.router_renormalize=false (the chosen scores always sum to 1)")
+    return {}
+
+
+SCORES_SUM_TO_ONE = Rule(
+    ("router_renormalize", "router_top_k_first"),
+    _write_summing_to_one,
+    lambda _content, _section: {"router_renormalize": True, "router_top_k_first": False},
+)
+
+
+def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
+    if not (model.n_shared_experts and model.shared_expert_gate):
+        raise ValueError(
+            f"model.n_shared_experts={model.n_shared_experts} beside model.shared_expert_gate="
+            f"{shown(model.shared_expert_gate)} (it always has a shared expert, with a gate)"
+        )
+    return {"shared_expert_intermediate_size": model.n_shared_experts * model.expert_width}
+
+
+def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
+    key, width = "shared_expert_intermediate_size", section["d_expert"]
+    shared = content.get(key, 5632)
+    if type(width) is not int or width < 1:
+        return {"n_shared_experts": 1, "shared_expert_gate": True}  # the schema refuses the width
+    if type(shared) is not int or shared < 1 or shared % width:
+        raise ValueError(
+            f"{key}={shown(shared)} beside moe_intermediate_size={width} is not supported: shared "
+            "experts are as wide here as the others together are, so it must be a multiple"
+        )
+    return {"n_shared_experts": shared // width, "shared_expert_gate": True}
+
+
+SHARED_EXPERT_WITH_A_GATE = Rule(
+    ("n_shared_experts", "shared_expert_gate"), _write_expert_for_all, _read_expert_for_all
+)
+
+
+def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
+    if model.balance == "bias":
+        raise ValueError(
+            "model.balance='bias' (the experts are chosen by the scores alone, without the numbers "
+            "that it adds)"
+        )
+    return {}
+
+
+CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice, lambda _content, _section: {})
+"""Refuses the one way of balancing that acts beyond training."""

@@ -1,0 +1,186 @@
+"""What describes a Hugging Face architecture ("family"): its differences from a decoder like Llama.
+"Their" names are those in `transformers`.
+
+Anything a table cannot express (one key in config.json that several `[model]` keys decide) is a
+`Rule` in `rules.py` or `expert_rules.py`. The families themselves are in `families.py`;
+`config_json.py` and, for tensors, `tensor_map.py` apply their tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from pentameter.checkpoint.hugging_face.rules import Rule
+from pentameter.config.model_schema import RopeScalingConfig
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Activation name in config.json → pentameter's. If several names denote one function, the first is
+written."""
+GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+"""Activation name in config.json → pentameter's, for a feed-forward layer with a gate."""
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The tensors that hold the query, key and value projections, and the order of their rows.
+
+    `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
+    values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
+    rows (H, 3, K).
+    """
+
+    names: tuple[str, ...]
+    order: Literal["apart", "parts", "heads"]
+
+
+AS_ABOVE = "as above"
+
+NEUTRAL: Mapping[str, tuple[Any, str]] = {
+    "norm_position": ("pre", "{} normalises before each sub-layer"),
+    "norm": ("rmsnorm", "{} has RMSNorm only"),
+    "positions": ("rotary", "{} turns queries and keys by their position"),
+    "rope_theta": (10000.0, "{} turns no queries and keys"),
+    "rope_scaling": (RopeScalingConfig(), AS_ABOVE),
+    "rotary_fraction": (1.0, "{} turns all channels of a head"),
+    "embedding_scale": (False, "{} does not scale its embeddings"),
+    "head_bias": (False, "{}'s output projection has no bias"),
+    "qkv_bias": (False, "{} is written without biases"),
+    "bias": (False, AS_ABOVE),
+    "n_kv_heads": (None, "{}'s heads share no keys and values"),
+    "head_size": (None, "{}'s heads are d_model / n_heads wide"),
+    "qk_norm": (None, "{} norms no queries and keys"),
+    "sliding_window": (None, "{} attends to the whole context"),
+    "sliding_window_pattern": (None, AS_ABOVE),
+    "parallel_residual": (False, "{} adds one layer after the other"),
+    "logit_softcap": (None, "{}'s logits are unbounded"),
+    **dict.fromkeys(("n_experts", "experts_per_token", "d_expert"), (None, "{} has no experts")),
+    "dense_layers": (0, "{} has no experts"),
+    "n_shared_experts": (0, "{} has no shared experts"),
+    "shared_expert_gate": (False, "{} has no shared experts"),
+    "router": ("softmax", "{} has no router of sigmoids"),
+    **dict.fromkeys(("router_renormalize", "router_top_k_first"), (False, "{} has no experts")),
+    "router_scale": (1.0, "{} does not scale a router's scores"),
+    "router_bias": (False, "{} has no router with a bias"),
+    **dict.fromkeys(
+        ("router_groups", "router_open_groups"), (None, "{} forms no groups of experts")
+    ),
+    "expert_capacity": (None, "{} leaves out no token"),
+}
+"""pentameter key → the only value that a family can express if its description omits the key, and
+the reason for refusing another."""
+
+NOT_WRITTEN = {
+    "vocab_multiple": "rows that pad the vocabulary are not written",
+    "dropout": "acts in training only, and theirs has no such dropout",
+    "embedding_dropout": "as above",
+    "init": "how weights began that are written",
+    "residual_init_scale": "as above",
+    "balance": "acts in training only, but for `bias`, which rules refuse",
+    **dict.fromkeys(("balance_rate", "balance_weight", "router_z_loss"), "acts in training only"),
+}
+"""pentameter key that does not affect written weights, and why not; a family may write it all the
+same."""
+
+NAMES = {
+    "token_embedding": "embed_tokens",
+    "final_norm": "norm",
+    "attention_norm": "input_layernorm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "experts_norm": "post_attention_layernorm",
+    "experts.router": "mlp.gate",
+    "experts.gate": "mlp.experts.{expert}.gate_proj",
+    "experts.up": "mlp.experts.{expert}.up_proj",
+    "experts.down": "mlp.experts.{expert}.down_proj",
+    "experts.shared.gate": "mlp.shared_expert.gate_proj",
+    "experts.shared.up": "mlp.shared_expert.up_proj",
+    "experts.shared.down": "mlp.shared_expert.down_proj",
+    "experts.shared_gate": "mlp.shared_expert_gate",
+}
+
+STACKED = {
+    "experts.router.weight": "mlp.gate.weight",
+    "experts.gate.weight": "mlp.experts.gate_up_proj",
+    "experts.up.weight": "mlp.experts.gate_up_proj",
+    "experts.down.weight": "mlp.experts.down_proj",
+}
+"""pentameter parameter of experts → its tensor's name where a folder holds what `transformers` 5
+has in memory: one tensor (E experts, outputs, inputs). Of parameters with the same name, each
+matrix holds the rows of the first, then those of the next."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face architecture, described by its differences from a decoder like Llama, whose
+    tensor names are the defaults, and from NEUTRAL and NOT_WRITTEN."""
+
+    label: str
+    """Its name in messages, such as `Llama`."""
+    architecture: str
+    """The class in `transformers`, such as `LlamaForCausalLM`."""
+    written: Mapping[str, tuple[str, Any]]
+    """pentameter key → key in config.json, and its default there."""
+    rules: tuple[Rule, ...] = ()
+    """Conversions for keys that no table can express."""
+    differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Replacements for entries in NEUTRAL."""
+    read: Mapping[str, bool] = field(default_factory=dict)
+    """pentameter key that only the weights express → its value for weights that are read. Biases
+    without an entry are written as zeros."""
+    not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Key in config.json → its default, the only value that is accepted, and the reason for
+    refusing another."""
+    activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
+    body: str = "model."
+    """Prefix for every tensor name except the head's; absent in the model without a head."""
+    layers: str = "layers."
+    """Prefix for a layer's number."""
+    head: str = "lm_head.weight"
+    """Name of the output projection's weight."""
+    names: Mapping[str, str] = field(default_factory=NAMES.copy)
+    """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
+    layer. `{expert}` stands for an expert's number: its matrix is a tensor by itself."""
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    """`STACKED` if the family has experts: names under which a folder may hold them instead."""
+    projections: Projections = Projections(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
+    )
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Key in config.json → another name under which it is read."""
+    transposed: bool = False
+    """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
+    passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
+    """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
+
+    @cached_property
+    def not_needed(self) -> frozenset[str]:
+        """pentameter keys that config.json does not hold: only the weights express them, or they do
+        not affect written weights."""
+        return frozenset(NOT_WRITTEN.keys() - self.written.keys() | self.read.keys())
+
+    @cached_property
+    def fixed(self) -> Mapping[str, tuple[Any, str]]:
+        """pentameter key → the only value that the family can express, and the reason for refusing
+        another."""
+        of_rules = {key for rule in self.rules for key in rule.keys}
+        elsewhere = {*self.written, *self.not_needed, *of_rules}
+        return {
+            key: (value, reason.format(self.label))
+            for key, (value, reason) in {**NEUTRAL, **self.differs}.items()
+            if key not in elsewhere
+        }
