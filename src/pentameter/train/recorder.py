@@ -9,6 +9,7 @@ from pentameter.evaluate.split import EvalMetrics
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
+    ExpertMetrics,
     RunEnd,
     SampledText,
     SkippedStep,
@@ -49,6 +50,10 @@ class Recorder:
         """Write the event `train` every `log.interval` steps, for the first and for the last."""
         if is_logged(step.step, run.config):
             run.events.write("train", **asdict(step))
+
+    def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
+        """Write the event `experts`, one for each layer."""
+        run.events.write("experts", **asdict(metrics))
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Write the event `skip`."""
