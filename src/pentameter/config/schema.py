@@ -43,7 +43,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """`adamw`: decoupled weight decay; `adam`, `sgd`: weight decay as an L2 penalty; `muon`:
-    orthogonalised momentum for the matrices of the blocks, AdamW for everything else."""
+    orthogonalised momentum for the matrices of the blocks, each expert's by itself, AdamW for
+    everything else, routers among it."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate; `schedule` shapes it over steps."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
@@ -363,11 +364,6 @@ class Config(Section):
             raise ValueError(
                 f"train.patience={self.train.patience} counts evaluations, and there are none: set "
                 "train.eval_interval and data.validation_fraction, or leave patience out"
-            )
-        if self.optimizer.name == "muon" and self.model.n_experts is not None:
-            raise ValueError(
-                f"optimizer.name='muon' takes matrices, and the weights of model.n_experts="
-                f"{self.model.n_experts} experts are one tensor of three dimensions; use 'adamw'"
             )
         for key in ("upcycle_noise", "upcycle_drop"):
             if getattr(self.train, key) and self.model.n_experts is None:
