@@ -46,8 +46,8 @@ ROOMS = {
         "__init__": 5, "sizes": 5,
     },
     "parallel": {
-        "__init__": 0, "balance": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
-        "context": 1, "linear": 1,
+        "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
+        "balance": 1, "context": 1, "linear": 1,
         "memory": 2, "tensor": 2,
         "grid": 3,
         "sources": 4,

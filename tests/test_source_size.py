@@ -30,6 +30,7 @@ ALONE = {
     "data/corpora/archives.py": "a kind of file is looked for by its name, as tables are",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
     "verify/text.py": "as report/plan_text.py: what rich shows is not in the command",
+    "evaluate/expert_choices.py": "importing it imports torch, which the command's help does not",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }
 """Small modules with one importer that stay files of their own, and why."""

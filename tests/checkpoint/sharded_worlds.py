@@ -74,8 +74,13 @@ def initialize_from(world: World, folder: Path) -> list[str]:
 
 
 def initialize_from_llama(world: World, folder: Path) -> list[str]:
-    """The same of a Hugging Face folder, whose matrices are put together from several of theirs."""
-    return _wrong_parts(folder, configuration(**LLAMA, vocab_multiple=4, context_length=7))
+    """The same of a Hugging Face folder, whose matrices are put together from several of theirs;
+    also of a mixture whose experts begin as copies, with noise and channels of their own."""
+    dense = configuration(**LLAMA, vocab_multiple=4, context_length=7)
+    mixture = configuration(**LLAMA, n_experts=3, router_renormalize=True)
+    options = {"upcycle_noise": 0.5, "upcycle_drop": 0.5}
+    mixture = mixture.model_copy(update={"train": mixture.train.model_copy(update=options)})
+    return [*_wrong_parts(folder, dense), *_wrong_parts(folder, mixture)]
 
 
 def _wrong_parts(folder: Path, config: Config) -> list[str]:

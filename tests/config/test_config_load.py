@@ -455,11 +455,6 @@ def test_keys_of_experts_that_do_not_fit_are_refused(keys, named):
         load_config("quickstart", {f"model.{key}": value for key, value in keys.items()})
 
 
-def test_muon_and_experts_are_refused_together():
-    with pytest.raises(ConfigError, match=r"optimizer\.name='muon'"):
-        load_config("quickstart", {"model.n_experts": 4, "optimizer.name": "muon"})
-
-
 @pytest.mark.parametrize("statement", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
 @pytest.mark.parametrize("part", ["a", ' "" ', r'"\"."', "'.'"])
 def test_a_key_of_many_parts_is_refused_before_it_is_read(toml, statement, part):

@@ -210,10 +210,12 @@ def test_a_sequence_is_balanced_by_itself() -> None:
     assert together == pytest.approx(apart, rel=1e-12)
 
 
-def test_counts_are_those_of_backward_passes() -> None:
-    experts = experts_of(balance="batch")
+@pytest.mark.parametrize("balance", ["none", "batch"])
+def test_counts_are_those_of_backward_passes(balance: str) -> None:
+    experts = experts_of(balance=balance)
     with torch.no_grad():
-        experts.router.balance.fill_(1.0)
+        if experts.router.balance is not None:
+            experts.router.balance.fill_(1.0)
     x = stream()
     with torch.no_grad():
         apply(experts, x)

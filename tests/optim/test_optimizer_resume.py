@@ -34,6 +34,8 @@ def fit(run, *, stop_at=None, precision="fp32", optimizer=None):
                 "n_heads": 2,
                 "d_model": 16,
                 "dropout": 0.1,
+                "n_experts": 2,  # Muon has a rule of its own for them
+                "d_expert": 16,
             },
             "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
             "optimizer": {"learning_rate": 1e-2, **(optimizer or {})},

@@ -23,9 +23,10 @@ OF_TIME = {"seconds", "step_seconds", "tokens_per_second", "mfu", "peak_memory_b
 OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes"}
 
 
-def long_run(**parallel):
+def long_run(n_experts=None, **parallel):
     """Twenty steps, logged every five, nothing else but what ends the run."""
     return config(
+        model={"n_experts": n_experts},
         train={"steps": 20, "eval_interval": None, "batch_size": 4},
         checkpoint={"interval": 20, "asynchronous": False},
         log={"interval": 5},
@@ -52,12 +53,14 @@ def counted(n_processes, chosen, run, late, *bad, **options):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"data": 2}, {"data": 2, "zero": 2}], ids=["one", "data", "zero"]
+    ("n_experts", "parallel"),
+    [(3, {}), (None, {"data": 2}), (3, {"data": 2, "zero": 2})],
+    ids=["one with experts", "data", "zero with experts"],
 )
-def test_steps_that_are_not_logged_read_nothing_and_say_nothing(tmp_path, parallel):
+def test_steps_that_are_not_logged_read_nothing_and_say_nothing(tmp_path, n_experts, parallel):
     n_processes = parallel.get("data", 1)
     for reads, words in counted(
-        n_processes, long_run(**parallel), tmp_path / "run", True, set(), set()
+        n_processes, long_run(n_experts, **parallel), tmp_path / "run", True, set(), set()
     ):
         # The last step is followed by a save, which reads every tensor.
         assert {step: n for step, n in reads.items() if 0 < step < 20} == dict.fromkeys(

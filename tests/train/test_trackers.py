@@ -56,6 +56,8 @@ def points_of_metrics(run_dir):
         if kind in ("start", "resume", "end"):
             continue
         group = event.pop("split", kind)
+        if (layer := event.pop("layer", None)) is not None:
+            group += f"/layer-{layer}"
         for key, value in event.items():
             if isinstance(value, int | float):
                 points.setdefault(f"{group}/{key}", []).append((step, float(value)))
@@ -91,9 +93,10 @@ def same_points(found, expected):
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
-    fit(tmp_path, log__tensorboard=True)
+    fit(tmp_path, log__tensorboard=True, model__n_experts=2)
     expected = points_of_metrics(tmp_path)
     assert {"train/loss", "val/perplexity", "checkpoint/bytes"} <= expected.keys()
+    assert {"experts/layer-0/max_over_mean", "experts/layer-0/idle"} <= expected.keys()
     same_points(points_of_tensorboard(tmp_path), expected)
     samples = texts_of_tensorboard(tmp_path, "sample")
     assert sorted(samples) == [0, 6, 12]

@@ -109,9 +109,11 @@ def test_experts_on_all_layouts(balance, workers):
     assert all(outcome.passed for outcome in outcomes)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_other_update_rules(optimizer, workers):
-    config = load_config("quickstart", {"optimizer.name": optimizer})
+@pytest.mark.parametrize(("optimizer", "n_experts"), [("muon", None), ("muon", 3), ("adam", None)])
+def test_other_update_rules(optimizer, n_experts, workers):
+    """Of three experts ZeRO's two ranks hold two and one."""
+    keys = {"optimizer.name": optimizer, "model.n_experts": n_experts}
+    config = load_config("quickstart", keys)
     cases = chosen_cases(config, "data=2;tensor=2;data=2,zero=3")
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"

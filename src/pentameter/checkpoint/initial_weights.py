@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 from pentameter.checkpoint.lazy_tensors import copy_region
 from pentameter.checkpoint.load_model import open_model
 from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.upcycling import (
+    dense_architecture,
+    dense_name,
+    fill_copies,
+    needed_settings,
+)
 from pentameter.config.messages import shown
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import common_region
@@ -47,6 +53,9 @@ class InitialWeights:
 
     path: Path
     """The path as the user gave it."""
+    config: Config
+    """The run's configuration: the stored architecture, or with experts in place of its
+    feed-forward layers, which then begin as copies."""
     stored: StoredModel
     warnings: tuple[str, ...]
     """One line for each thing that was passed over or left out while reading the model."""
@@ -66,24 +75,26 @@ class InitialWeights:
 
         For a sharded parameter, each rank reads and copies its own shard, without communication. If
         the stored context is longer, the first positions are taken. Rows that pad the vocabulary,
-        adapters in `model` and a state of balancing that is of training alone stay unchanged.
-        Values are rounded to the model's dtype.
+        adapters in `model`, routers if the stored model has none, and a state of balancing that is
+        of training alone stay unchanged. Values are rounded to the model's dtype.
         """
         there = self.stored.config.model
-        axes = {
-            spec.name: spec.axes
-            for spec in parameter_table(there)
-            if not spec.is_state or there.balance == "bias"
-        }
-        vocab_size = there.vocab_size
+        specs = {spec.name: spec for spec in parameter_table(self.config.model)}
+        axes = {spec.name: spec.axes for spec in parameter_table(there) if not spec.is_state}
         for name, own in model_state(model).items():
-            if name not in axes:  # an adapter's tensor, or a state, which begins with this run
+            source = dense_name(name) if there.n_experts is None else name
+            if source not in axes:  # an adapter's, a router's, a state's: it begins with this run
                 continue
-            theirs = self.stored.weights[name]
-            n_rows = vocab_size if axes[name][0] == "vocab" else None
+            theirs = self.stored.weights[source]
+            n_rows = there.vocab_size if axes[source][0] == "vocab" else None
             shape = tuple(theirs.shape) if n_rows is None else (n_rows, *theirs.shape[1:])
-            local, region = common_region(own, shape)
-            if local.numel():
+            is_stack = own.ndim > len(shape)
+            local, region = common_region(own, (own.shape[0], *shape) if is_stack else shape)
+            if not local.numel():
+                continue
+            if is_stack:
+                fill_copies(local, region, theirs, specs[name], self.config)
+            else:
                 copy_region(local, theirs, region)
 
 
@@ -94,14 +105,18 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
     `config` is resolved (its vocab_size is set); `tokenizer` is the data's. No tensor is loaded
     yet.
 
-    Raises ConfigError if the architecture differs, naming each key and both values; if the model
-    was trained with another tokenizer; or if its context is too short for a learned position table.
+    Raises ConfigError if the architecture differs, naming each key and both values (experts may
+    begin as copies of a feed-forward layer, if they then compute the same); if the model was
+    trained with another tokenizer; or if its context is too short for a learned position table.
     Also raises ConfigError if `path` is no model folder, CorruptError if none of its checkpoints is
     intact.
     """
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings)
     there, here = stored.config.model, config.model
+    if there.n_experts is None and here.n_experts is not None:
+        _check_copies(path, there, here)
+        here = dense_architecture(here)
     whole_there, whole_here = there.resolved, here.resolved
     wrong = [
         f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
@@ -131,7 +146,18 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
             f"data's ({tokenizer.kind}, {tokenizer.vocab_size} tokens, hash "
             f"{tokenizer.hash[:12]}…), so the same ids mean other text. {_tokenizer_remedy(stored)}"
         )
-    return InitialWeights(Path(path), stored, tuple(warnings))
+    return InitialWeights(Path(path), config, stored, tuple(warnings))
+
+
+def _check_copies(path: Path | str, there: ModelConfig, here: ModelConfig) -> None:
+    """Raise ConfigError, naming the settings that it needs, unless the mixture `here` computes what
+    the dense model `there` does when its experts are copies of the feed-forward layer."""
+    if needed := needed_settings(there, here):
+        raise ConfigError(
+            f"--init-from {path}: model.n_experts: {shown(there.n_experts)} there, "
+            f"{here.n_experts} here. Experts begin as copies of the feed-forward layer there, and "
+            f"compute the same with {'; '.join(needed)}"
+        )
 
 
 def check_origin(

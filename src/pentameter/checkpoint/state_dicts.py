@@ -257,11 +257,13 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     unknown class."""
     import torch
 
+    from pentameter.optim.expert_muon import ExpertMuon
+
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         extra = {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else set()
         return {"step", "exp_avg", "exp_avg_sq"} | extra
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, torch.optim.Muon | ExpertMuon):
         return {"momentum_buffer"}
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()

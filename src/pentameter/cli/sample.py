@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.arguments import load_for_verb, parse, print_warnings
+from pentameter.cli.experts_option import print_expert_choices
 from pentameter.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class SampleArguments:
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Take the prompt as a user's message, in the chat template of the model's tokenizer; the
     answer ends at the first special token."""
+    experts: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print, instead of a continuation, which experts the prompt's tokens are sent to, for each
+    layer of a mixture of experts."""
     max_new_tokens: int = 256
     """Tokens per sample. Past the model's context length only the last tokens are seen."""
     temperature: float = 1.0
@@ -80,6 +84,9 @@ def run(arguments: list[str]) -> int:
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, choose_device(asked.device))
+    if asked.experts:
+        print_expert_choices(loaded, prompt, as_json=asked.json)
+        return 0
     if _is_loop(asked):
         _ask_for_prompts(loaded, sampling, asked)
         return 0

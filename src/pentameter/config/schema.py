@@ -43,7 +43,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """`adamw`: decoupled weight decay; `adam`, `sgd`: weight decay as an L2 penalty; `muon`:
-    orthogonalised momentum for the matrices of the blocks, AdamW for everything else."""
+    orthogonalised momentum for the matrices of the blocks, each expert's by itself, AdamW for
+    everything else, routers among it."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate; `schedule` shapes it over steps."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
@@ -142,6 +143,12 @@ class TrainConfig(Section):
     log shows the loss beside validation's."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
+    upcycle_noise: NonNegativeFloat = 0.0
+    """With `--init-from` a dense model and model.n_experts: so much of its random initial values
+    is added to each expert's copy of the feed-forward layer, so that experts differ."""
+    upcycle_drop: Rate = 0.0
+    """As above: fraction of each expert's inner channels that keep their random initial values
+    instead of copying (Nakamura et al. 2025, "Drop-Upcycling")."""
     check_copies: Positive | None = None
     """Steps between comparisons of the weights that several ranks replicate; every checkpoint
     compares them too. A difference ends the run with exit code 70, naming rank and tensor."""
@@ -362,11 +369,12 @@ class Config(Section):
                 f"train.patience={self.train.patience} counts evaluations, and there are none: set "
                 "train.eval_interval and data.validation_fraction, or leave patience out"
             )
-        if self.optimizer.name == "muon" and self.model.n_experts is not None:
-            raise ValueError(
-                f"optimizer.name='muon' takes matrices, and the weights of model.n_experts="
-                f"{self.model.n_experts} experts are one tensor of three dimensions; use 'adamw'"
-            )
+        for key in ("upcycle_noise", "upcycle_drop"):
+            if getattr(self.train, key) and self.model.n_experts is None:
+                raise ValueError(
+                    f"train.{key}={getattr(self.train, key)} is of experts that begin as copies, "
+                    "and model.n_experts is not set; set it, or leave both out"
+                )
         if self.train.offload and self.parallel.zero == 0:
             raise ValueError(
                 "train.offload=true keeps what parallel.zero shares out in the host's memory, and "

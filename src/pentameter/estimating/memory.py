@@ -142,7 +142,7 @@ def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
     configuration must be resolved."""
     if optimizer.name == "sgd" and not optimizer.momentum:
         return 0
-    if optimizer.name == "muon" and spec.is_block_matrix:
+    if optimizer.name == "muon" and spec.is_orthogonalized:
         return 1
     return look_up(MOMENTS, optimizer.name, "optimizer.name", "the planner's memory")
 

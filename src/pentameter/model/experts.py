@@ -76,7 +76,7 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(E), persistent=False)
         self.counts: Tensor
         """Tokens that chose each expert, float32 (E,), over the step's backward passes on this
-        rank. Counted if there is a `balance`."""
+        rank."""
 
     def forward(self, x: Tensor) -> Routing:
         """Return the Routing of the tokens in x (B, T, D). In training, auxiliary losses are
@@ -92,7 +92,7 @@ class Router(nn.Module):
         weights = self._weights(logits, scores, chosen)
         loss = self._loss(logits, scores, chosen)
         weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
-        if self.training and self.balance is not None:
+        if self.training:
             weights = _Counted.apply(weights, chosen, self.counts)
         if config.expert_capacity is not None:
             chosen = _within_capacity(chosen, config)

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
+from pentameter.optim.expert_muon import ExpertMuon
 from pentameter.planning.architecture import ParameterSpec
 
 NamedParameters = Iterable[tuple[str, Parameter]]
@@ -86,16 +87,17 @@ def build_optimizer(
     torch has no fused update.
 
     table: the model's parameters by name, with whether each decays and is a matrix in a block. For
-    `optimizer.name = "muon"`, a JointOptimizer: `muon` for matrices in blocks, AdamW for all
-    others. muon: torch's class, or `ShardedMuon` if these matrices are sharded. The initial
-    learning rate is a placeholder: `set_learning_rate` writes the scheduled rate each step.
+    `optimizer.name = "muon"`, a JointOptimizer: `muon` for matrices in blocks, ExpertMuon for those
+    of experts, AdamW for all others. muon: torch's class, or `ShardedMuon` if these matrices are
+    sharded. The initial learning rate is a placeholder: `set_learning_rate` writes the scheduled
+    rate each step.
     """
     named = [pair for pair in named_parameters if pair[1].requires_grad]
     if config.name != "muon":
         return _one_rule(named, table, config)
-    in_block = {spec.name for spec in table if spec.is_block_matrix}
+    for_muon = {spec.name for spec in table if spec.is_orthogonalized}
     parts: list[torch.optim.Optimizer] = []
-    if matrices := [(n, p) for n, p in named if n in in_block]:
+    if matrices := [(n, p) for n, p in named if n in for_muon and p.ndim == 2]:
         matrix_rule = muon(
             parameter_groups(matrices, table, config),
             lr=config.learning_rate,
@@ -105,8 +107,12 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
         parts.append(matrix_rule)
+    if stacks := [(n, p) for n, p in named if n in for_muon and p.ndim == 3]:
+        groups = parameter_groups(stacks, table, config)
+        rate, momentum = config.learning_rate, config.momentum_used
+        parts.append(ExpertMuon(groups, lr=rate, momentum=momentum))
     # Torch refuses an empty optimizer, and adapters train matrices only.
-    if rest := [(n, p) for n, p in named if n not in in_block]:
+    if rest := [(n, p) for n, p in named if n not in for_muon]:
         parts.append(_one_rule(rest, table, config))
     return JointOptimizer(*parts)
 

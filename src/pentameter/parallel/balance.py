@@ -1,10 +1,10 @@
-"""Expert balancing: routers count tokens per expert during a step, and their state is updated after
-it.
+"""Expert loads and balancing: routers count tokens per expert during a step, and their state is
+updated after it.
 
-Counts cover the whole step's batch, summed over every rank whose tokens differ, so that the state
-is the same on every layout. A skipped step leaves the state as it is.
+Counts cover the whole step's batch, summed over every rank whose tokens differ, so that loads and
+state are the same on every layout. A skipped step leaves the state as it is.
 
-Shapes: E experts.
+Shapes: E experts, L layers with experts in the whole model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.model.experts import Router
+from pentameter.parallel.mesh import Mesh
+from pentameter.planning.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
 
 
@@ -35,6 +37,55 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
     for module in model.modules() if groups else ():
         if isinstance(module, Router):
             module.count_sequence = summed
+
+
+class ExpertLoads:
+    """How many of a step's tokens chose each expert. `models` are this rank's slices of the model,
+    whose routers count during the backward pass; nothing is sent until `total` is called."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], plan: Plan, mesh: Mesh, device: torch.device
+    ) -> None:
+        layer_of = {spec.name: spec.layer for spec in plan.table if "router" in spec.axes}
+        self.layers = tuple(sorted({layer for layer in layer_of.values() if layer is not None}))
+        """Numbers of the L layers with experts, the same on every rank."""
+        self._routers = {
+            self.layers.index(layer): module
+            for model in models
+            for name, module in model.named_modules()
+            if isinstance(module, Router) and (layer := layer_of.get(f"{name}.weight")) is not None
+        }
+        different = {"pipeline", *BATCH_DIMENSIONS, *plan.sharding.sharded_axes.get("time", ())}
+        coordinates = mesh.coordinates.items()
+        # Ranks along any other dimension route the same tokens, of which one rank's count.
+        self._counts_here = not any(at for name, at in coordinates if name not in different)
+        self._shape = (len(self.layers), plan.config.model.n_experts or 0)
+        self._world_size, self._device = mesh.world.size, device
+
+    def start_step(self) -> None:
+        """Zero every router's token counts."""
+        for router in self._routers.values():
+            router.counts.zero_()
+
+    @torch.no_grad()
+    def total(self) -> Tensor | None:
+        """Return how many of the step's tokens chose each expert, on the device (L, E), before any
+        is left out for want of capacity; None for a model without experts. The same on every
+        layout. Collective.
+
+        A layer has zeros throughout if its router had no backward pass, as below the first adapter
+        (LoRA).
+        """
+        if not self.layers:
+            return None
+        dtype = torch.float64 if self._world_size > 1 else torch.float32
+        loads = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        if self._counts_here:
+            for row, router in self._routers.items():
+                loads[row] = router.counts
+        if self._world_size > 1:
+            dist.all_reduce(loads)
+        return loads
 
 
 class RouterBalance:
@@ -54,11 +105,6 @@ class RouterBalance:
         self._routers: Mapping[str, Router] = {} if plan.config.lora.rank is not None else found
         self._plan = plan
         self._mesh = mesh
-
-    def start_step(self) -> None:
-        """Zero every router's token counts."""
-        for router in self._routers.values():
-            router.counts.zero_()
 
     @torch.no_grad()
     def move(self, not_made: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.errors import ConfigError
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
-from pentameter.parallel.balance import RouterBalance
+from pentameter.parallel.balance import ExpertLoads, RouterBalance
 from pentameter.parallel.data_parallel import micro_batch, reshard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh
@@ -88,6 +88,7 @@ class Engine:
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
         self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
+        self.expert_loads = ExpertLoads(self.models, plan, mesh, device)
         self._rounded = _rounded_weights(stage_modules, plan)
         self._shard = BatchShard(
             plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
@@ -154,9 +155,7 @@ class Engine:
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) as `named_parameters` does, but leave out copies of tied
         parameters that another stage owns."""
-        for name, parameter in self.named_parameters():
-            if name not in self._tied.copies:
-                yield name, parameter
+        yield from (pair for pair in self._named if pair[0] not in self._tied.copies)
 
     @property
     def adds_up_in_place(self) -> bool:
@@ -192,7 +191,7 @@ class Engine:
         keys = self._shard.keys(self.source, step, batch.rows)
         for each in self._auxiliary_losses:
             each.start_step(loss_scale / self.plan.tokens_per_step)
-        self.router_balance.start_step()
+        self.expert_loads.start_step()
         with self._rounded:
             total = self._stages.train(inputs, targets, keys, factor)
         self._reduce_gradients()

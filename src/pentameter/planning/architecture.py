@@ -105,9 +105,16 @@ class ParameterSpec:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether the parameter is a 2-D matrix within a block, as Muon requires, but not a
-        router's, which has no weight decay."""
+        """Whether the parameter is a 2-D matrix within a block, but not a router's, which has no
+        weight decay."""
         return self.layer is not None and len(self.shape) == 2 and self.decay
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Whether Muon updates the parameter: a matrix within a block, or one for each expert, but
+        no router's, and no gate's of a single row."""
+        is_in_block = self.layer is not None and self.is_matrix and self.decay
+        return is_in_block and "router" not in self.axes
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def check_custom_layout(
             f"parallel.zero={layout.zero} divides parameters by their first dimension, and "
             f"{scalars[0]} of {whose} has none; make it a vector of one number"
         )
-    if config.optimizer.name == "muon" and not any(spec.is_block_matrix for spec in outline.table):
+    if config.optimizer.name == "muon" and not any(
+        spec.is_orthogonalized for spec in outline.table
+    ):
         raise ConfigError(
             f"optimizer.name='muon' takes the matrices of blocks, and {whose} names none; give "
             "pm.OwnModel `blocks`, like 'blocks.*', or use 'adamw'"

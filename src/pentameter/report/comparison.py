@@ -174,6 +174,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens per second", "results.tokens_per_second", formatting.count),
     ("MFU", "results.mfu", formatting.percent),
     ("peak memory", "results.peak_memory_bytes", formatting.size),
+    ("busiest expert ÷ mean", "results.expert_imbalance", lambda value: formatting.fixed(value, 2)),
+    ("idle experts", "results.idle_experts", formatting.whole),
     ("parameters", "results.parameters", formatting.whole),
     ("layout", "results.layout", lambda name: name or "–"),
     ("precision", "results.precision", lambda name: name or "–"),

@@ -21,7 +21,7 @@ CURVES = (
 )  # fmt: skip
 """Fields of `train` events that are kept: curves to draw or to sum up."""
 SESSIONS = ("start", "resume", "end")
-EVENTS = (*SESSIONS, "train", "eval", "checkpoint", "skip")
+EVENTS = (*SESSIONS, "train", "experts", "eval", "checkpoint", "skip")
 """Kinds of events that are kept; hooks may record others."""
 MOST_BYTES = 2**29
 """Largest metrics.jsonl that is read all at once: well over a million lines."""
@@ -170,8 +170,13 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return about half the events (all one kind). From every four `train` or `eval` events in a
-    row, those with the lowest and the highest loss stay, so that no spike and no best is lost;
-    other kinds lose their older half. The first and the last event always stay."""
+    row, those with the lowest and the highest loss stay, so that no spike and no best is lost; of
+    `experts` those of every second step; other kinds lose their older half. The first and the last
+    event always stay, of `experts` those of their steps."""
+    if events[0]["event"] == "experts":
+        steps = list(dict.fromkeys(event.get("step") for event in events))
+        stay = {*steps[::2], steps[-1]}
+        return [event for event in events if event.get("step") in stay]
     if events[0]["event"] not in ("train", "eval"):
         return [events[0], *events[len(events) // 2 :]]
     kept = [events[0]]

@@ -11,6 +11,7 @@ from pentameter import formatting
 from pentameter.config.urls import last_part
 from pentameter.report.curves import evenly, spikes
 from pentameter.report.event_reader import NAN, as_table
+from pentameter.report.expert_loads import EDGES, FEW_LAYERS, expert_maps
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
     NARROW_INCHES,
@@ -67,6 +68,9 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
             (title, page_svg(figure, key.replace("_", "-"), f"{title} over steps"))
             for key, title, figure in small_figures(record, PAGE)
         ],
+        expert_maps=expert_maps(record.expert_loads),
+        has_few_layers=len(record.expert_loads) <= FEW_LAYERS,
+        load_edges=[formatting.scalar(edge) for edge in EDGES],
         flops_note=f"Utilisation counts {flops}." if record.train["mfu"] and flops else "",
         samples=[record.samples[at] for at in evenly(len(record.samples), MAX_SAMPLES)],
         losses_by_step=dict(zip(validation.steps, validation.values, strict=True)),
@@ -104,6 +108,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
     of_peak = f" of {formatting.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
     above_floor = formatting.fixed(found.best_loss - floor)
     parameters = NAN if found.parameters is None else found.parameters
+    idle = formatting.whole(found.idle_experts)
     facts = [
         ("Best validation loss", formatting.fixed(found.best_loss), step),
         ("Perplexity", formatting.fixed(found.perplexity, 3), "at the best step"),
@@ -121,6 +126,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Tokens per second", formatting.count(found.tokens_per_second), "median"),
         ("MFU", formatting.percent(found.mfu), f"median{of_peak}"),
         ("Peak memory", formatting.size(found.peak_memory_bytes), ""),
+        ("Busiest expert", formatting.fixed(found.expert_imbalance, 2), f"× the mean; {idle} idle"),
     ]
     return [fact for fact in facts if fact[1] != "–"]
 

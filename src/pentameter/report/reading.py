@@ -30,6 +30,7 @@ from pentameter.report.event_reader import (
     portable,
     read_events,
 )
+from pentameter.report.expert_loads import LayerLoads, layer_loads
 
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
@@ -77,6 +78,8 @@ class RecordedRun:
     """Start and resume events, in order."""
     train: dict[str, Series]
     """Curve by name: those in CURVES, and `elapsed_seconds`, the training time."""
+    expert_loads: tuple[LayerLoads, ...]
+    """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
     """(step, "resume" or "skip", reason) for each such event."""
@@ -171,6 +174,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
             key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
         }
         | {"elapsed_seconds": elapsed},
+        expert_loads=layer_loads(_latest(events, "experts", "layer")),
         evaluations=evaluations,
         marks=tuple(
             sorted(

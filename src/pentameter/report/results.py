@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pentameter import formatting
 from pentameter.config.data_schema import RESERVED_SPLITS
 from pentameter.report.event_reader import NAN, as_table
+from pentameter.report.expert_loads import imbalance, n_idle
 from pentameter.report.reading import Evaluation, RecordedRun
 from pentameter.train.log_files import EndKind
 
@@ -46,6 +47,12 @@ class Results:
     mfu: float
     """Median over the logged steps, a fraction."""
     peak_memory_bytes: float
+    expert_imbalance: float
+    """The busiest expert's tokens ÷ the mean over its layer, averaged over layers and over the last
+    twentieth of the recorded steps."""
+    idle_experts: int | None
+    """Experts, over all layers, that had no token in these steps; None for a model without
+    experts."""
     parameters: int | None
     layout: str
     """The layout; if a resume changed it, all in turn, as "a → b". Precision and device
@@ -88,6 +95,8 @@ def results(record: RecordedRun) -> Results:
         tokens_per_second=_median(record, "tokens_per_second"),
         mfu=_median(record, "mfu"),
         peak_memory_bytes=max(memory, default=NAN),
+        expert_imbalance=imbalance(record.expert_loads),
+        idle_experts=n_idle(record.expert_loads),
         parameters=parameters if isinstance(parameters, int) else None,
         layout=_history(record, "layout"),
         precision=_history(record, "precision"),

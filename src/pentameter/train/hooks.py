@@ -1,4 +1,4 @@
-"""Hooks: objects with any of nine methods, which the trainer calls in the order they were given.
+"""Hooks: objects with any of ten methods, which the trainer calls in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -11,6 +11,7 @@ ends the run like any other error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ from pentameter.train.user_components import CustomBatches, UserComponents
 HOOK_METHODS = (
     "on_start",
     "on_step",
+    "on_experts",
     "on_skip",
     "on_epoch",
     "on_eval",
@@ -116,6 +118,30 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
+class ExpertMetrics:
+    """The loads of one layer's experts (the tokens that chose each) in a step that has just
+    completed; `layer` counts from 0, `step` from 1."""
+
+    step: int
+    layer: int
+    max_over_mean: float
+    """The largest load ÷ the mean load; 1 if all experts got equally many tokens."""
+    entropy: float
+    """Entropy of the loads as fractions of their sum, in nats; ln(experts) if all are equal."""
+    idle: int
+    """Experts that no token chose."""
+    loads: tuple[int, ...]
+    """Tokens of each expert, over the whole step, also those left out for want of capacity."""
+
+    @classmethod
+    def of_loads(cls, step: int, layer: int, loads: tuple[int, ...]) -> ExpertMetrics:
+        """Return the metrics for `loads`, of which at least one is above 0."""
+        total = sum(loads)
+        entropy = sum(load / total * math.log(total / load) for load in loads if load)
+        return cls(step, layer, max(loads) * len(loads) / total, entropy, loads.count(0), loads)
+
+
+@dataclass(frozen=True)
 class SkippedStep:
     """A step whose update was not applied, as loss or gradient norm was not finite: `step` counts
     from 1, `reason` says in words which it was."""
@@ -180,6 +206,22 @@ def is_logged(step: int, config: Config) -> bool:
     """Return True if step `step`, counted from 1, is printed and recorded: every `log.interval`
     steps, the first and the last."""
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
+
+
+MOST_LOADS = 200
+"""Times that a run's expert loads are recorded, about, at most: as many as a picture shows. A model
+with 48 layers of 128 experts takes some 50 kB each time."""
+
+
+def records_loads(step: int, config: Config) -> bool:
+    """Return True if the loads of the experts are recorded at step `step`, counted from 1: at the
+    logged steps, or in a long run at every so many of them, with the first and the last."""
+    if config.model.n_experts is None or not is_logged(step, config):
+        return False
+    n_steps, interval = config.train.steps, config.log.interval
+    assert n_steps is not None  # resolved by the plan
+    every = interval * -(-n_steps // (interval * MOST_LOADS))
+    return step in (1, n_steps) or step % every == 0
 
 
 def check_hook(hook: object) -> None:

@@ -26,6 +26,7 @@ from pentameter.train.boundary import Boundary
 from pentameter.train.console import Console
 from pentameter.train.hooks import (
     EpochMetrics,
+    ExpertMetrics,
     Hooks,
     RunEnd,
     SkippedStep,
@@ -33,6 +34,7 @@ from pentameter.train.hooks import (
     TrainingRun,
     check_hook,
     is_logged,
+    records_loads,
 )
 from pentameter.train.log_files import EndKind
 from pentameter.train.recorder import Recorder
@@ -243,9 +245,15 @@ class _Loop:
             scale = state.loss_scale.scale if run.compute.precision == "fp16" else 1.0
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm
-            optimizer, at_once = run.optimizer, not self._late
             update = update_weights(
-                run.engine, optimizer, loss, rate, scale, clip_norm, at_once=at_once
+                run.engine,
+                run.optimizer,
+                loss,
+                rate,
+                scale,
+                clip_norm,
+                at_once=not self._late,
+                with_loads=records_loads(state.step + 1, run.config),
             )
         state.step += 1
         self._unread.append(_Step(state.step, rate, update))
@@ -284,6 +292,8 @@ class _Loop:
                 self._checkpoints.prove()
                 state.epoch.add(update.loss, throughput.step_seconds)
                 self._hooks.call("on_step", run, self._step_metrics(step.rate, update))
+                for metrics in _expert_metrics(run, update):
+                    self._hooks.call("on_experts", run, metrics)
             else:
                 self._skip(update)
             self._end_epoch_if_due()
@@ -343,3 +353,15 @@ class _Loop:
                 f"step {state.step}: {reason}, after {MAX_CONSECUTIVE_SKIPS} skipped updates in a "
                 "row"
             )
+
+
+def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:
+    """Return the metrics of each layer whose experts' loads were counted; none if `update`, read to
+    the host, has no loads."""
+    if not isinstance(update.loads, list):
+        return []
+    rows = zip(run.engine.expert_loads.layers, update.loads, strict=True)
+    found = [(layer, tuple(map(round, loads))) for layer, loads in rows]
+    return [
+        ExpertMetrics.of_loads(run.state.step, layer, loads) for layer, loads in found if any(loads)
+    ]

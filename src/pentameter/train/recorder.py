@@ -9,6 +9,7 @@ from pentameter.evaluate.split import EvalMetrics
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
+    ExpertMetrics,
     RunEnd,
     SampledText,
     SkippedStep,
@@ -51,6 +52,10 @@ class Recorder:
         first and for the last."""
         if is_logged(step.step, run.config):
             run.events.write("train", **asdict(step))
+
+    def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
+        """Write the event `experts`, one for each layer."""
+        run.events.write("experts", **asdict(metrics))
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Write the event `skip`, with the step and the reason."""

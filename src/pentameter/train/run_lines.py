@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,6 +14,7 @@ from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluati
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
+    ExpertMetrics,
     RunEnd,
     SkippedStep,
     StepMetrics,
@@ -22,6 +24,9 @@ from pentameter.train.hooks import (
 
 SLOW_STEP_SECONDS = 0.5
 """Seconds of a step from which its line shows them, next to the tokens per second."""
+
+LONG_IDLE_STEPS, LONG_IDLE_RECORDS = 100, 5
+"""Steps, and recorded steps in a row, without a token from which an expert is said to be idle."""
 
 SPARKLINE_POINTS = 48
 """Largest number of bars in the live line's curve."""
@@ -34,6 +39,7 @@ class RunLines:
         self._n_steps = 0
         self._losses = _Curve()
         self._validation: EvalMetrics | None = None
+        self._idle = _IdleExperts()
 
     def on_start(self, run: TrainingRun) -> None:
         """Print, on one rank of each further machine, its rank, machine and device; rank 0 has
@@ -68,6 +74,11 @@ class RunLines:
         if is_logged(step.step, run.config):
             run.console.say_columns(columns, of_machine=True)
         run.console.status(columns, self._losses.line())
+
+    def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
+        """Print a warning, once, if experts of a layer have been idle for long; no line else."""
+        if idle := self._idle.first_found(metrics):
+            run.console.say(f"warning: {_idle_words(metrics, idle, run.config.model.balance)}")
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Print a line for every skipped update."""
@@ -161,6 +172,49 @@ class _Curve:
             return ""
         first, last = self._points[0], self._points[-1]
         return f"loss {first:.4f} {sparkline(self._points)} {last:.4f}"
+
+
+class _IdleExperts:
+    """Finds experts that no token has chosen for long: in LONG_IDLE_RECORDS recorded steps in a
+    row, the first of them at least LONG_IDLE_STEPS steps ago."""
+
+    def __init__(self) -> None:
+        # (layer, expert) → first step, and number, of the records in a row without a token
+        self._idle: dict[tuple[int, int], tuple[int, int]] = {}
+        self._has_found = False
+
+    def first_found(self, metrics: ExpertMetrics) -> dict[int, int]:
+        """Return the layer's experts that are idle for long, each with the step since which it is;
+        empty if there are none, or if this has returned any before."""
+        found = {}
+        for expert, load in enumerate(metrics.loads):
+            key = metrics.layer, expert
+            if load:
+                self._idle.pop(key, None)
+                continue
+            since, n_records = self._idle.get(key, (metrics.step, 0))
+            self._idle[key] = since, n_records + 1
+            is_long = metrics.step - since >= LONG_IDLE_STEPS
+            if is_long and n_records + 1 >= LONG_IDLE_RECORDS:
+                found[expert] = since
+        if not found or self._has_found:
+            return {}
+        self._has_found = True
+        return found
+
+
+def _idle_words(metrics: ExpertMetrics, idle: Mapping[int, int], balance: str) -> str:
+    """Return a sentence about experts that are `idle`, each with the step since which it is, and
+    what `model.balance` can do about it."""
+    numbers = ", ".join(map(str, [*idle][:8])) + (f" and {len(idle) - 8} more" * (len(idle) > 8))
+    which = f"experts {numbers}" if len(idle) > 1 else f"expert {numbers}"
+    remedy = "a larger model.balance_rate" if balance == "bias" else "a larger model.balance_weight"
+    if balance == "none":
+        remedy = "model.balance"
+    return (
+        f"step {metrics.step}: {which} of layer {metrics.layer} had no token in any step recorded "
+        f"since step {min(idle.values())}, and learnt nothing; {remedy} spreads tokens over them"
+    )
 
 
 def _step_columns(

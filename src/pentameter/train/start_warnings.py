@@ -77,6 +77,12 @@ def settings_warnings(
             f"lora.rank={config.lora.rank} trains adapters alone, here of random weights; add "
             "--init-from MODEL"
         )
+    for key in ("upcycle_noise", "upcycle_drop"):
+        if (value := getattr(config.train, key)) and init_from is None:
+            warnings.append(
+                f"train.{key}={value} is left out: experts begin with random weights; add "
+                "--init-from MODEL, a dense one, to begin with copies"
+            )
     if isinstance(batches, TrainingBatches) and batches.tokens_per_epoch < train.n_tokens:
         warnings.append(
             f"data.order='{config.data.order}' reads {batches.tokens_per_epoch:,} of "

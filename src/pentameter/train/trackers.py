@@ -122,11 +122,13 @@ class Trackers:
 
     def write(self, event: str, step: int = 0, **values: Any) -> None:
         """Send an event to every tracker: its finite numbers as curves EVENT/KEY, an evaluation's
-        as SPLIT/KEY. Strings are sent as texts, such as the reason of a skipped step, except a
-        checkpoint's path. Events in UNTOLD are not sent."""
+        as SPLIT/KEY, those of a layer as EVENT/layer-LAYER/KEY. Strings are sent as texts, such as
+        the reason of a skipped step, except a checkpoint's path. Events in UNTOLD are not sent."""
         if event in UNTOLD:
             return
         group = str(values.pop("split", event))
+        if (layer := values.pop("layer", None)) is not None:
+            group += f"/layer-{layer}"
         numbers = {
             f"{group}/{key}": float(value)
             for key, value in values.items()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +18,13 @@ from pentameter.parallel.engine import Engine, LossSum
 
 @dataclass(frozen=True)
 class Update:
-    """A step's loss, summed over all ranks, and its gradient's norm before clipping: tensors on the
-    device until `read` makes them numbers, and the same on every rank."""
+    """A step's loss, summed over all ranks, its gradient's norm before clipping, and its experts'
+    loads: tensors on the device until `read` makes them numbers, and the same on every rank."""
 
     loss: LossSum
     grad_norm: Tensor | float
+    loads: Tensor | list[list[float]] | None = None
+    """How many tokens chose each expert, (layers with experts, experts); None if not asked for."""
 
     @property
     def made(self) -> bool:
@@ -37,20 +42,32 @@ class Update:
 def read(updates: Sequence[Update]) -> list[Update]:
     """Return the updates with their numbers on the host, waiting for the device once for all.
     Updates that are numbers already are returned as they are."""
-    found = [
+    found: list[Any] = [
         each
         for update in updates
-        for each in (update.loss.total, update.loss.n_targets, update.grad_norm)
+        for each in (update.loss.total, update.loss.n_targets, update.grad_norm, update.loads)
     ]
     tensors = [each for each in found if isinstance(each, Tensor)]
     if not tensors:
         return list(updates)
-    values = iter(torch.stack([each.to(tensors[0].dtype) for each in tensors]).tolist())
-    found = [next(values) if isinstance(each, Tensor) else each for each in found]
+    dtype = reduce(torch.promote_types, (each.dtype for each in tensors))
+    values = iter(torch.cat([each.to(dtype).reshape(-1) for each in tensors]).tolist())
+    found = [_from_host(values, each) if isinstance(each, Tensor) else each for each in found]
     return [
-        Update(LossSum(total, int(n_targets)), norm)
-        for total, n_targets, norm in zip(found[::3], found[1::3], found[2::3], strict=True)
+        Update(LossSum(total, int(n_targets)), norm, loads)
+        for total, n_targets, norm, loads in zip(
+            found[::4], found[1::4], found[2::4], found[3::4], strict=True
+        )
     ]
+
+
+def _from_host(values: Iterator[float], tensor: Tensor) -> Any:
+    """Take from `values` what was copied of `tensor`: a number if it is 0-dim, the rows as lists if
+    it is a matrix."""
+    if tensor.ndim == 0:
+        return next(values)
+    n_rows, n_columns = tensor.shape
+    return [list(islice(values, n_columns)) for _ in range(n_rows)]
 
 
 def may_read_late(engine: Engine, optimizer: AnyOptimizer) -> bool:
@@ -74,6 +91,7 @@ def update_weights(
     clip_norm: float,
     *,
     at_once: bool = True,
+    with_loads: bool = False,
 ) -> Update:
     """Make an optimizer step from the gradients in `engine`, unless loss or gradient norm is not
     finite. Return both, the same on every rank. Collective.
@@ -85,12 +103,14 @@ def update_weights(
     at_once: True to copy loss and norm to the host, which decides whether to step. False (only if
         `may_read_late`) to leave them on the device, whose optimizer skips a non-finite update
         itself.
+    with_loads: also return the loads of the experts, if the model has any.
 
     The gradients are zeroed afterwards.
     """
     engine.unscale_gradients(loss_scale)
     norm = engine.gradient_norm()
-    update = Update(loss, norm if engine.host_waits else norm.item())
+    loads = engine.expert_loads.total() if with_loads else None
+    update = Update(loss, norm if engine.host_waits else norm.item(), loads)
     if at_once:
         (update,) = read([update])
     if not at_once or update.made:

@@ -1,0 +1,153 @@
+"""The loads of a mixture's experts as a run recorded them, and as a picture: for each layer a map
+with a row for each expert and time from left to right.
+
+The map is an SVG with one path for each level of load, whose colours are the page's own, so that
+one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pentameter import formatting
+from pentameter.report.curves import evenly
+from pentameter.report.event_reader import number
+
+EDGES = (0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 4.0)
+"""Loads ÷ mean between two levels; the style sheet has a colour for each of the eight."""
+MOST_COLUMNS, MOST_NARROW_COLUMNS = 200, 100
+"""Most recorded steps that a wide and a narrow map show: about as many as can be told apart."""
+MAP_PIXELS, FEWEST_ROW_PIXELS, MOST_ROW_PIXELS = 160, 1.5, 14
+"""Height of a map on the page, within bounds for the row of one expert."""
+MOST_NAMED = 6
+"""Most idle experts that are named above a map."""
+FEW_LAYERS = 6
+"""Most layers whose maps stand in two wide columns; of more they are narrow."""
+
+
+@dataclass(frozen=True)
+class LayerLoads:
+    """Tokens that chose each expert of one layer, at n recorded steps."""
+
+    layer: int
+    steps: tuple[int, ...]
+    loads: tuple[tuple[float, ...], ...]
+    """(n, experts), 0 or more; no row is 0 throughout."""
+
+    @property
+    def relative(self) -> np.ndarray:
+        """Loads ÷ the mean over the layer's experts, (n, experts)."""
+        loads = np.asarray(self.loads)
+        relative: np.ndarray = loads / loads.mean(1, keepdims=True)
+        return relative
+
+    @property
+    def recent(self) -> np.ndarray:
+        """Relative loads in the last twentieth of the recorded steps, at least one, (m,
+        experts)."""
+        return self.relative[-max(1, len(self.steps) // 20) :]
+
+
+def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
+    """Return the loads in `experts` events, which are sorted by step, for each layer in turn.
+    Events that are no such loads, or that differ from their layer's first in length, are left
+    out."""
+    of_layer: dict[int, dict[int, list[float]]] = defaultdict(dict)
+    for event in events:
+        layer, loads = event.get("layer"), event.get("loads")
+        if not isinstance(layer, int) or not isinstance(loads, list):
+            continue
+        values = [number(load) for load in loads]
+        if 0 < sum(values) < np.inf and min(values) >= 0:  # NaN is not
+            of_layer[layer][event["step"]] = values
+    found = []
+    for layer, rows in sorted(of_layer.items()):
+        n_experts = len(next(iter(rows.values())))
+        kept = {step: values for step, values in rows.items() if len(values) == n_experts}
+        found.append(LayerLoads(layer, tuple(kept), tuple(map(tuple, kept.values()))))
+    return tuple(found)
+
+
+def imbalance(layers: Sequence[LayerLoads]) -> float:
+    """Return the largest load ÷ the mean, averaged over layers and over the last twentieth of the
+    recorded steps; NaN without layers."""
+    return float(np.mean([each.recent.max(1).mean() for each in layers] or np.nan))
+
+
+def n_idle(layers: Sequence[LayerLoads]) -> int | None:
+    """Return how many experts, over all layers, had no token in the last twentieth of the recorded
+    steps; None without layers."""
+    return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """A layer's map for the page's template."""
+
+    title: str
+    detail: str
+    """The busiest expert's load, and which experts are idle, at the last recorded step."""
+    n_experts: int
+    first_step: int
+    last_step: int
+    height_pixels: float
+    paths: tuple[tuple[str, str], ...]
+    """(Style class, SVG path) for each level, in units of steps and experts."""
+
+
+def expert_maps(layers: Sequence[LayerLoads]) -> list[ExpertMap]:
+    """Return each layer's map."""
+    n_columns = MOST_COLUMNS if len(layers) <= FEW_LAYERS else MOST_NARROW_COLUMNS
+    return [_map(layer, n_columns) for layer in layers]
+
+
+def _map(layer: LayerLoads, n_columns: int) -> ExpertMap:
+    kept = evenly(len(layer.steps), n_columns)
+    steps = [layer.steps[at] for at in kept]
+    relative = layer.relative[kept]
+    levels = np.searchsorted(EDGES, relative) + 1
+    levels[relative == 0] = 0
+    # A record stands for the steps since the one before; the first for as many as the second.
+    first = max(0, 2 * steps[0] - steps[1]) if len(steps) > 1 else steps[0] - 1
+    paths: dict[int, list[str]] = defaultdict(list)
+    for expert in range(relative.shape[1]):
+        for level, start, stop in _runs(levels[:, expert]):
+            left = steps[start - 1] if start else first
+            paths[level].append(f"M{left - first} {expert + 0.5:g}h{steps[stop - 1] - left}")
+    n_experts = relative.shape[1]
+    row = min(MOST_ROW_PIXELS, max(FEWEST_ROW_PIXELS, MAP_PIXELS / n_experts))
+    return ExpertMap(
+        title=f"Layer {layer.layer}",
+        detail=_detail(layer.relative[-1]),
+        n_experts=n_experts,
+        first_step=first,
+        last_step=steps[-1],
+        height_pixels=row * n_experts,
+        paths=tuple(
+            ("idle" if level == 0 else f"load-{level}", "".join(lines))
+            for level, lines in sorted(paths.items(), reverse=True)  # idle ones on top
+        ),
+    )
+
+
+def _runs(levels: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (level, first index, index after the last) for each run of equal levels (n,)."""
+    bounds = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
+    for start, stop in itertools.pairwise(bounds):
+        yield int(levels[start]), start, stop
+
+
+def _detail(relative: np.ndarray) -> str:
+    """Return a line about a layer's loads ÷ mean (experts,): the largest, and the idle experts."""
+    idle = np.flatnonzero(relative == 0).tolist()
+    words = f"busiest {formatting.fixed(float(relative.max()), 2)}× the mean"
+    if not idle:
+        return words
+    named = ", ".join(map(str, idle[:MOST_NAMED])) + (" …" if len(idle) > MOST_NAMED else "")
+    return f"{words} · {len(idle)} idle: {named}"
