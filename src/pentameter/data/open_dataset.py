@@ -108,8 +108,8 @@ def preparation_of(
     """Find the corpus that `data` names, or the files at `paths` instead, to be encoded by
     `tokenizer` (or made from text by that setting).
 
-    If `is_shared`, other corpora have the same settings, and text ignores a chat template instead
-    of refusing it. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
+    If `is_shared`, other corpora have the same settings, and text ignores a chat template, which it
+    refuses otherwise. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
     CorruptError or StorageError (damaged or unreadable files).
     """
     corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)

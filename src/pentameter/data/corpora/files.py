@@ -176,7 +176,7 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
 def _documents_in(
     opened: AbstractContextManager[BinaryIO], name: str, where: str, contents: FileContents
 ) -> Iterator[Iterator[str]]:
-    """Yield the documents, each as an iterator of text chunks, in a file or a member of an archive,
+    """Yield the documents, each as an iterator of text chunks, in a file or an archive's member,
     which entering `opened` gives as decompressed bytes: JSONL or text, by its `name`; `where` names
     it in messages."""
     if not is_jsonl(name):

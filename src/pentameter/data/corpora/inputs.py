@@ -54,7 +54,7 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     a conversation become Conversations, everything else Text.
 
     Held-out splits are the files that `data` names for them, else those that the files' names tell.
-    Raises the errors of `inputs_at`, and CorruptError if text is held out beside conversations.
+    Raises errors as `inputs_at` does, and CorruptError if text is held out beside conversations.
     """
     contents = FileContents(data.encoding, data.text_field)
     inputs = inputs_at(paths)

@@ -64,8 +64,8 @@ def encoded_passages(
     passages: Iterable[Passage], tokenizer: Tokenizer, n_bytes: int
 ) -> Iterator[Encoded]:
     """Yield the passages in batches, each with a list of its passages' ids (n_tokens,), in order,
-    encoded by as many processes as are worth starting for `n_bytes` of text. Raises the errors of
-    `encoded`."""
+    encoded by as many processes as are worth starting for `n_bytes` UTF-8 bytes. Raises errors as
+    `encoded` does."""
     # A passage alone where a character may be unknown, so that it is known which.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
     return encoded(batches(passages, size), tokenizer, processes_for(tokenizer, n_bytes))

@@ -119,8 +119,7 @@ class ConversationContents(Contents):
 
 @dataclass(frozen=True)
 class ConversationPreparation(Preparation):
-    """A corpus of conversations, which is split by their position, or by the hash of each one's
-    text."""
+    """Conversations, which are split by their position, or by the hash over each one's text."""
 
     corpus: Conversations
     chat: ChatTemplate | None = None

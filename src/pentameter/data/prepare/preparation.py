@@ -1,11 +1,11 @@
-"""A corpus on its way to token shards: what a first pass over it finds, and the shards, which a
-second pass writes, into a folder of the user's or into the cache.
+"""A corpus on its way to token shards: a first pass over it finds its contents (hash, sizes,
+splits), a second writes the shards, into a folder that the user names or into the cache.
 
 The cache is keyed by the corpus's sha256 and the settings that decide its tokens, so a changed file
 is never mistaken for the old one, at the price of reading the corpus once per start.
 
-`from_text.py` and `from_conversations.py` have the passes over each kind of corpus, `ahead.py` the
-text that is encoded while a run reads it.
+`from_text.py` and `from_conversations.py` have the passes over both kinds, `ahead.py` opens a text
+that is encoded while a run reads it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Contents(ABC):
     n_bytes: int
     """UTF-8 bytes of the corpus's text, without held-out corpora."""
     own_characters: str
-    """Distinct characters of the corpus's text, in any order; empty if not collected."""
+    """Distinct characters in the corpus's text, in any order; empty if not collected."""
     chat: ChatTemplate | None = None
     """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Contents(ABC):
 
 @dataclass(frozen=True)
 class Preparation(ABC):
-    """A corpus, the tokenizer that encodes it, and how it is split: what its shards follow from."""
+    """A corpus, the tokenizer that encodes it, and how it is split, which decide its shards."""
 
     corpus: Corpus
     tokenizer: str | Tokenizer
@@ -115,7 +115,7 @@ class Preparation(ABC):
 
     @cached_property
     def contents(self) -> Contents:
-        """Hashes, sizes and splits of the corpus and those held out beside it, each read once on
+        """Hashes, sizes and splits for the corpus and those held out beside it, each read once on
         first access. Raises ConfigError if one is empty, CorruptError for a damaged file,
         StorageError if reading fails."""
         held_out, whole = self.corpus.held_out, Splitting(0.0)
@@ -125,8 +125,8 @@ class Preparation(ABC):
 
     @abstractmethod
     def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:
-        """Read one corpus in a first pass; what `splitting` does not hold out belongs to
-        `split`."""
+        """Read one corpus in a first pass; documents or characters that `splitting` does not hold
+        out belong to `split`."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -181,8 +181,8 @@ class Preparation(ABC):
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
         """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`, which may
         have made a trained model's `tokenizer`; `verify` checks the files against their hashes;
-        `warnings` collects sentences for the user. Raises CorruptError for damage, and the errors
-        of `write_shards`."""
+        `warnings` collects sentences for the user. Raises CorruptError for damage, and ConfigError
+        and StorageError as `write_shards` does."""
         folder = self._cached_folder(setting)
         header = folder / f"{self.corpus.name}.json"
         if not header.exists():
