@@ -13,17 +13,19 @@ from pentameter.config.schema import ModelConfig
 
 Axis = Literal[
     "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "experts", "expert_mlp",
-    "router", "time", "context", "message", "rank",
+    "shared_mlp", "router", "time", "context", "message", "routed", "received", "rank",
 ]  # fmt: skip
 """The logical axis along a dimension of a parameter or an activation.
 
 `heads`: all heads' channels, head by head; H·K in the attention output, or (H, 3, K) flattened in
 the fused query, key and value projection. `kv_heads`: the same for keys and values that several
 queries share, (G, 2, K) flattened. `head`: the channels in one head. `experts`: the experts in a
-layer; `expert_mlp`: an expert's inner width; `router`: a router's numbers per token. `time`: the
-residual stream's tokens, which can be processed independently. `context`: all tokens in a
-sequence, as the matmuls around attention read them. `message`: the residual stream's tokens as
-pipeline stages send them. `rank`: the inner dimension between an adapter's two matrices.
+layer; `expert_mlp`: an expert's inner width, and `shared_mlp` that of the experts that every token
+takes; `router`: a router's numbers per token. `time`: the residual stream's tokens, which can be
+processed independently. `context`: all tokens in a sequence, as the matmuls around attention read
+them. `message`: the residual stream's tokens as pipeline stages send them. `routed`: the tokens
+that a rank sends to experts; `received`: those whose rows its experts get, the mean over ranks.
+`rank`: the inner dimension between an adapter's two matrices.
 `AXIS_DIMENSIONS` in `planning/sharding.py` says which mesh dimensions shard each axis.
 """
 
@@ -39,7 +41,7 @@ Role = Literal[
 linear maps the residual stream to an inner width (heads, or the feed-forward width), which is
 sharded. A `row_parallel` linear maps that width back; its partial results are summed into the
 stream. `head_norm` normalizes queries or keys."""
-INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp"})
+INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
 """A target id that no loss counts: padding, and tokens that the loss mask excludes."""
@@ -120,7 +122,9 @@ class ActivationTensor:
     dtype: ActivationType
 
 
-CollectiveKind = Literal["gather", "sum", "mean_squares", "softmax", "attend"]
+CollectiveKind = Literal[
+    "gather", "sum", "mean_squares", "softmax", "attend", "dispatch", "combine", "tokens"
+]
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ class Collective:
 
     `gather` needs all tokens of an input, whose gradient is a partial sum; `sum` has a partial sum
     as its result. `mean_squares` are numbers per token that a norm sums, `softmax` is a loss over
-    logits, and `attend` needs the keys and values of all tokens.
+    logits, and `attend` needs the keys and values of all tokens. `dispatch` sends each token's rows
+    to the ranks that hold its experts, `combine` their results back; `tokens` are those that ranks
+    with the same tokens shard among themselves for that.
     """
 
     kind: CollectiveKind
