@@ -49,7 +49,7 @@ ROOMS = {
         "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
         "balance": 1, "context": 1, "linear": 1,
         "memory": 2, "tensor": 2,
-        "grid": 3,
+        "expert_parallel": 3, "grid": 3,
         "sources": 4,
         "stage_module": 6,
         "data_parallel": 7, "pipeline": 7,

@@ -141,17 +141,17 @@ def die_at_each(_: World, folder: Path, scene: str, rank: int, how: str) -> int:
 
 
 def save_mark(world: World, folder: Path, step: int, mark: float, how: str = "waited for") -> None:
-    weight, mesh = true_value("head.weight") * mark, None
+    weight, meshes = true_value("head.weight") * mark, []
     if world.size > 1:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-        weight = distribute_tensor(weight, mesh, [Shard(0)])
+        weight, meshes = distribute_tensor(weight, mesh, [Shard(0)]), [mesh]
     tensors = {
         "model": {"w": weight},
         "optimizer": {"w.exp_avg": weight, "w.step": torch.tensor(1)},
     }
     extra = {"config.toml": b"seed = 1\n"}
     store, state = store_in(folder), {"step": step, "mark": mark}
-    save = store.plan(step, tensors, state, extra, world=world, mesh=mesh)
+    save = store.plan(step, tensors, state, extra, world=world, meshes=meshes)
     if how == "beside training":
         save.start_writing(HostBuffers())
         weight.mul_(-1)  # the next step

@@ -125,7 +125,7 @@ class Held:
     model: Toy
     optimizer: JointOptimizer
     copies: set[str]
-    mesh: DeviceMesh | None
+    meshes: list[DeviceMesh]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
@@ -166,7 +166,7 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
     optimizer = build(model)
     if filled:
         fill(optimizer)
-    return Held(model, optimizer, copies, mesh)
+    return Held(model, optimizer, copies, [] if mesh is None else [mesh])
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -208,7 +208,7 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
     extra = {"config.toml": b"seed = 1\n"}
     degrees = {"data": world.size}
     store, state = store_in(folder), {"step": step}
-    saved = store.save(step, held.state(), state, extra, degrees, world, held.mesh)
+    saved = store.save(step, held.state(), state, extra, degrees, world, held.meshes)
     return saved.path
 
 

@@ -71,9 +71,9 @@ def count_messages(world: World, folder: Path) -> dict[str, Any]:
             counting = Counting(world.rank, world.size)
             object.__setattr__(counting, "sent", [])
             tensors = state(mesh, n_layers)
-            assert differing_copies(tensors, counting, mesh) is None
+            assert differing_copies(tensors, counting, (mesh,)) is None
             store = CheckpointStore(folder / f"{sizes}-{n_layers}", run_id="r", config_hash="c")
-            saved = store.save(1, tensors, {}, {}, {}, counting, mesh)
+            saved = store.save(1, tensors, {}, {}, {}, counting, (mesh,))
             found[f"{sizes} {n_layers}"] = counting.sent
             if world.is_main:
                 _check(saved.path, n_layers)
@@ -101,7 +101,7 @@ def compare_owners(world: World, folder: Path) -> list[str]:
         for rows in (6, 5, 1):  # divides, does not, and leaves some processes without any
             tensors = state(mesh, 4, rows)
             told = exchange(held_regions(tensors), world)
-            holds = holdings(tensors, mesh)
+            holds = holdings(tensors, (mesh,))
             wrong += [
                 f"{sizes} {rows}: {region} is held by {ranks}, not {told[region]}"
                 for region, ranks in holds.ranks_of.items()
@@ -121,7 +121,7 @@ def save_what_only_some_hold(world: World, folder: Path) -> dict[str, Any]:
         counting = Counting(world.rank, world.size)
         object.__setattr__(counting, "sent", [])
         tensors = {"model": {"w": torch.ones(4)}, "optimizer": own}
-        saved = store.save(step, tensors, {}, {}, {}, counting, mesh)
+        saved = store.save(step, tensors, {}, {}, {}, counting, (mesh,))
         sent.append(counting.sent)
     names = sorted(open_checkpoint(saved.path).tensors("optimizer"))
     return {"sent": sent, "names": names}

@@ -26,6 +26,7 @@ from pentameter.estimating.communication import WORLD, Communication, Communicat
 from pentameter.estimating.operation_communication import Kind
 from pentameter.parallel.context.context_parallel import exchanged
 from pentameter.parallel.context.ring_attention import attend_around, differentiate_around
+from pentameter.parallel.expert_parallel import counts_exchanged, rows_exchanged, tokens_gathered
 from pentameter.parallel.grid import product_3d, summa
 from pentameter.parallel.tensor import collectives, sharded_norm, tensor_products
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
@@ -54,6 +55,9 @@ BODIES: dict[str, Callable[..., Any]] = {
     "ring_attention": attend_around,
     "ring_attention_backward": differentiate_around,
     "exchange": exchanged,
+    "exchange_counts": counts_exchanged,
+    "exchange_rows": rows_exchanged,
+    "gather_tokens": tokens_gathered,
     "summa": summa.multiplied,
     "summa_backward": summa.differentiated,
     "product_3d": product_3d.multiplied,
@@ -68,6 +72,14 @@ BODIES: dict[str, Callable[..., Any]] = {
     "reduce_scatter_shards": collectives.reduced_shard,
 }
 """Operations of our own, which hide what they are made of from PyTorch's dispatch."""
+SENDS_NOTHING = (
+    "chosen_experts",
+    "grouped_linear",
+    "grouped_input_gradient",
+    "grouped_weight_gradient",
+    "grouped_bias_gradient",
+)
+"""Operations of our own without collectives."""
 NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
@@ -75,17 +87,20 @@ class Ledger(TorchDispatchMode):
     """Counts what this process sends within its `with`, by (dimension, kind).
 
     Bytes and dimensions are as `pentameter.estimating.communication` defines them. Groups of one
-    rank send nothing and are left out. The first two steps of DDP are not like the later ones.
+    rank send nothing and are left out. The first two steps of DDP are not like the later ones. A
+    group that two meshes share counts for the first one's dimension; `named` maps the names of
+    other groups to dimensions.
     """
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
+    def __init__(self, layout: Layout, *meshes: DeviceMesh, named: Mapping[str, str] = {}) -> None:
         super().__init__()
         self._layout = layout
         self._counter = CommunicationCounter()
-        self._dimensions: dict[str, str | None] = {  # by name of the group
-            mesh.get_group(name).group_name: name if size > 1 else None
-            for name, size in layout.parameter_sizes.items()
-        }
+        self._dimensions: dict[str, str | None] = dict(named)  # by name of the group
+        for mesh in meshes:
+            for name in mesh.mesh_dim_names or ():
+                group = mesh.get_group(name)
+                self._dimensions.setdefault(group.group_name, name if group.size() > 1 else None)
 
     @property
     def traffic(self) -> Mapping[tuple[str, Kind], Communication]:
@@ -98,11 +113,12 @@ class Ledger(TorchDispatchMode):
         """Run `func`, and count it if it is a collective."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # comes again as what a DTensor makes of it
-        if func.namespace == "pentameter":
+        name = func.name().partition("::")[2]
+        if func.namespace == "pentameter" and name not in SENDS_NOTHING:
             with self:
-                return BODIES[func.name().partition("::")[2]](*args)
+                return BODIES[name](*args)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._count(func.name().partition("::")[2], args)
+            self._count(name, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:

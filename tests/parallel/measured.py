@@ -20,9 +20,11 @@ from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
+from pentameter.model.experts import Experts
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
+from pentameter.parallel.expert_parallel import Exchange
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
@@ -124,6 +126,13 @@ def engine_of(world: World, config: Config) -> tuple[Plan, Engine]:
     return plan, assemble(plan, torch.device("cpu"), precision, compiled=False, world=world)
 
 
+def exchanges(engine: Engine) -> set[str]:
+    """Names of the groups in which the experts' rows are exchanged."""
+    modules = (module for model in engine.models for module in model.modules())
+    found = (module.exchange for module in modules if isinstance(module, Experts))
+    return {each.group_name for each in found if isinstance(each, Exchange)}
+
+
 @contextmanager
 def constants(values: dict[str, Any]) -> Iterator[None]:
     patches = [patch(name, value) for name, value in values.items()]
@@ -140,8 +149,9 @@ def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any
     """The ledger of a step, of this process."""
     with constants(changed):
         plan, engine = engine_of(world, config)
-        assert engine.mesh is not None
-        ledger = Ledger(plan.layout, engine.mesh)
+        ledger = Ledger(
+            plan.layout, *engine.meshes, named=dict.fromkeys(exchanges(engine), "expert")
+        )
         for step in range(3):  # DDP knows the order of gradients from the third on
             batch = own_batch(engine, step)
             with ledger if step == 2 else nullcontext():

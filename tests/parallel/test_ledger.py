@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -164,6 +165,45 @@ def test_counted_is_planned(processes, layout, model, train, changed):
 def test_adapters_are_planned(processes, layout, train, targets):
     lora = {"rank": 3, "targets": targets}
     compare(processes, configuration(layout, {}, {**rows(layout), **train}, lora), {})
+
+
+EXPERTS = {"n_experts": 4, "d_expert": 6, "activation": "swiglu", "dropout": 0.1}
+SHARED = {**EXPERTS, "n_shared_experts": 1, "shared_expert_gate": True}
+OF_EXPERTS = [
+    ("data=4,expert=2", EXPERTS, {}),
+    ("data=2,expert=2", SHARED, {**BF16, "activation_checkpoint": "full"}),
+    ("tensor=2,expert=2", {**EXPERTS, "dropout": 0.0}, {"activation_checkpoint": "full"}),
+    ("data=2,tensor=2,zero=3,expert=2", SHARED, BF16),
+    LONG("data=4,zero=1,replicate=2,expert_tensor=2", SHARED, {}),
+    LONG("tensor=2,sequence=1,expert=2", EXPERTS, {"activation_checkpoint": "selective"}),
+    LONG("tensor=2,expert_tensor=2", EXPERTS, {**BF16, "activation_checkpoint": "selective"}),
+    LONG("data=2,pipeline=2,zero=1,expert=2", SHARED, {}),
+    LONG("context=2,expert=2", EXPERTS, BF16),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "train"), OF_EXPERTS)
+def test_exchanges_of_experts_are_planned(processes, layout, model, train):
+    """How many rows a rank gets, and sends back, depends on the routing: all ranks together send
+    what is planned for as many mean ones."""
+    config = configuration(layout, model, {**rows(layout), **train})
+    size = make_plan(config).layout.world_size
+    counted = processes.run(size, sent, config, {})
+    plan = make_plan(config, world_size=size)
+    planned = [step_communication(step_of(plan), rank) for rank in range(size)]
+    assert total(counted) == total(planned)
+    assert {("expert", "all_to_all")} <= total(counted).keys()
+
+
+def total(ranks):
+    """Calls and bytes of all ranks, by kind, and by dimension if only one mesh has it: some groups
+    of both meshes are the same."""
+    found = {}
+    for (dimension, kind), each in itertools.chain(*(rank.items() for rank in ranks)):
+        key = dimension if dimension in ("expert", "pipeline", "world") else "", kind
+        calls, n_bytes = found.get(key, (0, 0))
+        found[key] = calls + each.calls, n_bytes + each.n_bytes
+    return found
 
 
 def rows(layout):

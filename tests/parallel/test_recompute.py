@@ -94,13 +94,13 @@ def test_full_leaves_nothing_but_the_input_of_a_block():
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
 def test_selective_keeps_products_and_attention(monkeypatch, attention_dropout):
     decisions = {}
-    policy = recomputation._policy
+    policy = recomputation._keep_matmuls
 
     def spy(ctx, op, *arguments, **options):
         decisions[str(op)] = policy(ctx, op, *arguments, **options)
         return decisions[str(op)]
 
-    monkeypatch.setattr(recomputation, "_policy", spy)
+    monkeypatch.setattr(recomputation, "_keep_matmuls", spy)
     settings = config(attention_dropout=attention_dropout)
     loss(model("selective", settings), settings)
     kept = {name for name, decision in decisions.items() if decision.name == "MUST_SAVE"}

@@ -186,7 +186,8 @@ def test_a_block_of_experts_saves_nearly_what_the_list_says() -> None:
     """In float32 a router saves no copy of its input, and a few integers per token are not
     counted."""
     model = variant("experts")
-    assert saved_by_a_block(model) == pytest.approx(planned_of_a_block(model), rel=0.02)
+    planned = planned_of_a_block(model) - 4 * B * T * D
+    assert saved_by_a_block(model) == pytest.approx(planned, rel=0.02)
 
 
 def planned_of_a_block(model: ModelConfig) -> int:

@@ -1,12 +1,17 @@
 """Every layout is one process: structures that share as little as presets can."""
 
 import pytest
+import torch
 
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.verify.cases import chosen_cases
+from pentameter.model.experts import Router
+from pentameter.parallel.assemble import assemble
+from pentameter.planning.plan import make_plan
+from pentameter.verify.cases import EXPERT_LAYOUTS, chosen_cases
 from pentameter.verify.compare import TOLERANCE, verify_layouts
-from pentameter.verify.shrink import shrink, shrunk_cases
+from pentameter.verify.shrink import case_config, shrink, shrunk_cases
+from pentameter.verify.steps import made_up_batch
 
 COMPOSED = (
     "data=1,micro_batches=4;data=1,activation_checkpoint=full;data=2;data=2,zero=3;"
@@ -90,6 +95,43 @@ def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=n_steps):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
         assert outcome.worst.error <= TOLERANCE / 100
+
+
+SHARDED = (
+    "data=2,zero=3,expert=2,micro_batches=2;data=2,tensor=2,expert=2,expert_tensor=2;"
+    "data=2,pipeline=2,schedule=zero-bubble,expert=2;tensor=4,expert=4,idle_experts=true"
+)
+
+
+def test_experts_sharded_over_other_ranks_than_the_rest(workers):
+    keys = {f"model.{key}": value for key, value in EXPERTS["batch"].items()}
+    config = load_config("qwen3-0.6b", {**keys, "model.balance": "batch", "model.bias": True})
+    cases = chosen_cases(config, SHARDED)
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=3):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        assert outcome.worst.error <= TOLERANCE / 100
+
+
+def test_all_layouts_shard_experts_if_there_are_any():
+    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    cases = [each for each in chosen_cases(config, "all") if each.layout.shards_experts]
+    assert len(cases) == len(EXPERT_LAYOUTS) >= 40
+    dense = chosen_cases(load_config("qwen3-0.6b"), "all")
+    assert not any(each.layout.shards_experts for each in dense)
+
+
+def test_idle_experts_get_no_token():
+    """With as many ranks as experts, their ranks get none either."""
+    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    (case,) = chosen_cases(config, "data=4,expert=4,idle_experts=true")
+    plan = make_plan(case_config(shrink(config, [case]), case.alone))
+    engine = assemble(plan, torch.device("cpu"), "fp64", compiled=False)
+    for step in range(2):
+        engine.forward_backward(made_up_batch(plan, step), step)
+        routers = [each for each in engine.model.modules() if isinstance(each, Router)]
+        idle = [int((router.counts == 0).sum()) for router in routers]
+        engine.router_balance.move()
+    assert min(idle) > 0
 
 
 def test_a_grid_takes_no_experts():

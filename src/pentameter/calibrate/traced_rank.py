@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented by this
 from pentameter.data.batches.tree import leaves
 from pentameter.errors import ConfigError
 from pentameter.estimating.costs import ActivationBytes, Step
-from pentameter.estimating.shares import shard_elements, stage_tables
+from pentameter.estimating.shares import stage_tables
 from pentameter.parallel.data_parallel import micro_batch, shard_state
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
@@ -90,6 +90,12 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     layout.
     """
     layout = plan.layout
+    if layout.shards_experts:
+        raise ConfigError(
+            f"--dry-run-rank traces no layout that shards experts ({layout}): how many rows a rank "
+            "gets follows from what its router computes; leave parallel.expert and "
+            "parallel.expert_tensor out, or plan without it (--dry-run)"
+        )
     if not 0 <= rank < layout.world_size:
         raise ConfigError(
             f"--dry-run-rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
@@ -118,7 +124,7 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
         # As `assemble` does, outside fake mode: the meshes' tensors are real.
         module = StageModule(model_slice, torch.device("cpu"), arithmetic(precision))
         if mesh.parameters is not None:
-            shard_state(module, mesh.parameters, plan, offload=False)
+            shard_state(module, mesh, plan, offload=False)
         _count(parameters, module.model.named_parameters())
         with fake:
             activations += _step(module, plan, number)
@@ -233,7 +239,5 @@ def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:
     found = {}
     for _, table in tables:
         for spec in table:
-            shape = plan.sharding.parameter_shape(spec, coordinates)
-            n = shard_elements(shape, layout.shard, coordinates["shard"])
-            found[spec.name] = n * n_bytes
+            found[spec.name] = plan.sharding.zero_elements(spec, coordinates) * n_bytes
     return found

@@ -33,7 +33,7 @@ _CHUNK_WORDS = 2**18  # 2 MB: stays in a CPU's cache, and is enough work for a G
 def differing_copies(
     groups: Groups,
     world: World,
-    mesh: DeviceMesh | None = None,
+    meshes: Sequence[DeviceMesh] = (),
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str | None:
     """Describe a tensor whose replicas differ and the ranks that hold them, in a sentence that is
@@ -41,7 +41,7 @@ def differing_copies(
 
     Each rank passes `groups` (`model` or `optimizer` → name → tensor) with the tensors it has,
     replicas included. Collective: one all-gather, with one hash for each set of ranks that hold the
-    same tensors, as derived from the layout's `mesh` and `stages_of` (parameter name → its
+    same tensors, as derived from the layout's `meshes` and `stages_of` (parameter name → its
     coordinates along `pipeline`, if several). If those hashes differ, or placements do not
     determine the holders, the hash of every tensor is gathered too.
     """
@@ -50,12 +50,12 @@ def differing_copies(
     hashes: dict[Region, int] = {}
 
     def summed() -> tuple[bytes, dict[Ranks, bytes]]:
-        holds = holdings(groups, mesh, stages_of)
+        holds = holdings(groups, meshes, stages_of)
         hashes.update(zip(holds.tensors, _hashes(list(holds.tensors.values())), strict=True))
         return holds.view, _hash_of_sets(holds.ranks_of, hashes)
 
     views, sums = zip(*world.gathered(summed), strict=True)
-    if views_agree(views, mesh) and not _some_differ(sums):
+    if views_agree(views, meshes) and not _some_differ(sums):
         return None
     return _first_difference(hashes, world)
 

@@ -92,18 +92,19 @@ def held_regions(groups: Groups) -> dict[Region, torch.Tensor | LazyTensor]:
 
 def holdings(
     groups: Groups,
-    mesh: DeviceMesh | None,
+    meshes: Sequence[DeviceMesh],
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Holdings:
-    """Return this rank's Holdings, with the other holders as far as `mesh` determines them.
+    """Return this rank's Holdings, with the other holders as far as `meshes` determine them.
 
-    `mesh` is the mesh for the whole layout; all its dimensions are named, `pipeline` among them.
-    `stages_of` maps a parameter's name to its coordinates along `pipeline` if it has several.
-    Without a mesh, or with one that lacks a tensor's sharding dimension, the holders are left
-    empty. Raises ValueError for a tensor whose local region is unknown.
+    Each mesh is for the whole layout; all its dimensions are named, `pipeline` among them. A tensor
+    lies on the first one that has the dimensions which shard it. `stages_of` maps a parameter's
+    name to its coordinates along `pipeline` if it has several. Without a mesh, or for a tensor that
+    lies on none of them, the holders are left empty. Raises ValueError for a tensor whose local
+    region is unknown.
     """
     held = held_regions(groups)
-    if mesh is None:
+    if not meshes:
         return Holdings(held, {}, b"")
     try:
         over = {
@@ -115,7 +116,8 @@ def holdings(
         }
     except ValueError:  # a user's mesh, unknown to the layout
         return Holdings(held, {}, b"")
-    if not set().union(*over.values()) <= set(mesh.mesh_dim_names or ()):
+    lies_on = {each: _mesh_with(each, meshes) for each in set(over.values())}
+    if None in lies_on.values():
         return Holdings(held, {}, b"")
     stages_of = stages_of or {}
     known: dict[object, Ranks] = {}
@@ -125,7 +127,7 @@ def holdings(
         parameter = name if region.group == "model" else name.rpartition(".")[0]
         key = over[region.group, name], stages_of.get(parameter)
         if key not in known:
-            known[key] = _ranks_at(mesh, *key)
+            known[key] = _ranks_at(lies_on[key[0]], *key)
         ranks_of[region] = known[key]
     view = [
         (group, name, tuple(tensor.shape), str(tensor.dtype), sorted(over[group, name]))
@@ -135,9 +137,17 @@ def holdings(
     return Holdings(held, ranks_of, _hash(sorted(view)))
 
 
-def _ranks_at(mesh: DeviceMesh, over: frozenset[str], stages: tuple[int, ...] | None) -> Ranks:
+def _mesh_with(over: frozenset[str], meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Return the first mesh that has all the dimensions in `over`; None if there is none."""
+    return next((mesh for mesh in meshes if over <= set(mesh.mesh_dim_names or ())), None)
+
+
+def _ranks_at(
+    mesh: DeviceMesh | None, over: frozenset[str], stages: tuple[int, ...] | None
+) -> Ranks:
     """List the ranks with this rank's coordinates along the dimensions `over`, and along `pipeline`
     with a coordinate in `stages`, or this rank's own if `stages` is None."""
+    assert mesh is not None
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # the mesh spans all ranks
     ranks = mesh.mesh
@@ -151,12 +161,13 @@ def _ranks_at(mesh: DeviceMesh, over: frozenset[str], stages: tuple[int, ...] | 
     return tuple(sorted(ranks.flatten().tolist()))
 
 
-def views_agree(views: Sequence[bytes], mesh: DeviceMesh | None) -> bool:
+def views_agree(views: Sequence[bytes], meshes: Sequence[DeviceMesh]) -> bool:
     """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions,
-    which `views` tell: every rank's `Holdings.view` (a hash), in rank order. False without a mesh.
-    The result is the same on all ranks."""
-    if mesh is None or mesh.mesh.numel() != len(views) or not all(views):
+    judged from every rank's `Holdings.view`, in rank order. `meshes` are those given to `holdings`;
+    False without any. The result is the same on all ranks."""
+    if not meshes or meshes[0].mesh.numel() != len(views) or not all(views):
         return False
+    mesh = meshes[0]
     dimensions = list(mesh.mesh_dim_names or ())
     stages = mesh.mesh.movedim(dimensions.index("pipeline"), 0) if "pipeline" in dimensions else [
         mesh.mesh

@@ -184,12 +184,12 @@ class Save:
 
 
 def plan_files(
-    groups: Groups, world: World, mesh: DeviceMesh | None, exchanged: Exchanged
+    groups: Groups, world: World, meshes: Sequence[DeviceMesh], exchanged: Exchanged
 ) -> tuple[NamedFiles, int]:
     """Plan the files that this rank writes: group → name and content, and the bytes that all ranks
     together write.
 
-    Collective: each rank passes the same groups with the tensors it has, and the `mesh` for the
+    Collective: each rank passes the same groups with the tensors it has, and the `meshes` of the
     layout that placed them. `exchanged` is reused, and updated, if placements do not determine the
     owners. Raises ValueError if the ranks together do not hold a whole tensor, TypeError for a
     tensor that cannot be saved; an error on one rank is raised on all.
@@ -197,7 +197,7 @@ def plan_files(
     found: dict[str, Any] = {}
 
     def by_placement() -> tuple[bytes, bytes, dict[str, int]]:
-        holds = found["holds"] = holdings(groups, mesh)
+        holds = found["holds"] = holdings(groups, meshes)
         ranks_of = holds.ranks_of if world.size > 1 else dict.fromkeys(holds.tensors, (0,))
         files = found["files"] = files_of(owned(ranks_of, world.rank), holds)
         return holds.view, holds.fingerprint, _sizes(files)
@@ -206,7 +206,7 @@ def plan_files(
     views, fingerprints = [view for view, _, _ in by_rank], [each for _, each, _ in by_rank]
     sizes: Sequence[Mapping[str, int]] = [each for _, _, each in by_rank]
     files: dict[str, TensorFile] = found["files"]
-    if world.size > 1 and not views_agree(views, mesh):
+    if world.size > 1 and not views_agree(views, meshes):
         files, sizes = _files_by_exchange(found["holds"], fingerprints, world, exchanged)
     named = {}
     for group in groups:

@@ -171,7 +171,7 @@ class CheckpointStore:
         extra_files: Mapping[str, bytes],
         layout: Mapping[str, int] | None = None,
         world: World | None = None,
-        mesh: DeviceMesh | None = None,
+        meshes: Sequence[DeviceMesh] = (),
     ) -> Saved:
         """Save the checkpoint for `step`; it is durable on return.
 
@@ -183,10 +183,10 @@ class CheckpointStore:
 
         Collective if `world` has several ranks: each passes the same groups with the tensors it has
         (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it
-        owns to `GROUP-00001-of-00004.safetensors`. A failure on one rank is raised on all. `mesh`
-        is the layout's mesh, from which the owners of regions follow.
+        owns to `GROUP-00001-of-00004.safetensors`. A failure on one rank is raised on all. `meshes`
+        are the layout's, from which the owners of regions follow.
         """
-        return self.commit(self.plan(step, tensors, state, extra_files, layout, world, mesh))
+        return self.commit(self.plan(step, tensors, state, extra_files, layout, world, meshes))
 
     def plan(
         self,
@@ -196,7 +196,7 @@ class CheckpointStore:
         extra_files: Mapping[str, bytes],
         layout: Mapping[str, int] | None = None,
         world: World | None = None,
-        mesh: DeviceMesh | None = None,
+        meshes: Sequence[DeviceMesh] = (),
     ) -> Save:
         """Begin a save: plan which rank writes which regions, check for free space and create the
         temporary folder. The returned Save carries it through snapshot and write to `commit`.
@@ -213,7 +213,7 @@ class CheckpointStore:
         """
         started_at = time.perf_counter()
         world = World() if world is None else world
-        files, n_bytes = plan_files(tensors, world, mesh, self._exchanged)
+        files, n_bytes = plan_files(tensors, world, meshes, self._exchanged)
         small: dict[str, bytes] = {}
 
         def begin() -> Path:

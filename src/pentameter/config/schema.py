@@ -233,6 +233,12 @@ class ParallelConfig(Section):
     """Communication in attention: keys and values travel round a `ring` while a block of them is at
     work (Liu et al. 2023), or an `all-to-all` exchanges tokens for heads, which `context` must
     divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
+    expert: Positive = 1
+    """Ranks that shard the experts of each layer: each has n_experts ÷ expert of them, and tokens
+    travel to theirs. They are taken from the data × context × tensor ranks, whatever those are."""
+    expert_tensor: Positive = 1
+    """Ranks that shard each expert's matrices. What data × context × tensor leaves beside expert ×
+    expert_tensor holds replicas of the experts, which `zero` shards."""
     pipeline: Positive = 1
     """Pipeline stages: ranks that each hold some of the layers."""
     schedule: ScheduleName = "1f1b"

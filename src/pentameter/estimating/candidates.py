@@ -203,9 +203,9 @@ class Candidates:
         if self.plan.config.train.offload:
             return 0.0, 0.0
         weights, trained, slots = self._numbers
-        n_ranks = layout.tensor * layout.pipeline
+        n_ranks = layout.tensor * layout.pipeline * layout.expert * layout.expert_tensor
         e = Step(self.plan.config, layout, (), self.precision).element_bytes
-        shard = layout.shard if layout.zero else 1
+        shard = layout.parameter_sizes["shard"]
         whole = LayoutRules(layout).keeps_whole_gradients(1)
         kept = e * (weights + slots) / (n_ranks * shard)
         return kept, e * trained / (n_ranks * (1 if whole else shard))

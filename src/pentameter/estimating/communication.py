@@ -23,9 +23,7 @@ from pentameter.estimating.operation_communication import (
 )
 from pentameter.estimating.shares import (
     alike_stages,
-    gathered_elements,
     is_rounded,
-    shard_elements,
     stage_tables,
     units,
 )
@@ -34,8 +32,7 @@ from pentameter.planning.architecture import (
     ParameterSpec,
 )
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES, filled_buckets
-from pentameter.planning.layout import PARAMETER_DIMENSIONS
-from pentameter.planning.sharding import Shape
+from pentameter.planning.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS
 
 WORLD = "world"
 """The key used in place of a mesh dimension for scalar reductions (target count, loss, gradient
@@ -52,8 +49,10 @@ class Communication:
 
 
 StepCommunication = Mapping[tuple[str, Kind], Communication]
-"""Maps (dimension, kind) to the Communication in a step; a dimension is one of MESH_DIMENSIONS, or
-WORLD."""
+"""Maps (dimension, kind) to the Communication in a step; a dimension is one of MESH_DIMENSIONS or
+EXPERT_DIMENSIONS, or WORLD. `expert` stands for the ranks that exchange rows, which also differ
+along `expert_tensor`; what each of them sends depends on the routing, and is counted as their
+mean."""
 
 
 class CommunicationCounter:
@@ -157,17 +156,11 @@ class _RankCommunication:
         count = GridCommunication if self.layout.is_grid else OperationCommunication
         self.operations = count(step, self.coordinates, runs)
 
-    def local_shape(self, spec: ParameterSpec) -> Shape:
-        """Return a parameter's shape on this rank, after tensor parallelism and before ZeRO shards
-        it."""
-        return self.sharding.parameter_shape(spec, self.parameter_coordinates)
-
     def gradient_bytes(self, specs: Sequence[ParameterSpec]) -> list[int]:
         """Return, for each parameter, the bytes of the gradient that this rank holds after the
         backward pass; only its shard with ZeRO."""
-        shard, coordinate = self.layout.shard, self.parameter_coordinates["shard"]
         return [
-            self.step.element_bytes * shard_elements(self.local_shape(spec), shard, coordinate)
+            self.step.element_bytes * self.sharding.zero_elements(spec, self.parameter_coordinates)
             for spec in specs
         ]
 
@@ -203,7 +196,7 @@ class _RankCommunication:
         parameters that several ranks replicate but apply to different tokens, heads or batch rows,
         along the dimensions in their placement's `summed_over`."""
         trained = [spec for table in self.stages.values() for spec in table if spec.is_trained]
-        for dimension in PARAMETER_DIMENSIONS:
+        for dimension in dict.fromkeys((*PARAMETER_DIMENSIONS, *EXPERT_DIMENSIONS)):
             summed = [
                 spec for spec in trained if dimension in self.sharding.placement(spec).summed_over
             ]
@@ -231,27 +224,31 @@ class _RankCommunication:
         each micro-batch. Gradients are reduce-scattered in each micro-batch if
         `rules.reduces_each_micro_batch`, else in the last one only. If shards have replicas, these
         all-reduce gradients in the last micro-batch."""
-        rules, shard = self.step.rules, self.layout.shard
+        rules = self.step.rules
         if self.sharding.data_sum != "fsdp":
             return
         n_gathers = 1 if rules.weights_stay_gathered else 2 * self.step.n_micro_batches
         n_reductions = self.step.n_micro_batches if rules.reduces_each_micro_batch else 1
         for specs in self.stages.values():
             for name, unit in units(specs).items():
+                *replicas, dimension = self.sharding.placement(unit[0]).fsdp_over
+                shard = self.sharding.n_zero_shards(unit[0])
                 gathered, reduced = (
-                    sum(gathered_elements(self.local_shape(spec), shard) for spec in specs)
+                    sum(
+                        self.sharding.gathered_elements(spec, self.parameter_coordinates)
+                        for spec in specs
+                    )
                     for specs in (unit, [spec for spec in unit if spec.is_trained])
                 )
                 low = self.step.product_bytes if is_rounded(name) else self.step.element_bytes
                 if shard > 1:
-                    self.counter.add("shard", "all_gather", gathered * low, n_gathers)
+                    self.counter.add(dimension, "all_gather", gathered * low, n_gathers)
                 if shard > 1 and reduced:
                     whole = reduced * self.step.element_bytes
-                    self.counter.add("shard", "reduce_scatter", whole, n_reductions)
-                if reduced and self.layout.parameter_sizes["data"] > 1:
-                    self.counter.add(
-                        "data", "all_reduce", reduced // shard * self.step.element_bytes
-                    )
+                    self.counter.add(dimension, "reduce_scatter", whole, n_reductions)
+                for replica in replicas if reduced else ():
+                    n_bytes = reduced // shard * self.step.element_bytes
+                    self.counter.add(replica, "all_reduce", n_bytes)
 
     def count_tied(self) -> None:
         """Count the all-reduce that sums the tied embedding's gradient in the first stage with its

@@ -386,6 +386,7 @@ class ComputeTime:
         layout, train, each = self.step.layout, self.step.config.train, self._operations
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
+            layout.expert, layout.expert_tensor,
             train.micro_batch_size, train.activation_checkpoint, each.adds_whole,
             each.weights_come_rounded, each.joins_activations, each.bytes.step.fused_dropout,
         )  # fmt: skip

@@ -333,8 +333,23 @@ class ActivationBytes:
         parallelism; 0 otherwise."""
         n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
         n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
-        products = (op for op in run if op.kind == "product")
-        return max((self._matmul_blocks(op, n_tokens) for op in products), default=0)
+        products = [op for op in run if op.kind == "product"]
+        return max(
+            *(self._matmul_blocks(op, n_tokens) for op in products),
+            *(self._exchanged(op) for op in products),
+            0,
+        )
+
+    def _exchanged(self, op: Operation) -> int:
+        """Return the bytes of rows that an exchange holds besides those that a matmul of experts
+        saves: as they are sent, and as they arrive. 0 if ranks have all experts."""
+        if not self.step.layout.shards_experts:
+            return 0
+        exchanges = {each.kind for each in op.collectives}
+        received = {"dispatch": op.reads, "combine": (op.result,)}
+        return 2 * sum(
+            self.of(received[kind]) for kind in ("dispatch", "combine") if kind in exchanges
+        )
 
     def _matmul_blocks(self, op: Operation, n_tokens: int) -> int:
         """Return the bytes for other ranks' blocks in a matmul's backward pass with `n_tokens`

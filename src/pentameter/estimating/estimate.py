@@ -129,6 +129,12 @@ class Estimate:
                     f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
                     f"within the {self.cluster.node_size} devices of a node"
                 )
+        if layout.shards_experts and links.link("expert") == "between nodes":
+            yield (
+                "the ranks that exchange rows for experts are in several nodes: every layer waits "
+                "for the network; keep parallel.expert × parallel.expert_tensor within the "
+                f"{self.cluster.node_size} devices of a node"
+            )
         rows = plan.micro_batch_size * plan.config.model.context_length // layout.context
         if self.cluster.device.units > 1 and rows < SMALL_PRODUCT_ROWS:
             yield (

@@ -15,7 +15,7 @@ from typing import Literal
 from pentameter.estimating.cluster import Cluster, group_shape
 from pentameter.estimating.communication import WORLD, Communication, StepCommunication
 from pentameter.estimating.operation_communication import Kind
-from pentameter.planning.layout import MESH_DIMENSIONS, Layout
+from pentameter.planning.layout import EXPERT_DIMENSIONS, MESH_DIMENSIONS, Layout
 
 Link = Literal["inside a node", "between nodes"]
 
@@ -32,6 +32,12 @@ class Links:
         along WORLD for all ranks."""
         if dimension == WORLD:
             size, stride = self.layout.world_size, 1
+        elif dimension == "expert":  # the ranks that exchange rows
+            size, stride = self.layout.expert * self.layout.expert_tensor, 1
+        elif dimension in EXPERT_DIMENSIONS and dimension not in MESH_DIMENSIONS:
+            index, sizes = EXPERT_DIMENSIONS.index(dimension), self.layout.expert_sizes
+            size = sizes[dimension]
+            stride = math.prod(sizes[name] for name in EXPERT_DIMENSIONS[index + 1 :])
         else:
             sizes, parameters = self.layout.sizes, self.layout.parameter_sizes
             index = MESH_DIMENSIONS.index(dimension)

@@ -15,9 +15,7 @@ from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import (
     ROOT,
     alike_stages,
-    gathered_elements,
     is_rounded,
-    shard_elements,
     stage_tables,
     units,
 )
@@ -117,7 +115,7 @@ def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateB
         specs = {spec.name: spec for number in numbers for spec in tables[number]}
         for spec in specs.values():
             local = sharding.parameter_shape(spec)
-            n_local = shard_elements(local, layout.shard, 0) if local else 1
+            n_local = sharding.zero_elements(spec)
             weights += n_local
             gradients += math.prod(local) if whole_gradients else n_local
             optimizer += n_local * optimizer_slots(optimizers, spec)
@@ -278,8 +276,7 @@ class _RankMemory:
     def elements(self, spec: ParameterSpec) -> int:
         """Return how many of a parameter's elements this rank holds between steps: its shard with
         ZeRO."""
-        local = self.step.sharding.parameter_shape(spec)
-        return shard_elements(local, self.step.layout.shard, 0)
+        return self.step.sharding.zero_elements(spec)
 
     def whole_elements(self, spec: ParameterSpec) -> int:
         """Return how many of a parameter's elements this rank holds while ZeRO's shards are
@@ -289,8 +286,7 @@ class _RankMemory:
     def padded_elements(self, specs: Sequence[ParameterSpec]) -> int:
         """Return the elements received when all-gathering these parameters from ZeRO's shards, each
         padded to the largest."""
-        shapes = [self.step.sharding.parameter_shape(spec) for spec in specs]
-        return sum(gathered_elements(shape, self.step.layout.shard) for shape in shapes)
+        return sum(map(self.step.sharding.gathered_elements, specs))
 
     @cached_property
     def gradients_bytes(self) -> int:
@@ -403,13 +399,14 @@ class _FsdpSnapshots:
                 trained = [spec for spec in specs if spec.is_trained]
                 whole = [self.rank.whole_elements(spec) for spec in trained]
                 gathered, padded = map(self.rank.padded_elements, (specs, trained))
+                n_shards = self.rank.step.sharding.n_zero_shards(specs[0]) if specs else 1
                 unit = _FsdpUnit(
                     gathered=p * gathered,
                     fresh=p * sum(whole),
                     largest=p * max(whole, default=0),
                     whole=e * sum(whole),
                     padded=e * padded,
-                    shard=e * padded // self.rank.step.layout.shard,
+                    shard=e * padded // n_shards,
                 )
                 (roots if name == ROOT else blocks).append(unit)
         return blocks, _FsdpUnit(

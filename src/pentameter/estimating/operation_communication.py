@@ -89,12 +89,24 @@ class OperationCommunication:
             for each in op.collectives:
                 if kinds is not None and each.kind not in kinds:
                     continue
-                for dimension in self.step.sharding.sharded_axes.get(each.axis, ()):
+                for dimension in self._dimensions(each):
                     if each.kind == "gather":  # once, however many matrices have this input
                         if (dimension, each.tensor) in gathered:
                             continue
                         gathered.add((dimension, each.tensor))
                     yield from self._sent(op, each, dimension)
+
+    def _dimensions(self, each: Collective) -> tuple[str, ...]:
+        """Return the mesh dimensions along which a collective communicates."""
+        sharded_axes = self.step.sharding.sharded_axes
+        match each.kind:
+            case "dispatch" | "combine":
+                return ("expert",) if self.step.layout.shards_experts else ()
+            case "tokens":  # sharded for the experts, while the stream is replicated
+                whole = sharded_axes.get("time", ())
+                return tuple(each for each in sharded_axes.get("routed", ()) if each not in whole)
+            case _:
+                return sharded_axes.get(each.axis, ())
 
     def _sent(self, op: Operation, each: Collective, dimension: str) -> Iterator[Sent]:
         match each.kind:
@@ -108,6 +120,8 @@ class OperationCommunication:
                 return self._softmax(each.tensor, dimension)
             case "attend":
                 return self._attend(op, dimension)
+            case "dispatch" | "combine" | "tokens":
+                return self._of_experts(op, each, dimension)
             case unknown:
                 refuse_unknown(unknown, "a collective's kind", "the planner's communication")
 
@@ -180,6 +194,46 @@ class OperationCommunication:
             for n_columns in (1, 2):
                 n_bytes = n_columns * (rows.stop - rows.start) * self.step.element_bytes
                 yield Sent(dimension, "all_reduce", n_bytes)
+
+    def _of_experts(self, op: Operation, each: Collective, dimension: str) -> Iterator[Sent]:
+        if each.kind == "tokens":
+            yield from self._tokens(op, each.tensor, dimension)
+        else:
+            yield from self._exchange(op, each, dimension)
+
+    def _exchange(self, op: Operation, each: Collective, dimension: str) -> Iterator[Sent]:
+        """Yield the exchange that brings rows to their experts, or the outputs back, and that of
+        the gradients. How many rows there are is exchanged first, an int64 for each expert."""
+        model, n_shards = self.step.config.model, self.step.layout.expert_tensor
+        assert model.n_experts is not None
+        has_gradient = op.reads_gradient
+        if each.kind == "dispatch":
+            has_gradient = op.gives_gradient
+            yield Sent(dimension, "all_to_all", 8 * model.n_experts * n_shards)
+        shape, axes = each.tensor.shape, each.tensor.axes
+        n_elements = math.prod(self.step.sharding.local_shape(shape, axes))
+        n_rows = self.step.micro_batch_size * n_shards  # one for each shard of an expert
+        n_bytes = n_rows * n_elements * self.step.bytes_of(each.tensor)
+        n_calls = (2 if self._exchanges_again(op) else 1) + has_gradient
+        yield Sent(dimension, "all_to_all", n_bytes, n_calls)
+
+    def _exchanges_again(self, op: Operation) -> bool:
+        """Whether recomputation repeats an exchange; selective keeps what it brought."""
+        is_full = self.step.config.train.activation_checkpoint == "full"
+        return is_full and op.name in self.repeated
+
+    def _tokens(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
+        """Yield the all-gathers among ranks that shard their common tokens for the experts: the
+        outputs, and the gradients of the tokens and of the k weights of each."""
+        model, n = self.step.config.model, self._bytes_of_all_tokens(x) // self.step.bytes_of(x)
+        outputs = Sent(dimension, "all_gather", n * self.step.summed_bytes)
+        yield outputs
+        if self._exchanges_again(op):
+            yield outputs
+        if op.gives_gradient:
+            n_weights = n // model.d_model * model.n_chosen
+            yield Sent(dimension, "all_gather", n * self.step.element_bytes, 1, "backward")
+            yield Sent(dimension, "all_gather", n_weights * self.step.summed_bytes, 1, "backward")
 
     def _attend(self, op: Operation, dimension: str) -> Iterator[Sent]:
         """Yield the calls with which attention reaches other sequence shards. In a ring, keys and

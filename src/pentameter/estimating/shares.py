@@ -1,41 +1,27 @@
-"""ZeRO's parameter shards, FSDP's units, and parameter tables per pipeline stage."""
+"""FSDP's units, and parameter tables per pipeline stage."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from pentameter.config.schema import Config
 from pentameter.planning.adapters import training_table
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.layout import Layout, shard_size
-from pentameter.planning.sharding import Shape
+from pentameter.planning.layout import Layout
 
 ROOT = ""
 """Name of the FSDP unit for parameters outside any sub-layer: embeddings, last norm, head."""
 
 
-def shard_elements(shape: Shape, n_shards: int, coordinate: int) -> int:
-    """Return the element count in shard number `coordinate`, if a tensor is split by its first
-    dimension into `n_shards`."""
-    return shard_size(shape[0], n_shards, coordinate) * math.prod(shape[1:])
-
-
-def gathered_elements(shape: Shape, n_shards: int) -> int:
-    """Return how many elements a rank receives when it all-gathers a tensor that is split by its
-    first dimension. Shards are padded to the largest, so that all ranks send equally much."""
-    return n_shards * shard_elements(shape, n_shards, 0)
-
-
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
     """Return a stage's FSDP units by name; a unit's parameters are gathered and reduced together.
-    Each sub-layer in execution order is one, with norms and routers inside it as separate units;
-    the rest is ROOT, which comes last."""
+    Each sub-layer in execution order is one, with norms, routers and what every token takes beside
+    experts as separate units; the rest is ROOT, which comes last."""
     found: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
         names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
         is_norm = len(spec.shape) == 1 and names[-1] == "weight"
-        is_apart = is_norm or names[3:4] == ["router"]
+        is_apart = is_norm or bool({"router", "shared", "shared_gate"} & set(names[3:4]))
         unit = names[: 4 if is_apart else 3] if spec.layer is not None and len(names) > 4 else []
         found.setdefault(".".join(unit), []).append(spec)
     rest = found.pop(ROOT, [])

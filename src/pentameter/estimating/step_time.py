@@ -24,7 +24,7 @@ from pentameter.estimating.costs import ActivationBytes, PassSeconds, Step
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import optimizer_slots
 from pentameter.estimating.operation_communication import Kind, When
-from pentameter.estimating.shares import shard_elements, stage_tables
+from pentameter.estimating.shares import stage_tables
 from pentameter.estimating.timeline import PipelineTime, Span, idle_fraction, pipeline_time
 
 FORWARD_SHARE = 1 / 3
@@ -36,6 +36,10 @@ MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
 memory besides being sent."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Mesh dimensions whose collectives every layer waits for."""
+SUMS = ("data", "expert_data", "expert_tensor")
+"""Mesh dimensions over which gradients are summed after the backward pass, apart from IN_LAYERS."""
+SHARDS = ("shard", "expert_shard")
+"""Mesh dimensions along which ZeRO shards parameters."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,12 @@ class _Waits:
             waiting.exposed["context"] = exposed
             forward += exposed * FORWARD_SHARE
             backward += exposed * (1 - FORWARD_SHARE)
+        if self.step.layout.shards_experts:
+            exchange = fraction * self.links.total(self.communication[coordinate], "expert")
+            waiting.exposed["expert"] = exchange
+            forward_share = FORWARD_SHARE if self.compute.recomputes_products else 1 / 2
+            forward += exchange * forward_share
+            backward += exchange * (1 - forward_share)
         return waiting._replace(passes=PassSeconds(forward, backward, 0.0))
 
     def _tensor(
@@ -255,12 +265,10 @@ class _StepOnCluster:
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])
         match self.step.sharding.data_sum:
-            case "none":
-                return M * (forward + backward)
-            case "after_backward":
-                sums = self.links.total(traffic, "data")
-                self._note(self.exposed, "data", sums)
-                return M * (forward + backward) + sums
+            case "none" | "after_backward":
+                for name in SUMS:
+                    self._note(self.exposed, name, self.links.total(traffic, name))
+                return M * (forward + backward) + self.links.total(traffic, *SUMS)
             case "ddp":
                 sums = self.links.total(traffic, "data")
                 calls = sum(each.calls for key, each in traffic.items() if key[0] == "data")
@@ -285,11 +293,11 @@ class _StepOnCluster:
         pass. Gradients are reduced in each micro-batch if `rules.reduces_each_micro_batch`, else in
         the last one only."""
         traffic, M = self.communication[0], self.n_micro_batches
-        gathers, n_gathers = self.links.seconds_and_calls(traffic, "shard", "all_gather")
-        sums, n_sums = self.links.seconds_and_calls(traffic, "shard", "reduce_scatter")
+        gathers, n_gathers = self._along(SHARDS, "all_gather")
+        sums, n_sums = self._along(SHARDS, "reduce_scatter")
         gathers += self._copying(traffic, "all_gather")
         sums += self._copying(traffic, "reduce_scatter")
-        copies, n_copies = self.links.seconds_and_calls(traffic, "data", "all_reduce")
+        copies, n_copies = self._along(SUMS, "all_reduce")
         n_reducing = M if self.rules.reduces_each_micro_batch else 1
         n_gathering = 2 * M if not self.rules.weights_stay_gathered else 1
         gather, calls = gathers / n_gathering, n_gathers // n_gathering
@@ -318,6 +326,13 @@ class _StepOnCluster:
                     book[key] = old + repeated * (seconds - old)
         return total
 
+    def _along(self, dimensions: Sequence[str], kind: Kind) -> tuple[float, int]:
+        """Return the seconds and the number of all calls of one kind along these dimensions."""
+        each = [
+            self.links.seconds_and_calls(self.communication[0], name, kind) for name in dimensions
+        ]
+        return sum(seconds for seconds, _ in each), sum(n_calls for _, n_calls in each)
+
     def _books(self) -> dict[str, dict[str, float]]:
         return {"hidden": self.hidden, "exposed": self.exposed}
 
@@ -325,10 +340,10 @@ class _StepOnCluster:
         """Return the seconds in which a CPU copies gathered weights out of their buffer, or
         gradients into one, in memory that the system allocates anew; 0 on a GPU."""
         fresh = self.cluster.device.calibration.fresh_bytes_per_second
-        counted = traffic.get(("shard", kind))
-        if fresh is None or counted is None:
+        counted = [traffic[name, kind].n_bytes for name in SHARDS if (name, kind) in traffic]
+        if fresh is None or not counted:
             return 0.0
-        moved = 2 * counted.n_bytes
+        moved = 2 * sum(counted)
         return moved / self.cluster.memory_bandwidth + moved * self.cluster.sharing / fresh
 
     # -- pipelines ------------------------------------------------------------------------------
@@ -362,8 +377,7 @@ def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
     weight gathers before the first pass, gradient sums after the last. `traffic` is its
     communication in a step."""
     return {
-        "data": links.total(traffic, "data"),
-        "shard": links.total(traffic, "shard"),
+        **{name: links.total(traffic, name) for name in (*SUMS, *SHARDS)},
         "pipeline": links.seconds_and_calls(traffic, "pipeline", "all_reduce")[0],
     }
 
@@ -377,7 +391,7 @@ def _update_seconds(step: Step, cluster: Cluster) -> float:
         n_bytes = sum(
             step.element_bytes
             * (2 + 2 * optimizer_slots(config.optimizer, spec) + 4)
-            * shard_elements(step.sharding.parameter_shape(spec), layout.shard, 0)
+            * step.sharding.zero_elements(spec)
             for _, table in tables
             for spec in table
         )

@@ -120,7 +120,7 @@ class Router(nn.Module):
             is_closed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, closed, True)
             n_each = ranked.shape[-1] // config.router_groups
             ranked = ranked.masked_fill(is_closed.repeat_interleave(n_each, -1), -torch.inf)
-        return _best(ranked, config.n_chosen)
+        return chosen_experts(ranked, config.n_chosen)
 
     def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the factors (B, T, k) of the chosen experts' outputs, for logits and scores
@@ -178,6 +178,17 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
             refuse_unknown(unknown, "model.router", "the router")
 
 
+@torch.library.custom_op("pentameter::chosen_experts", mutates_args=())
+def chosen_experts(ranked: Tensor, n: int) -> Tensor:
+    """Return `_best(ranked, n)`, by an operation whose result recomputation keeps."""
+    return _best(ranked, n).contiguous()
+
+
+@chosen_experts.register_fake
+def _(ranked: Tensor, n: int) -> Tensor:
+    return ranked.new_empty((*ranked.shape[:-1], n), dtype=torch.int64)
+
+
 def _best(numbers: Tensor, n: int) -> Tensor:
     """Return the indices, int64 (…, n), of the n largest numbers along the last dimension, the
     largest first; of equal ones the lower index. `topk` does not say which of them it takes."""
@@ -226,7 +237,7 @@ class _Counted(Function):
         return g, None, None
 
 
-class _Sorted(Function):
+class SortedRows(Function):
     """Copies each token's row once for each of its experts, sorted by expert; backward adds the
     copies' gradients."""
 
@@ -243,11 +254,11 @@ class _Sorted(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient (N, D) of x: its rows' gradients g (R, D), added one by one."""
         (order,) = ctx.saved_tensors
-        rows = _put_back(g, order).unflatten(0, (-1, ctx.n_chosen))
+        rows = _restored(g, order).unflatten(0, (-1, ctx.n_chosen))
         return rows.sum(1), None, None
 
 
-class _PutBack(Function):
+class RestoredRows(Function):
     """Puts rows that are sorted by expert back into the order of their tokens."""
 
     @staticmethod
@@ -255,7 +266,7 @@ class _PutBack(Function):
         """Return the rows (R, D) in the order of their tokens, k adjacent rows for each. `order`
         (R,), from `Routing.order`, is the order that they have now."""
         ctx.save_for_backward(order)
-        return _put_back(rows, order)
+        return _restored(rows, order)
 
     @staticmethod
     @once_differentiable
@@ -265,7 +276,7 @@ class _PutBack(Function):
         return g[order], None
 
 
-def _put_back(rows: Tensor, order: Tensor) -> Tensor:
+def _restored(rows: Tensor, order: Tensor) -> Tensor:
     """Return the rows (R, D) unsorted: row i becomes row `order[i]` of the result, for `order`
     (R,)."""
     return torch.empty_like(rows).index_copy_(0, order, rows)
@@ -285,6 +296,22 @@ class GroupedLinear(nn.Module):
         index after each expert's last row; rows behind the last end give 0. `matmul` multiplies
         them."""
         return matmul.grouped_linear(x, self.weight, self.bias, ends)
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Returns the experts' outputs (R, D) for rows (R, D) sorted by expert, which end at (E,)."""
+Mix = Callable[[Tensor, Routing], Tensor]
+"""Returns the weighted sums (N, D) of the chosen experts' outputs for tokens (N, D)."""
+
+
+def in_place(compute: Compute, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the experts' outputs (R, D) for rows (R, D), with all experts on this rank."""
+    return compute(rows, ends)
+
+
+def of_all_tokens(mix: Mix, x: Tensor, routing: Routing) -> Tensor:
+    """Return the weighted sums (N, D) for tokens x (N, D), all computed on this rank."""
+    return mix(x, routing)
 
 
 class Experts(nn.Module):
@@ -307,6 +334,11 @@ class Experts(nn.Module):
         self.shared = FeedForward(config, n_shared * width) if n_shared else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+        self.exchange: Callable[[Compute, Tensor, Tensor], Tensor] = in_place
+        """Brings rows to their experts and the outputs back, around a `Compute`."""
+        self.shard_tokens: Callable[[Mix, Tensor, Routing], Tensor] = of_all_tokens
+        """Computes with all tokens, or with a shard of them if other ranks have the same, around a
+        `Mix`."""
 
     def forward(
         self,
@@ -318,20 +350,27 @@ class Experts(nn.Module):
         """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum.
         positions: the tokens', for dropout. dropout_keys: int32 (B, n_sites, 2), None for no
         dropout. `cache` is ignored: only attention has one."""
-        routing = self.router(x)
-        order, ends = routing.order()
-        n_chosen = routing.experts.shape[1]
-        rows = _Sorted.apply(x.flatten(0, 1), order, n_chosen)
-        up = self.up(rows, ends)  # (R, F)
-        inner = self.activation(up if self.gate is None else self.gate(rows, ends))
-        inner = inner if self.gate is None else inner * up
-        outputs = _PutBack.apply(self.down(inner, ends), order).unflatten(0, (-1, n_chosen))
-        y = outputs[:, 0] * routing.weights[:, :1]
-        for number in range(1, n_chosen):
-            y = y + outputs[:, number] * routing.weights[:, number, None]
-        y = y.view_as(x)
+        y = self.shard_tokens(self._mixed, x.flatten(0, 1), self.router(x)).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)
             gate = None if self.shared_gate is None else self.shared_gate(x)
             y = y + (shared if gate is None else shared * gate.sigmoid())
         return self.dropout(y, dropout_keys, positions.stream)
+
+    def _mixed(self, x: Tensor, routing: Routing) -> Tensor:
+        """Return the weighted sums (N, D) of the chosen experts' outputs for tokens x (N, D)."""
+        order, ends = routing.order()
+        n_chosen = routing.experts.shape[1]
+        rows = SortedRows.apply(x, order, n_chosen)
+        sorted_outputs = self.exchange(self._outputs, rows, ends)
+        outputs = RestoredRows.apply(sorted_outputs, order).unflatten(0, (-1, n_chosen))
+        y = outputs[:, 0] * routing.weights[:, :1]
+        for number in range(1, n_chosen):
+            y = y + outputs[:, number] * routing.weights[:, number, None]
+        return y
+
+    def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,)."""
+        up = self.up(rows, ends)  # (R, F)
+        inner = self.activation(up if self.gate is None else self.gate(rows, ends))
+        return self.down(inner if self.gate is None else inner * up, ends)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.parallel.mesh import Mesh
@@ -59,7 +59,7 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
     over: tuple[str, ...] = ()
     if mesh.parameters is not None:
         (over,) = set(_dimensions(module, plan, attrgetter("ddp_over")).values())
-        shard_state(module, mesh.parameters, plan, offload=offload)
+        shard_state(module, mesh, plan, offload=offload)
     module.allocate(torch.device("cpu") if offload else module.device)
     if mesh.parameters is None or not over:
         return module
@@ -121,32 +121,39 @@ def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: bool) -> None:
+def shard_state(module: StageModule, mesh: Mesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
-    placements in the plan name; do nothing without ZeRO. `mesh` is the parameters' DeviceMesh. With
-    `offload`, parameters are kept on the host.
+    placements in the plan name, with parameters kept on the host if `offload`; do nothing without
+    ZeRO. All parameters in a unit, without those of units inside it, have the same dimensions.
 
     Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
     it, since autocast would round these weights anyway, and they are then rounded before they are
     sent. Everything else (embeddings, norms, head) is gathered in its own dtype.
     """
     over = _dimensions(module, plan, attrgetter("fsdp_over"))
-    rules, dimensions = plan.rules, {each for each in over.values() if each}
+    rules, dimensions = plan.rules, [each for each in over.values() if each]
     if not dimensions:
         return
 
     def shard(unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Shard a unit's parameters, except those that FSDP has sharded already; `policy` says the
         dtypes in which it gathers and reduces."""
-        (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions
-        fully_shard(unit, mesh=mesh[along], mp_policy=policy, **options)
+        (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions[:1]
+        fully_shard(unit, mesh=mesh.along(*along), mp_policy=policy, **options)
 
+    specs = {spec.name: spec for spec in plan.table}
+    shard_of = {  # FSDP's own choice is the first dimension
+        each: Shard(index)
+        for name, each in module.model.named_parameters()
+        if (index := plan.sharding.zero_index(specs[name]))
+    }
     offload_policy: OffloadPolicy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
     options: dict[str, Any] = {
         "reshard_after_forward": not rules.weights_stay_gathered,
         "offload_policy": offload_policy,
+        "shard_placement_fn": shard_of.get,
     }
     rounded = module.arithmetic.autocast_dtype
     matmul_policy = MixedPrecisionPolicy(

@@ -79,8 +79,9 @@ class Engine:
         self.plan = plan
         self.device = device
         self.world = mesh.world
-        self.mesh = mesh.parameters
-        """The layout's device mesh; None for a single process that shards nothing."""
+        self.meshes = mesh.all_parameters
+        """The DeviceMeshes on which parameters are placed: the layout's, and another one for
+        sharded experts; none in a single process that shards nothing."""
         self._wrapped = wrapped
         # Cached: walking the modules takes a GPU's host as long as launching a small step.
         every = (pair for model in self.models for pair in model.named_parameters())
@@ -95,13 +96,13 @@ class Engine:
         )
         self._tied = tied
         self._stages: Pipeline | SingleStage
-        if self.mesh is not None and plan.layout.pipeline > 1:
-            group, collect = self.mesh["pipeline"].get_group(), self._rounded.collect
+        if self.meshes and plan.layout.pipeline > 1:
+            group, collect = self.meshes[0]["pipeline"].get_group(), self._rounded.collect
             self._stages = Pipeline(wrapped, stage_modules[0], plan, group, collect)
         else:
             self._stages = SingleStage(stage_modules[0], wrapped, plan)
         self._summed = gradients.summed_copies(
-            self._named, plan, by_dtensor=source.computes_with_dtensors
+            self._named, plan, mesh.along, by_dtensor=source.computes_with_dtensors
         )
 
     # -- model, mesh, parameters ----------------------------------------------------------------
@@ -162,7 +163,7 @@ class Engine:
         """True if gradients are zeroed in place instead of set to None, because their memory must
         stay: views into DDP's buckets that accumulate over micro-batches, or gradients that a
         replayed CUDA graph adds to."""
-        if self.mesh is None:
+        if not self.meshes:
             return any(module.replays for module in self.stage_modules)
         has_buckets = all(
             isinstance(each, DistributedDataParallel) for each in self._wrapped.values()
@@ -203,20 +204,20 @@ class Engine:
         for parameter in self.parameters() if self.source.may_leave_unused else ():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.mesh is None:
+        if not self.meshes:
             return
         gradients.placed_as_parameters(self.parameters())
-        for dimension, copies in self._summed.items():
-            gradients.add_up_all(copies, self.mesh[dimension].get_group())
+        for group, copies in self._summed:
+            gradients.add_up_all(copies, group)
         self._tied.add_up()
 
     def gradient_norm(self) -> Tensor:
         """Compute the Euclidean norm over all gradients in the full model, 0-dim, the same number
         on every rank. Collective."""
-        if self.mesh is None:
+        if not self.meshes:
             return gradients.norm_here(self.parameters())
         owned = [parameter for _, parameter in self.owned_parameters()]
-        return gradients.global_norm(owned, self.mesh)
+        return gradients.global_norm(owned, *self.meshes)
 
     def unscale_gradients(self, scale: float) -> None:
         """Divide every gradient by `scale`, the loss scale, in place."""

@@ -7,7 +7,7 @@ computes one norm that counts every element once, divides by the loss scale, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from pentameter.planning.buckets import filled_buckets
-from pentameter.planning.layout import PARAMETER_DIMENSIONS
+from pentameter.planning.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS
 from pentameter.planning.plan import Plan
 
 
@@ -67,12 +67,18 @@ def add_up_all(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> Non
 
 
 def summed_copies(
-    named: Sequence[tuple[str, Parameter]], plan: Plan, *, by_dtensor: bool
-) -> dict[str, list[Parameter]]:
-    """Map each mesh dimension to the parameters whose gradients must be all-reduced along it after
-    the backward pass, as the plan's placements say. `named` are this rank's (name, parameter)
-    pairs. If `by_dtensor`, modules compute with DTensors, whose backward pass sums along the
-    parameter's own mesh; such parameters are left out."""
+    named: Sequence[tuple[str, Parameter]],
+    plan: Plan,
+    along: Callable[[str], DeviceMesh],
+    *,
+    by_dtensor: bool,
+) -> list[tuple[dist.ProcessGroup, list[Parameter]]]:
+    """List the parameters whose gradients must be all-reduced after the backward pass, as the
+    plan's placements say, each list with this rank's process group along a mesh dimension, which is
+    that of `along(dimension)`. `named` are this rank's (name, parameter) pairs. If `by_dtensor`,
+    modules compute with DTensors, whose backward pass sums along the parameter's own mesh; such
+    parameters are left out."""
+    dimensions = dict.fromkeys((*PARAMETER_DIMENSIONS, *EXPERT_DIMENSIONS))
     found = {
         dimension: [
             parameter
@@ -80,9 +86,9 @@ def summed_copies(
             if dimension in plan.placements[name].summed_over
             and not (by_dtensor and lies_on(parameter, dimension))
         ]
-        for dimension in reversed(PARAMETER_DIMENSIONS)  # neighbouring ranks first
+        for dimension in reversed(dimensions)  # neighbouring ranks first
     }
-    return {dimension: copies for dimension, copies in found.items() if copies}
+    return [(along(dimension).get_group(), copies) for dimension, copies in found.items() if copies]
 
 
 def is_sharded(parameter: Tensor, dimension: str) -> bool:
@@ -114,29 +120,36 @@ def norm_here(parameters: Iterable[Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
+def global_norm(parameters: Iterable[Parameter], *meshes: DeviceMesh) -> Tensor:
     """Compute the Euclidean norm over all gradients, each element counted once, 0-dim; the same on
     every rank.
 
-    `parameters` are this rank's; `mesh` is the DeviceMesh on which they are placed. An element is
-    counted on the one rank whose coordinate is 0 along every dimension of `mesh`, except
-    `pipeline`, that does not shard the parameter. The caller leaves out copies of tied parameters
-    in other stages. Collective over the world.
+    `parameters` are this rank's. `meshes` factorize the same ranks; a parameter lies on the first
+    one that has all its dimensions. An element is counted on the one rank whose coordinate is 0
+    along every dimension of that mesh, except `pipeline`, that does not shard the parameter. The
+    caller leaves out copies of tied parameters in other stages. Collective over the world.
     """
-    coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     counted = [
         local(parameter.grad)
         for parameter in parameters
-        if parameter.grad is not None
-        and all(
-            coordinate == 0 or name == "pipeline" or is_sharded(parameter, name)
-            for name, coordinate in coordinates.items()
-        )
+        if parameter.grad is not None and _counts_here(parameter, meshes)
     ]
-    device = torch.device(mesh.device_type)
+    device = torch.device(meshes[0].device_type)
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64) ** 2
     dist.all_reduce(square)
     return square.sqrt()
+
+
+def _counts_here(parameter: Parameter, meshes: Sequence[DeviceMesh]) -> bool:
+    """Return whether the norm counts this rank's shard of the parameter: of its replicas, one
+    counts."""
+    own = {name for name, _ in _placements(parameter)}
+    mesh = next(each for each in meshes if own <= set(each.mesh_dim_names or ()))
+    coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    return all(
+        coordinate == 0 or name == "pipeline" or is_sharded(parameter, name)
+        for name, coordinate in coordinates
+    )
 
 
 def unscale(parameters: Iterable[Parameter], scale: float) -> None:

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
+from pentameter.planning.layout import (
+    EXPERT_DIMENSIONS,
+    PARAMETER_DIMENSIONS,
+    Layout,
+    exchange_ranks,
+)
 from pentameter.processes.world import World
 
 
@@ -29,7 +34,24 @@ class Mesh:
     """Maps each dimension with several ranks that shards activations (`context`, `tensor`, a grid's
     `depth` and `row`) to this rank's process group along it, in coordinate order. The
     one-dimensional `tensor` group, with any number of ranks, is the DeviceMesh's own; others are
-    created for activations alone."""
+    created for activations alone. `expert` is the group of `exchange_ranks`."""
+    experts: DeviceMesh | None = None
+    """The DeviceMesh over EXPERT_DIMENSIONS, on which experts are placed if the layout shards
+    them."""
+
+    @property
+    def all_parameters(self) -> tuple[DeviceMesh, ...]:
+        """The DeviceMeshes on which parameters are placed: none, one, or two with sharded
+        experts."""
+        return tuple(mesh for mesh in (self.parameters, self.experts) if mesh is not None)
+
+    def along(self, *dimensions: str) -> DeviceMesh:
+        """Return the sub-mesh with these dimensions, which are all in PARAMETER_DIMENSIONS or all
+        in EXPERT_DIMENSIONS. Raises KeyError if there is no such DeviceMesh."""
+        for mesh in self.all_parameters:
+            if set(dimensions) <= set(mesh.mesh_dim_names or ()):
+                return mesh[dimensions]
+        raise KeyError(f"no mesh has the dimensions {', '.join(dimensions)}")
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
@@ -43,8 +65,8 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
-    """Build the Mesh, with a DeviceMesh unless a single process shards nothing. Each rank's
-    position in the DeviceMesh is `layout.parameter_coordinates(rank)`.
+    """Build the Mesh, with a DeviceMesh unless a single process shards nothing, and a second one
+    for sharded experts. Each rank's position in them is `layout.parameter_coordinates(rank)`.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -65,39 +87,54 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
             "command line, or pentameter.processes.join.joined_world, with always_group=True for "
             "one process"
         )
-    coordinates = layout.parameter_coordinates(world.rank)
     in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
     activation_members = {
         dimension: layout.ranks_along(dimension, world.rank)
         for dimension in ("context", *in_grid)
         if layout.sizes[dimension] > 1
     }
-    ranks = torch.arange(layout.world_size).reshape(tuple(layout.parameter_sizes.values()))
-    groups_of_ranks = []
-    for name in PARAMETER_DIMENSIONS:
-        along = tuple(
-            slice(None) if each == name else coordinate for each, coordinate in coordinates.items()
-        )
-        groups_of_ranks.append(tuple(ranks[along].tolist()))
-    # PyTorch names a group after its ranks and the number of groups before it, and DTensor caches
-    # names by equal meshes for as long as the process lives. Innermost dimensions come first, so
-    # that a tensor group has the same name in the next layout that these processes run.
+    if layout.shards_experts:
+        activation_members["expert"] = exchange_ranks(layout, world.rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    innermost_first = groups_of_ranks[::-1]
-    for members in sorted(innermost_first, key=lambda members: len(members) == 1):
-        if members not in created:
-            created[members] = make_group(members, world)
-    groups = [created[members] for members in groups_of_ranks]
-    parameters = DeviceMesh.from_group(
-        groups, device_type, ranks, mesh_dim_names=PARAMETER_DIMENSIONS
-    )
+    parameters = _device_mesh(PARAMETER_DIMENSIONS, layout, device_type, world, created)
+    experts = None
+    if layout.shards_experts:
+        experts = _device_mesh(EXPERT_DIMENSIONS, layout, device_type, world, created)
     found = {
         dimension: _new_group(members, world) for dimension, members in activation_members.items()
     }
     if not layout.is_grid:  # by which DTensor communicates, too
         found["tensor"] = parameters["tensor"].get_group()
     _NAMED.update({group.group_name: group for group in found.values()})
-    return Mesh(layout, world, parameters, found)
+    return Mesh(layout, world, parameters, found, experts)
+
+
+def _device_mesh(
+    dimensions: tuple[str, ...],
+    layout: Layout,
+    device_type: str,
+    world: World,
+    created: dict[tuple[int, ...], dist.ProcessGroup],
+) -> DeviceMesh:
+    """Return the DeviceMesh with these dimensions, PARAMETER_DIMENSIONS or EXPERT_DIMENSIONS, over
+    all ranks in row-major order. Its groups are taken from `created` (ranks → group), to which new
+    ones are added. Collective."""
+    shape = tuple(layout.placement_sizes[name] for name in dimensions)
+    coordinates = layout.parameter_coordinates(world.rank)
+    ranks = torch.arange(layout.world_size).reshape(shape)
+    groups_of_ranks = []
+    for name in dimensions:
+        along = tuple(slice(None) if each == name else coordinates[each] for each in dimensions)
+        groups_of_ranks.append(tuple(ranks[along].tolist()))
+    # PyTorch names a group after its ranks and the number of groups before it, and DTensor caches
+    # names by equal meshes for as long as the process lives. Innermost dimensions come first, so
+    # that a tensor group has the same name in the next layout that these processes run.
+    innermost_first = groups_of_ranks[::-1]
+    for members in sorted(innermost_first, key=lambda members: len(members) == 1):
+        if members not in created:
+            created[members] = make_group(members, world)
+    groups = [created[members] for members in groups_of_ranks]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=dimensions)
 
 
 _NAMED: dict[str, dist.ProcessGroup] = {}

@@ -13,18 +13,20 @@ from pentameter.config.schema import ModelConfig
 
 Axis = Literal[
     "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "experts", "expert_mlp",
-    "router", "latent", "time", "context", "message", "rank",
+    "shared_mlp", "router", "latent", "time", "context", "message", "routed", "received", "rank",
 ]  # fmt: skip
 """The logical axis along a dimension of a parameter or an activation.
 
 `heads`: all heads' channels, head by head; H·K in the attention output, or (H, 3, K) flattened in
 the fused query, key and value projection. `kv_heads`: the same for keys and values that several
 queries share, (G, 2, K) flattened. `head`: the channels in one head. `experts`: the experts in a
-layer; `expert_mlp`: an expert's inner width; `router`: a router's numbers per token; `latent`:
-those from which latent attention computes keys and values, or queries. `time`: the residual
-stream's tokens, which can be processed independently. `context`: all tokens in a sequence, as the
-matmuls around attention read them. `message`: the residual stream's tokens as pipeline stages send
-them. `rank`: the inner dimension between an adapter's two matrices.
+layer; `expert_mlp`: an expert's inner width, and `shared_mlp` that of the experts that every token
+takes; `router`: a router's numbers per token; `latent`: those from which latent attention computes
+keys and values, or queries. `time`: the residual stream's tokens, which can be processed
+independently. `context`: all tokens in a sequence, as the matmuls around attention read them.
+`message`: the residual stream's tokens as pipeline stages send them. `routed`: the tokens that a
+rank sends to experts; `received`: those whose rows its experts get, the mean over ranks. `rank`:
+the inner dimension between an adapter's two matrices.
 `AXIS_DIMENSIONS` in `planning/sharding.py` says which mesh dimensions shard each axis.
 """
 
@@ -40,7 +42,7 @@ Role = Literal[
 linear maps the residual stream to an inner width (heads, or the feed-forward width), which is
 sharded. A `row_parallel` linear maps that width back; its partial results are summed into the
 stream. `head_norm` normalizes queries or keys."""
-INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp"})
+INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
 """A target id that no loss counts: padding, and tokens that the loss mask excludes."""
@@ -128,7 +130,9 @@ class ActivationTensor:
     dtype: ActivationType
 
 
-CollectiveKind = Literal["gather", "sum", "mean_squares", "softmax", "attend"]
+CollectiveKind = Literal[
+    "gather", "sum", "mean_squares", "softmax", "attend", "dispatch", "combine", "tokens"
+]
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,9 @@ class Collective:
     `gather`: the operation needs all tokens of the input `tensor`, whose gradient is then a partial
     sum on each rank. `sum`: the result `tensor` is a partial sum on each rank. `mean_squares`: a
     norm sums `tensor`, numbers per token, over ranks. `softmax`: a loss over the logits `tensor`.
-    `attend`: attention needs the keys and values for all tokens.
+    `attend`: attention needs the keys and values for all tokens. `dispatch`:
+    each token's rows are sent to the ranks that hold its experts; `combine`: their results are sent
+    back; `tokens`: ranks with the same tokens shard these among themselves for that.
     """
 
     kind: CollectiveKind

@@ -43,6 +43,12 @@ as ranks that split the batch do: `context` is folded into `shard` with ZeRO, an
 without. `depth` is folded likewise in mode 2.5d; in mode 3d it shards parameters, and is folded
 into `row`."""
 
+EXPERT_DIMENSIONS = ("pipeline", "expert_data", "expert_shard", "expert", "expert_tensor")
+"""Mesh dimensions for the placement of experts that `parallel.expert` or `parallel.expert_tensor`
+shard: another factorization of the ranks in a pipeline stage, outermost first. `expert` shards the
+experts, `expert_tensor` each expert's matrices; the rest holds replicas in `expert_data`, which
+ZeRO shards over `expert_shard`."""
+
 NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
 """Keys in `[parallel]` that a layout written as text (`data=2,tensor=2`) leaves out."""
 
@@ -65,6 +71,8 @@ class Layout:
     context_mode: ContextMode = "ring"
     tensor_mode: TensorMode = "1d"
     tensor_depth: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def world_size(self) -> int:
@@ -72,17 +80,17 @@ class Layout:
         return math.prod(self.sizes.values())
 
     @property
-    def shard(self) -> int:
-        """The number of ranks that ZeRO shards a parameter over: (data ÷ replicate) × context, and
-        in some tensor modes `depth`; 1 without ZeRO."""
-        return self.parameter_sizes["shard"]
-
-    @property
     def is_data_parallel(self) -> bool:
         """Whether every rank computes with the whole model, though ZeRO may shard it: without
         tensor and pipeline parallelism. Context parallelism is allowed."""
         sizes = self.parameter_sizes
-        return sizes["data"] * sizes["shard"] == self.world_size
+        return sizes["data"] * sizes["shard"] == self.world_size and not self.shards_experts
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether ranks hold different experts, or different shards of an expert's matrices, so
+        that tokens travel to them; experts then lie along EXPERT_DIMENSIONS."""
+        return self.expert * self.expert_tensor > 1
 
     @property
     def n_stages(self) -> int:
@@ -112,6 +120,21 @@ class Layout:
         sizes[copies] *= sizes.pop("context")
         sizes["row" if self.is_3d else copies] *= sizes.pop("depth")
         return sizes
+
+    @cached_property
+    def expert_sizes(self) -> dict[str, int]:
+        """Maps each of EXPERT_DIMENSIONS, in that order, to the number of ranks along it. With
+        ZeRO, experts have as many replicas as `replicate` and the ranks that are left allow."""
+        left = self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+        replicas = math.gcd(self.replicate, left) if self.zero else left
+        sizes = (self.pipeline, replicas, left // replicas, self.expert, self.expert_tensor)
+        return dict(zip(EXPERT_DIMENSIONS, sizes, strict=True))
+
+    @cached_property
+    def placement_sizes(self) -> dict[str, int]:
+        """Maps each dimension along which parameters are placed to the number of ranks along it:
+        PARAMETER_DIMENSIONS, and EXPERT_DIMENSIONS if the layout shards experts."""
+        return self.parameter_sizes | (self.expert_sizes if self.shards_experts else {})
 
     @property
     def is_grid(self) -> bool:
@@ -148,8 +171,9 @@ class Layout:
         return _coordinates(rank, self.sizes)
 
     def parameter_coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate along each of PARAMETER_DIMENSIONS, by name."""
-        return _coordinates(rank, self.parameter_sizes)
+        """Return a rank's coordinate along each dimension in `placement_sizes`, by name."""
+        experts = _coordinates(rank, self.expert_sizes) if self.shards_experts else {}
+        return _coordinates(rank, self.parameter_sizes) | experts
 
     def rank_of(self, **coordinates: int) -> int:
         """Return the rank at mesh coordinates; an omitted dimension has coordinate 0."""
@@ -390,8 +414,13 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     lower = " ".join(f"--parallel.{name} 1" for name in degrees)
     are = "is" if world_size == 1 else "are"
     data = parallel.data
+    n_expert_ranks = parallel.expert * parallel.expert_tensor
     if data is None:
-        data, over = divmod(world_size or rest, rest)
+        if world_size is None:  # as many as the experts need
+            world_size = (
+                rest * n_expert_ranks // math.gcd(rest // parallel.pipeline, n_expert_ranks)
+            )
+        data, over = divmod(world_size, rest)
         if over or data == 0:
             fitting = [n * rest for n in (data, data + 1) if n]
             raise ConfigError(
@@ -410,6 +439,7 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             f"parallel.replicate={parallel.replicate} must divide parallel.data={data}; nearest "
             f"possible: {listed(nearest_divisors(data, parallel.replicate))}"
         )
+    _check_expert_degrees(parallel, data * rest // parallel.pipeline)
     match parallel.zero:  # other code compares it as a number
         case 0 | 1 | 2 | 3:
             pass
@@ -424,6 +454,31 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     if layout.context == 1:
         layout = replace(layout, context_mode="ring")
     return replace(layout, virtual_stages=1, schedule="1f1b") if layout.pipeline == 1 else layout
+
+
+def _check_expert_degrees(parallel: ParallelConfig, n_ranks: int) -> None:
+    """Raise ConfigError unless the degrees of experts divide the `n_ranks` ranks in a pipeline
+    stage."""
+    n_expert_ranks = parallel.expert * parallel.expert_tensor
+    if n_ranks % n_expert_ranks == 0:
+        return
+    degrees = ("expert", "expert_tensor")
+    named = " × ".join(
+        f"parallel.{name}={value}" for name in degrees if (value := getattr(parallel, name)) > 1
+    )
+    raise ConfigError(
+        f"{named} must divide the {n_ranks} process{'' if n_ranks == 1 else 'es'} of "
+        "parallel.data × parallel.context × parallel.tensor; nearest possible: "
+        f"{listed(nearest_divisors(n_ranks, n_expert_ranks))}, or start more processes (--nproc)"
+    )
+
+
+def exchange_ranks(layout: Layout, rank: int) -> list[int]:
+    """Return the ranks that exchange tokens with `rank`, ordered by their coordinates along
+    `expert` and `expert_tensor`: together they hold every expert once."""
+    n_ranks = layout.expert * layout.expert_tensor
+    first = rank - rank % n_ranks
+    return list(range(first, first + n_ranks))
 
 
 def shard_size(n: int, n_shards: int, coordinate: int) -> int:

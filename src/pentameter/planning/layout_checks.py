@@ -29,7 +29,8 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     """
     model, sharding = config.model, sharding_of(layout, config.model)
     if (obstacle := experts_obstacle(model, layout)) is not None:
-        raise ConfigError(f"model.n_experts={model.n_experts} is not possible with {obstacle}")
+        has = " is not set, which" if model.n_experts is None else f"={model.n_experts}"
+        raise ConfigError(f"model.n_experts{has} is not possible with {obstacle}")
     if (obstacle := latent_obstacle(model, layout)) is not None:
         raise ConfigError(f"model.attention='latent' is not possible with {obstacle}")
     if layout.is_grid:
@@ -64,6 +65,11 @@ def check_custom_layout(
             f"{layout.grid_setting} splits activations by row and width, so "
             f"that each operation between two matmuls of {whose}, a norm or a softmax, would have "
             "to be a distributed one; use '1d'"
+        )
+    if layout.shards_experts:
+        raise ConfigError(
+            f"{_expert_setting(layout)} sends tokens to the experts of the built-in model, and "
+            f"{whose} keeps its own to itself; leave it out"
         )
     if layout.tensor > 1 and "tensor" not in outline.divided_by:
         raise ConfigError(
@@ -123,10 +129,13 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
 
 
 def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return the layout's first setting under which experts cannot be trained, with the reason, as
-    text; None if they can be, or if the model has none. Obstacles are a tensor mode other than 1d,
-    and an expert capacity if sequences are split between ranks."""
+    """Return the layout's first setting under which the model's experts cannot be trained, with the
+    reason, as text; None if they can be, or if there are none and the layout shards none. Obstacles
+    are a tensor mode other than 1d, an expert capacity if sequences are split between ranks, and
+    degrees of experts that do not fit."""
     if model.n_experts is None:
+        if layout.shards_experts:
+            return f"{_expert_setting(layout)}, which shards experts; leave it out"
         return None
     if layout.is_grid:
         return (
@@ -151,6 +160,12 @@ def latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
             "are computed from, and would have to shard theirs; use '1d'"
         )
     return None
+
+
+def _expert_setting(layout: Layout) -> str:
+    """Return the key and value of the layout's first degree of experts, for error messages."""
+    name = "expert" if layout.expert > 1 else "expert_tensor"
+    return f"parallel.{name}={getattr(layout, name)}"
 
 
 def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
@@ -262,7 +277,8 @@ def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
 def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -> None:
     """Raise ConfigError if a mesh dimension cannot shard its axes: heads and widths into equal
     shards, and the vocabulary so that every rank has rows."""
-    n, sharded = sharding.layout.sizes[dimension], sharding.sharded_axes
+    layout, sharded = sharding.layout, sharding.sharded_axes
+    n = (layout.expert_sizes | layout.sizes)[dimension]
     axes = [axis for axis, dimensions in sharded.items() if dimension in dimensions]
     even = _even_sizes(model)
     sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}

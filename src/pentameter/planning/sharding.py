@@ -8,6 +8,7 @@ parameter).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +16,12 @@ from typing import Literal
 
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import Axis, ParameterSpec
-from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout, shard_size
+from pentameter.planning.layout import (
+    EXPERT_DIMENSIONS,
+    PARAMETER_DIMENSIONS,
+    Layout,
+    shard_size,
+)
 
 AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "vocab": ("tensor",),
@@ -25,10 +31,14 @@ AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "context": ("context",),
     "time": ("context", "tensor"),
     "message": ("context", "tensor"),
+    "routed": ("context", "tensor"),
+    "received": ("context", "tensor"),
+    "experts": ("expert",),
+    "expert_mlp": ("expert_tensor",),
 }
 """Maps a logical axis to the mesh dimensions that shard it, outermost first. `tensor` shards `time`
-only with `sequence`, and `message` only if it splits into equal shards. A missing axis is
-replicated on every rank."""
+only with `sequence`, `routed` and `received` also where experts are sharded, and `message` only if
+it splits into equal shards. A missing axis is replicated on every rank."""
 
 GRID_AXES: tuple[Axis, ...] = ("vocab", "heads", "kv_heads", "mlp")
 """Activation axes that a grid shards by `layout.grid_width`, besides `embed`, which it shards by
@@ -48,7 +58,7 @@ DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
 @dataclass(frozen=True)
 class Placement:
     """One parameter's placement on the mesh: which of PARAMETER_DIMENSIONS shard it, and which sum
-    its gradient, and when."""
+    its gradient, and when. For sharded experts they are EXPERT_DIMENSIONS."""
 
     sharded_by: tuple[tuple[str, ...], ...]
     """For each dimension of the parameter, the mesh dimensions that shard it, outermost first; ()
@@ -59,7 +69,8 @@ class Placement:
     Replicas along a dimension that is in none of the three get equal gradients."""
     fsdp_over: tuple[str, ...] = ()
     """Mesh dimensions over which FSDP reduces the gradient during the backward pass: `shard`, along
-    which ZeRO shards the parameter, preceded by `data` if those shards have replicas (HSDP)."""
+    which ZeRO shards the parameter, preceded by `data` if those shards have replicas (HSDP). For
+    sharded experts `expert_shard` and `expert_data`."""
     ddp_over: tuple[str, ...] = ()
     """Mesh dimensions over which DDP all-reduces the gradient during a step's last backward
     pass."""
@@ -71,6 +82,11 @@ class Placement:
             if mesh_dimension in dimensions:
                 return index
         return None
+
+    @property
+    def zero_dimension(self) -> str | None:
+        """The mesh dimension along which ZeRO shards the parameter; None without ZeRO."""
+        return self.fsdp_over[-1] if self.fsdp_over else None
 
     @property
     def is_whole(self) -> bool:
@@ -102,17 +118,25 @@ class Sharding:
         if layout.is_grid:
             grid: dict[Axis, tuple[str, ...]] = dict.fromkeys(GRID_AXES, (layout.grid_width,))
             table = {**table, "message": ("context",), **grid, "embed": ("tensor",)}
+        whole_tokens: tuple[Axis, ...] = () if layout.sequence else ("time",)
+        if not layout.sequence and not layout.shards_experts:
+            whole_tokens += ("routed", "received")
         found = {
             axis: tuple(
                 dimension
                 for dimension in dimensions
-                if layout.sizes[dimension] > 1
-                and (layout.sequence or (axis, dimension) != ("time", "tensor"))
+                if self._sizes[dimension] > 1
+                and (axis not in whole_tokens or dimension != "tensor")
             )
             for axis, dimensions in table.items()
             if axis != "kv_heads" or self.kv_copies == 1  # else some ranks replicate heads
         }
         return {axis: dimensions for axis, dimensions in found.items() if dimensions}
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Maps each mesh dimension that may shard an activation to its number of ranks."""
+        return self.layout.expert_sizes | self.layout.sizes
 
     @cached_property
     def sharding_dimensions(self) -> tuple[str, ...]:
@@ -136,6 +160,8 @@ class Sharding:
         for index, axis in enumerate(axes):
             if axis == "kv_heads" and self.kv_copies > 1:
                 local[index] //= self.n_kv_heads
+            if axis == "received":  # every rank that has a shard of an expert gets the row
+                local[index] *= self.layout.expert_tensor
             for dimension in self.sharded_axes.get(axis, ()):
                 local[index] = self._shard(
                     local[index], axis, dimension, coordinates.get(dimension, 0)
@@ -165,15 +191,50 @@ class Sharding:
         gradient."""
         key = spec.axes, spec.sums_over
         if key not in self._placements:
-            self._placements[key] = self._placement(spec.axes, spec.sums_over)
+            self._placements[key] = _placement_of(self, spec.axes, spec.sums_over)
         return self._placements[key]
+
+    def n_zero_shards(self, spec: ParameterSpec) -> int:
+        """Return the number of shards in which ZeRO splits a parameter; 1 without ZeRO."""
+        dimension = self.placement(spec).zero_dimension
+        return 1 if dimension is None else self.layout.placement_sizes[dimension]
+
+    def zero_index(self, spec: ParameterSpec) -> int:
+        """Return the index of the parameter's dimension along which ZeRO splits it: 0, or for fewer
+        experts than shards the next one that splits evenly, as most ranks would have none else."""
+        shape, n_shards = self.parameter_shape(spec), self.n_zero_shards(spec)
+        if "experts" not in spec.axes or shape[0] >= n_shards:
+            return 0
+        return next((i for i, size in enumerate(shape) if i and size % n_shards == 0), 0)
+
+    def zero_elements(
+        self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
+    ) -> int:
+        """Return how many of a parameter's elements the rank at `coordinates` holds between steps,
+        its shard with ZeRO; an omitted dimension has coordinate 0, which holds the most."""
+        local = list(self.parameter_shape(spec, coordinates))
+        dimension = self.placement(spec).zero_dimension
+        if dimension is not None and local:
+            index, n_shards = self.zero_index(spec), self.n_zero_shards(spec)
+            local[index] = shard_size(local[index], n_shards, (coordinates or {}).get(dimension, 0))
+        return math.prod(local)
+
+    def gathered_elements(
+        self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
+    ) -> int:
+        """Return how many elements the rank at `coordinates` receives when it all-gathers a
+        parameter from ZeRO's shards, which are padded to the largest, so that all ranks send
+        equally much."""
+        dimension = self.placement(spec).zero_dimension
+        first = {} if dimension is None else {dimension: 0}
+        return self.n_zero_shards(spec) * self.zero_elements(spec, {**(coordinates or {}), **first})
 
     def parameter_shape(
         self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
     ) -> Shape:
-        """Return a parameter's local shape on the rank at `coordinates` along PARAMETER_DIMENSIONS,
-        before ZeRO shards it. A dimension that `coordinates` omits (None: all) has coordinate 0,
-        which holds the largest shard."""
+        """Return a parameter's local shape on the rank at `coordinates`, as
+        `layout.parameter_coordinates` returns them, before ZeRO shards it. A dimension that
+        `coordinates` omits (None: all) has coordinate 0, which holds the largest shard."""
         if coordinates:
             return self._parameter_shape(spec, coordinates)
         key = spec.shape, spec.axes, spec.sums_over
@@ -185,7 +246,7 @@ class Sharding:
         local = list(spec.shape)
         for index, dimensions in enumerate(self.placement(spec).sharded_by):
             for dimension in dimensions:
-                size = self.layout.parameter_sizes[dimension]
+                size = self.layout.placement_sizes[dimension]
                 local[index] = shard_size(local[index], size, coordinates.get(dimension, 0))
         return tuple(local)
 
@@ -200,41 +261,15 @@ class Sharding:
         """Caches placements by (axes, sums_over), because layers are alike."""
         return {}
 
-    def _placement(self, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]) -> Placement:
-        sizes = self.layout.parameter_sizes
-        if not self.layout.is_grid:
-            sharded_by = tuple(self.sharded_axes.get(axis, ()) for axis in axes)
-            # A rank's gradient covers its own shard of every axis that the gradient sums over.
-            # `context` is not among these dimensions: it is summed together with the data
-            # dimension.
-            summed = {"heads" if axis == "kv_heads" else axis for axis in (*axes, *sums_over)}
-            partial = set(itertools.chain(*(self.sharded_axes.get(axis, ()) for axis in summed)))
-            copies = [name for name in PARAMETER_DIMENSIONS if name in partial]
-        else:
-            sharded_by = self._grid_placement(axes)
-            # Every rank in a grid computes a distinct block of every activation.
-            copies = [name for name in ("row", "tensor") if sizes[name] > 1]
-        held = set(itertools.chain(*sharded_by))
-        summed_over = tuple(name for name in copies if name not in held)
-        match self.data_sum:
-            case "none":
-                return Placement(sharded_by, summed_over=summed_over)
-            case "fsdp":
-                fsdp_over = ("data", "shard") if sizes["data"] > 1 else ("shard",)
-                return Placement(sharded_by, summed_over=summed_over, fsdp_over=fsdp_over)
-            case "ddp":
-                return Placement(sharded_by, summed_over=summed_over, ddp_over=("data",))
-            case "after_backward":
-                return Placement(sharded_by, summed_over=(*summed_over, "data"))
-
     @property
     def data_sum(self) -> DataSum:
         """The way gradients are summed over the ranks that compute different batch rows or sequence
-        chunks.
+        chunks, except those of sharded experts.
 
         `fsdp` reduce-scatters gradients to ZeRO's shards. Without ZeRO, `ddp` all-reduces them
-        during a step's last backward pass. If tensor or pipeline parallelism is used too, our own
-        all-reduce runs `after_backward`: DDP knows neither DTensors nor a pipeline's schedule.
+        during a step's last backward pass. If tensor, expert or pipeline parallelism is used too,
+        our own all-reduce runs `after_backward`: DDP knows neither DTensors nor a pipeline's
+        schedule.
         `none` means that there is nothing to sum.
         """
         layout = self.layout
@@ -244,16 +279,6 @@ class Sharding:
             return "none"
         return "ddp" if layout.is_data_parallel else "after_backward"
 
-    def _grid_placement(self, axes: tuple[Axis, ...]) -> tuple[tuple[str, ...], ...]:
-        if self.layout.is_3d:
-            dimensions = ["tensor" if axis == "embed" else "row" for axis in axes]
-        else:
-            dimensions = ["row"] * (len(axes) - 1) + ["tensor"]
-        return tuple(
-            () if axis in NOT_IN_A_GRID else (dimension,)
-            for axis, dimension in zip(axes, dimensions, strict=True)
-        )
-
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
         """Return the shard's size at a coordinate of a mesh dimension that shards an axis with n
         entries. A `message` that does not split evenly stays whole.
@@ -261,7 +286,7 @@ class Sharding:
         In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within its shard.
         The size along `depth` is the total over its `row` shards, each of equal size but the last.
         """
-        size = self.layout.sizes[dimension]
+        size = self._sizes[dimension]
         if axis == "message" and n % size:
             return n
         if (axis, dimension) != ("vocab", "depth"):
@@ -269,6 +294,66 @@ class Sharding:
         row = self.layout.sizes["row"]
         most = shard_size(n, size * row, 0) * row
         return min(most, max(0, n - coordinate * most))
+
+
+def _placement_of(
+    sharding: Sharding, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]
+) -> Placement:
+    """Return the Placement of a parameter with these axes, whose gradient sums over `sums_over`."""
+    layout, sizes = sharding.layout, sharding.layout.parameter_sizes
+    if "experts" in axes and layout.shards_experts:
+        return _placement_of_experts(sharding, axes, sums_over)
+    if not layout.is_grid:
+        sharded_by = tuple(sharding.sharded_axes.get(axis, ()) for axis in axes)
+        # A rank's gradient covers its own shard of every axis that the gradient sums over.
+        # `context` is not among these dimensions: it is summed together with the data dimension.
+        summed = {"heads" if axis == "kv_heads" else axis for axis in (*axes, *sums_over)}
+        partial = set(itertools.chain(*(sharding.sharded_axes.get(axis, ()) for axis in summed)))
+        copies = [name for name in PARAMETER_DIMENSIONS if name in partial]
+    else:
+        sharded_by = _placement_in_a_grid(layout, axes)
+        # Every rank in a grid computes a distinct block of every activation.
+        copies = [name for name in ("row", "tensor") if sizes[name] > 1]
+    held = set(itertools.chain(*sharded_by))
+    summed_over = tuple(name for name in copies if name not in held)
+    match sharding.data_sum:
+        case "none":
+            return Placement(sharded_by, summed_over=summed_over)
+        case "fsdp":
+            fsdp_over = ("data", "shard") if sizes["data"] > 1 else ("shard",)
+            return Placement(sharded_by, summed_over=summed_over, fsdp_over=fsdp_over)
+        case "ddp":
+            return Placement(sharded_by, summed_over=summed_over, ddp_over=("data",))
+        case "after_backward":
+            return Placement(sharded_by, summed_over=(*summed_over, "data"))
+
+
+def _placement_of_experts(
+    sharding: Sharding, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]
+) -> Placement:
+    """Return the Placement of a sharded experts' parameter, along EXPERT_DIMENSIONS. Its replicas
+    get the rows of different tokens."""
+    layout, sharded_axes = sharding.layout, sharding.sharded_axes
+    sharded_by = tuple(sharded_axes.get(axis, ()) for axis in axes)
+    partial = set(itertools.chain(*(sharded_axes.get(axis, ()) for axis in sums_over)))
+    held = set(itertools.chain(*sharded_by))
+    summed_over = tuple(name for name in EXPERT_DIMENSIONS if name in partial - held)
+    replicas = ("expert_data",) if layout.expert_sizes["expert_data"] > 1 else ()
+    if layout.zero:
+        return Placement(sharded_by, summed_over, fsdp_over=(*replicas, "expert_shard"))
+    return Placement(sharded_by, summed_over=(*summed_over, *replicas))
+
+
+def _placement_in_a_grid(layout: Layout, axes: tuple[Axis, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return a Placement's `sharded_by` in a tensor mode of several dimensions."""
+    if layout.is_3d:
+        dimensions = ["tensor" if axis == "embed" else "row" for axis in axes]
+    else:
+        dimensions = ["row"] * (len(axes) - 1) + ["tensor"]
+    return tuple(
+        () if axis in NOT_IN_A_GRID else (dimension,)
+        for axis, dimension in zip(axes, dimensions, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -417,7 +417,7 @@ def _planned(
         },
         layout=run.plan.layout.degrees(),
         world=world,
-        mesh=run.engine.mesh,
+        meshes=run.engine.meshes,
     )
     is_best, is_evaluated = (step == state.step for step in (state.best_step, state.last_eval_step))
     # An evaluation's loss was finite, else the run would have given up.
@@ -447,7 +447,7 @@ def different_copies(run: TrainingRun) -> str | None:
     model_state(engine.models)  # shards the parameters that FSDP left gathered
     held = dict(engine.named_parameters())  # no buffers: batch norm's differ by rank
     groups: Groups = {"model": held, "optimizer": optimizer_state(run.optimizer, held.items())}
-    return differing_copies(groups, run.world, engine.mesh, run.plan.tied)
+    return differing_copies(groups, run.world, engine.meshes, run.plan.tied)
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:

@@ -32,6 +32,7 @@ SETTINGS = {
     "micro_batches": "in 1 … 64",
     "activation_checkpoint": "full or selective",
     "tied_head": "true or false",
+    "idle_experts": "true or false",
 }
 """Setting that a case's text may have besides its layout → its valid values, in words for an
 error."""
@@ -109,7 +110,72 @@ LAYOUTS = (
     "tensor=2,sequence=1,pipeline=2,context=2,activation_checkpoint=selective",
     "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
 )
-"""The cases for `--layouts all`, as text; those in WITH_OTHER_HEAD are added."""
+"""The cases for `--layouts all`, as text; those in WITH_OTHER_HEAD are added, and those in
+EXPERT_LAYOUTS for a model with experts."""
+
+EXPERT_LAYOUTS = (
+    "data=2,expert=2",
+    "data=4,expert=2",
+    "data=4,expert=4",
+    "data=2,expert=2,micro_batches=4",
+    "data=2,expert=2,activation_checkpoint=full",
+    "data=2,expert=2,activation_checkpoint=selective",
+    "data=2,expert_tensor=2",
+    "data=4,expert_tensor=2",
+    "data=4,expert=2,expert_tensor=2",
+    "data=4,expert_tensor=2,activation_checkpoint=full",
+    "data=2,zero=1,expert=2",
+    "data=2,zero=2,expert=2",
+    "data=2,zero=3,expert=2",
+    "data=4,zero=1,expert=2",
+    "data=4,zero=2,expert=2",
+    "data=4,zero=3,expert=2",
+    "data=4,zero=3,expert=2,activation_checkpoint=full",
+    "data=4,zero=3,expert=4",
+    "data=4,zero=3,expert_tensor=2",
+    "data=4,zero=2,expert=2,expert_tensor=2",
+    "data=4,zero=1,replicate=2,expert=2",
+    "data=4,zero=3,replicate=2,expert=2",
+    "data=4,zero=3,replicate=2,expert_tensor=2",
+    "tensor=2,expert=2",
+    "tensor=2,expert=2,activation_checkpoint=full",
+    "tensor=2,expert_tensor=2",
+    "tensor=4,expert=2",
+    "tensor=2,sequence=1,expert=2",
+    "tensor=2,sequence=1,expert=2,activation_checkpoint=selective",
+    "tensor=2,sequence=1,expert_tensor=2",
+    "data=2,tensor=2,expert=2",
+    "data=2,tensor=2,expert=4",
+    "data=2,tensor=2,sequence=1,expert=4",
+    "data=2,tensor=2,expert=2,expert_tensor=2",
+    "data=2,zero=3,tensor=2,expert=2",
+    "data=2,zero=3,tensor=2,sequence=1,expert=2",
+    "data=2,zero=1,tensor=2,expert_tensor=2",
+    "context=2,expert=2",
+    "context=2,expert_tensor=2,activation_checkpoint=full",
+    "context=2,context_mode=all-to-all,expert=2",
+    "data=2,context=2,expert=4",
+    "data=2,zero=3,context=2,expert=2",
+    "tensor=2,sequence=1,context=2,expert=2",
+    "data=2,pipeline=2,schedule=gpipe,expert=2",
+    "data=2,pipeline=2,expert=2",
+    "data=2,pipeline=2,expert_tensor=2",
+    "data=2,pipeline=2,schedule=interleaved,virtual_stages=2,expert=2",
+    "data=2,pipeline=2,schedule=zero-bubble,expert=2",
+    "data=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2,expert=2",
+    "data=2,zero=1,pipeline=2,expert=2",
+    "data=2,zero=3,pipeline=2,schedule=zero-bubble,expert=2",
+    "tensor=2,pipeline=2,expert=2",
+    "tensor=2,sequence=1,pipeline=2,expert=2,activation_checkpoint=selective",
+    "pipeline=2,context=2,expert=2",
+    "data=2,expert=2,idle_experts=true",
+    "data=4,expert=4,idle_experts=true",
+    "data=4,zero=3,expert=2,expert_tensor=2,idle_experts=true",
+    "tensor=4,expert=4,idle_experts=true",
+    "data=2,pipeline=2,expert=2,idle_experts=true",
+)
+"""Layouts that shard experts, for a model that has some; with `idle_experts` some get no token, and
+with as many ranks as experts whole ranks get none."""
 
 WITH_OTHER_HEAD = (
     "tensor=2",
@@ -138,6 +204,15 @@ class Case:
     tied_head: bool | None = None
     """Whether the head's weight is the embedding's, instead of the configuration's setting (None
     keeps it), also in the one process that the case is compared with."""
+    idle_experts: bool | None = None
+    """Whether tokens choose one expert each, among those that had the fewest tokens in the step
+    before, so that the others get none from the second step on; None keeps the configuration's
+    routing. Also in the one process."""
+
+    @property
+    def alone(self) -> Case:
+        """The one process that the case is compared with."""
+        return replace(self, layout=Layout(), micro_batches=None, activation_checkpoint=None)
 
     @property
     def n_micro_batches(self) -> int:
@@ -169,6 +244,10 @@ class Case:
             parts.append(f"tensor {layout.tensor}{'' if how == '1d' else f' ({how})'}")
         if layout.context > 1:
             parts.append(f"context {layout.context} ({layout.context_mode})")
+        if layout.expert > 1:
+            parts.append(f"expert {layout.expert}")
+        if layout.expert_tensor > 1:
+            parts.append(f"expert_tensor {layout.expert_tensor}")
         if layout.pipeline > 1:
             virtual = f" × {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
             parts.append(f"pipeline {layout.pipeline}{virtual} ({layout.schedule})")
@@ -179,6 +258,8 @@ class Case:
             settings.append(f"checkpointing {self.activation_checkpoint}")
         if self.tied_head is not None:
             settings.append("tied head" if self.tied_head else "untied head")
+        if self.idle_experts:
+            settings.append("idle experts")
         return ", ".join(settings)
 
 
@@ -188,19 +269,29 @@ def _edge_of_two(layout: Layout) -> int:
     return math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor"))
 
 
+def _with_experts_of_two(layout: Layout, asked: ParallelConfig) -> Layout:
+    """Return the layout with the asked degrees of experts, each reduced to at most two, as far as
+    its ranks allow."""
+    for name in ("expert", "expert_tensor"):
+        left = layout.expert_sizes["expert_data"] * layout.expert_sizes["expert_shard"]
+        if left % 2 == 0:
+            layout = replace(layout, **{name: min(getattr(asked, name), 2)})
+    return layout
+
+
 def chosen_cases(config: Config, text: str) -> list[Case]:
     """Return the cases that the text for `--layouts` names, without duplicates: `all`, or layouts
     with `;` between them, such as `data=2;tensor=2,zero=1`.
 
-    `all` means LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied or untied), and
-    the configuration's own layout; without those on which its adapters or experts could not be
-    trained. Raises ConfigError for an invalid layout, or if none is named.
+    `all` means LAYOUTS, EXPERT_LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied
+    or untied), and the configuration's own layout; without those on which its experts or adapters
+    could not be trained. Raises ConfigError for an invalid layout, or if none is named.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
         if part == "all":
             other = not config.model.tied_head
-            possible = [*map(_parse, LAYOUTS)]
+            possible = [*map(_parse, (*LAYOUTS, *EXPERT_LAYOUTS))]
             possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
             for case in possible:
                 kv_copies = sharding_of(case.layout, config.model).kv_copies
@@ -270,7 +361,7 @@ def _setting(text: str, name: str, value: str) -> Any:
             return int(value)
         case "activation_checkpoint" if value in get_args(Recompute):
             return value
-        case "tied_head" if value.lower() in ("0", "1", "true", "false"):
+        case "tied_head" | "idle_experts" if value.lower() in ("0", "1", "true", "false"):
             return value.lower() in ("1", "true")
     raise ConfigError(f"layout {text!r}: {name}={value!r} must be {SETTINGS[name]}")
 
@@ -290,6 +381,8 @@ def own_case(config: Config) -> Case | None:
     if asked.data is None:
         n_shared = asked.tensor * asked.pipeline * asked.context
         least = 2 * asked.replicate if asked.zero or 2 * n_shared <= MOST_PROCESSES else 1
+        n_expert_ranks = asked.expert * asked.expert_tensor
+        least = math.lcm(least, n_expert_ranks // math.gcd(n_expert_ranks, n_shared))
         asked = asked.model_copy(update={"data": least})
     layout = make_layout(asked)
     check_layout(layout, config)
@@ -304,7 +397,10 @@ def own_case(config: Config) -> Case | None:
             context=min(layout.context, 2),
             pipeline=min(layout.pipeline, 2),
             virtual_stages=min(layout.virtual_stages, 2),
+            expert=1,
+            expert_tensor=1,
         )
+        layout = _with_experts_of_two(layout, asked)
     if layout == Layout() and config.train.activation_checkpoint is None:
         return None
     return Case(layout, activation_checkpoint=config.train.activation_checkpoint)

@@ -14,7 +14,6 @@ import numpy as np
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.layout import Layout
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.train.log_files import strict
@@ -169,11 +168,11 @@ def verify_layouts(
             ]
         )
 
-    references: dict[bool | None, list[StepNumbers]] = {}
+    references: dict[Case, list[StepNumbers]] = {}
     for case in cases:
         started = time.monotonic()
-        if case.tied_head not in references:
-            references[case.tied_head] = _reference(compute, case.tied_head)
+        if case.alone not in references:
+            references[case.alone] = _reference(compute, case.alone)
             started = time.monotonic()
         try:
             numbers = compute(case, prepare)
@@ -183,7 +182,7 @@ def verify_layouts(
             yield Outcome(case, seconds, failure=str(error), worker_traceback=trace)
             continue
         plan = make_plan(case_config(small, case), outline_of=outline_of)
-        found = list(differences(references[case.tied_head], numbers, plan))
+        found = list(differences(references[case.alone], numbers, plan))
         yield Outcome(
             case,
             time.monotonic() - started,
@@ -196,16 +195,13 @@ def verify_layouts(
 
 
 def _reference(
-    compute: Callable[[Case], list[list[StepNumbers]]], tied_head: bool | None
+    compute: Callable[[Case], list[list[StepNumbers]]], alone: Case
 ) -> list[StepNumbers]:
-    """Compute the one process's steps without micro-batches, and return its numbers for each step.
-    `compute` runs a case and returns each rank's numbers by step.
-
-    tied_head: the case's setting; None for the configuration's. Raises TrainingFailedError if the
-    process fails, or a loss or norm is not finite.
-    """
+    """Compute the one process's steps without micro-batches, the case `alone`, and return its
+    numbers for each step. `compute` runs a case and returns each rank's numbers by step. Raises
+    TrainingFailedError if the process fails, or a loss or norm is not finite."""
     try:
-        (numbers,) = compute(Case(Layout(), tied_head=tied_head))
+        (numbers,) = compute(alone)
     except CaseFailedError as error:
         raise TrainingFailedError(
             f"the one process that layouts are compared with failed: {error}"

@@ -32,6 +32,12 @@ class Job:
     model: SentModel | None = None
     """A custom model; None for the built-in GPT."""
 
+    @property
+    def shards_experts(self) -> bool:
+        """Whether ranks hold different experts, or different shards of them."""
+        parallel = self.config.parallel
+        return parallel.expert * parallel.expert_tensor > 1
+
 
 @dataclass(frozen=True)
 class Failed:

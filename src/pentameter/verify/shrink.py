@@ -39,6 +39,19 @@ CLIP_NORM = 0.05
 acts."""
 
 
+IDLE_EXPERTS = {
+    "experts_per_token": 1,
+    "router_groups": None,
+    "router_open_groups": None,
+    "router_top_k_first": False,
+    "router_renormalize": False,
+    "balance": "bias",
+    "balance_rate": 10.0,  # more than any score: an expert above the mean gets no token next
+    "balance_weight": 0.01,
+}
+"""Keys in `[model]` with which some experts get no token from the second step on."""
+
+
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
     """Return `config` with a model, batch and context as small as all the cases allow, in float64
     and for one process; `case_config` adds a case's layout.
@@ -73,7 +86,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
         **_latent(model),
-        **_experts(model),
+        **_experts(model, cases),
         "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
@@ -124,16 +137,17 @@ def _latent(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(model: ModelConfig) -> dict[str, Any]:
-    """Return overrides (key → value) that leave few small experts, if the model has any: enough for
-    its groups, and one layer with and one without if it has both kinds; {} without experts."""
+def _experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return few small experts, if the model has any: enough of them for its groups and for all
+    ranks that shard them, and one layer with and one without if it has both kinds."""
     if model.n_experts is None:
         return {}
     is_grouped = model.router_groups is not None
+    n_experts = 8 if is_grouped else min(4, model.n_experts)
     return {
-        "model.n_experts": 8 if is_grouped else min(4, model.n_experts),
+        "model.n_experts": math.lcm(n_experts, *(case.layout.expert for case in cases)),
         "model.experts_per_token": min(2, model.n_chosen),
-        "model.d_expert": 6,
+        "model.d_expert": math.lcm(6, *(case.layout.expert_tensor for case in cases)),
         "model.n_shared_experts": min(2, model.n_shared_experts),
         "model.dense_layers": 1 if model.dense_layers else 0,
         "model.router_groups": 4 if is_grouped else None,
@@ -184,8 +198,10 @@ def shrunk_cases(
     for case in cases:
         try:
             make_plan(case_config(small, case), outline_of=outline_of)
-            if case.tied_head is not None and not is_gpt:
-                raise ConfigError("tied_head is of the built-in model")
+            if (case.tied_head, case.idle_experts) != (None, None) and not is_gpt:
+                raise ConfigError("tied_head and idle_experts are of the built-in model")
+            if case.idle_experts and config.model.n_experts is None:
+                raise ConfigError("idle_experts=true needs experts; set model.n_experts")
             possible.append(case)
         except ConfigError as error:
             if is_gpt or layouts != "all":
@@ -194,8 +210,8 @@ def shrunk_cases(
 
 
 def case_config(small: Config, case: Case) -> Config:
-    """Return the shrunk configuration `small` with a case's layout, micro-batches, recomputation
-    and kind of head."""
+    """Return the shrunk configuration `small` with a case's layout, micro-batches, recomputation,
+    kind of head and routing."""
     layout = case.layout
     assert small.train.batch_size is not None  # set by shrink
     parallel = ParallelConfig(
@@ -207,6 +223,8 @@ def case_config(small: Config, case: Case) -> Config:
     model = small.model
     if case.tied_head is not None:
         model = model.model_copy(update={"tied_head": case.tied_head})
+    if case.idle_experts:
+        model = model.model_copy(update=IDLE_EXPERTS)
     train = small.train.model_copy(
         update={"micro_batch_size": micro_batch_size, "activation_checkpoint": recompute}
     )

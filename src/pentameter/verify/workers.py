@@ -75,7 +75,9 @@ class Workers:
         """Run the jobs at the same time, job `rank` in a worker of its own, and return their
         results by rank.
 
-        A worker that ran a job with `prepare` gets no other job; other workers get several. Raises
+        A worker that ran a job with `prepare`, or with sharded experts, gets no other job; other
+        workers get several: DTensor remembers groups by equal meshes, and the experts' ones are
+        named differently in each layout. Raises
         CaseFailedError if a worker fails, dies or does not reply within the job's
         `timeout_seconds`; the workers are then replaced. Raises TrainingFailedError if workers
         cannot be started.
@@ -89,7 +91,7 @@ class Workers:
             try:
                 answers = self._ask(busy, jobs)
                 self._check(answers, busy, said, jobs[0].timeout_seconds)
-                reusable = all(job.prepare is None for job in jobs)
+                reusable = not any(job.prepare or job.shards_experts for job in jobs)
             finally:
                 self._n_done += 1
                 if not reusable:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from pentameter.config.choices import refuse_unknown
+from pentameter.model.experts import Router
 from pentameter.parallel.linear import Forward
 
 _SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -26,7 +27,13 @@ _SAVED_NAMES = (
     "read_stream",
     "summa",
     "product_3d",
+    "grouped_linear",
+    "exchange_rows",
+    "gather_tokens",
 )
+_ROUTING_NAMES = ("chosen_experts", "exchange_counts")
+"""Operations that decide which experts a token gets. Their results are kept however a block is
+recomputed: a second pass that chose otherwise would differentiate another function."""
 
 
 def recomputed(
@@ -38,24 +45,35 @@ def recomputed(
     """Map each block to a forward that drops its activations, and recomputes them in the backward
     pass; empty if `how` is None.
 
-    `full` keeps only a block's input. `selective` also keeps the outputs of matmuls and fused
-    attention, and recomputes elementwise operations: norms, activation functions, dropout, and the
-    weights in attention that materializes them, which are the largest tensors.
+    `full` keeps only a block's input and its routing. `selective` also keeps the outputs of matmuls
+    and fused attention, and what experts exchange, and recomputes elementwise operations: norms,
+    activation functions, dropout, and the weights in attention that materializes them, which are
+    the largest tensors.
 
     Pass `draws_from_generator` for blocks that draw from PyTorch's generator, whose state is then
     restored for the second pass; keyed dropout needs none. Raises ConfigError for an unknown `how`.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
+    if how is None:
+        return {}
+    return {
+        block: partial(_recomputed, block.forward, {**options, **_kept(block, how)})
+        for block in blocks
+    }
+
+
+def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]:
+    """Return the options of `checkpoint` that say which results it keeps of a block."""
     match how:
-        case None:
-            return {}
         case "full":
-            pass
+            if not any(isinstance(module, Router) for module in block.modules()):
+                return {}
+            policy = _keep_routing
         case "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            policy = _keep_matmuls
         case unknown:
             refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
-    return {block: partial(_recomputed, block.forward, options) for block in blocks}
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
@@ -67,11 +85,18 @@ def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **na
     return checkpoint(forward, *arguments, **options, **named)
 
 
-def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Decide whether selective recomputation keeps an operation's output: it keeps those of matmuls
-    and attention. Attention has a name for each device (flash, efficient, cuDNN …); ring attention,
-    attention that drops weights in kernels, and matmuls with sharded matrices are custom
-    operations."""
-    if op in _SAVED_MATMULS or any(name in str(op) for name in _SAVED_NAMES):
+def _keep_routing(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keep which experts a token gets, and recompute everything else."""
+    if any(name in str(op) for name in _ROUTING_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_matmuls(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Decide whether selective recomputation keeps an operation's output: it keeps those of
+    matmuls, attention and routing. Attention has a name for each device (flash, efficient, cuDNN
+    …); ring attention, attention that drops weights in kernels, and matmuls with sharded matrices
+    are custom operations."""
+    if op in _SAVED_MATMULS or any(name in str(op) for name in _SAVED_NAMES):
+        return CheckpointPolicy.MUST_SAVE
+    return _keep_routing(ctx, op)

@@ -35,12 +35,14 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
         self._dtype = dtype
         self._slots: list[tuple[nn.Module, str, Parameter]] = []
         self._leaves: list[Parameter] = []
-        others = {id(each) for unit, rounds in units if not rounds for each in unit.modules()}
-        for unit in (unit for unit, rounds in units if rounds):
-            for owner in unit.modules():
-                if id(owner) not in others:
-                    own = owner.named_parameters(recurse=False)
-                    self._slots += [(owner, name, parameter) for name, parameter in own]
+        others = {each for unit, rounds in units if not rounds for each in unit.modules()}
+        owners = dict.fromkeys(  # units may lie within each other
+            each for unit, rounds in units if rounds for each in unit.modules()
+        )
+        for owner in owners:
+            if owner not in others:
+                own = owner.named_parameters(recurse=False)
+                self._slots += [(owner, name, parameter) for name, parameter in own]
 
     def __enter__(self) -> None:
         """Round the master weights into the leaves, and set these on the modules in place of the

@@ -13,10 +13,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
 from pentameter.model.dropout import attention_weights_site, dropout_keys
-from pentameter.model.experts import Router
+from pentameter.model.experts import Experts, Router
 from pentameter.model.gpt import GPT, Block
 from pentameter.parallel.balance import count_whole_sequences
 from pentameter.parallel.context.context_parallel import parallelize_context
+from pentameter.parallel.expert_parallel import parallelize_experts
 from pentameter.parallel.grid.tensor_grid import Grid
 from pentameter.parallel.linear import Forward, install_forwards
 from pentameter.parallel.memory.recomputation import recomputed
@@ -52,16 +53,21 @@ class GPTSource(ModelSource):
             model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
             model.to(arithmetic.weights)
         forwards: dict[nn.Module, Forward] = {}
+        if layout.shards_experts:
+            # The time of DTensor's first operations is exponential in a mesh's dimensions.
+            over = [name for name in ("expert", "expert_tensor") if layout.expert_sizes[name] > 1]
+            _shard_parameters(model, mesh.along(*over), plan.placements)
+            forwards |= parallelize_experts(model, mesh, arithmetic.matmul)
         if layout.tensor > 1 and mesh.parameters is not None:
-            over = ("row", "tensor") if layout.is_grid else ("tensor",)
-            _shard_parameters(model, mesh.parameters[over], plan.placements)
+            dimensions = ("row", "tensor") if layout.is_grid else ("tensor",)
+            _shard_parameters(model, mesh.parameters[dimensions], plan.placements)
             context: TensorContext
             if layout.is_grid:
                 context = Grid(sharding, arithmetic, mesh)
             else:
                 at_once = plan.rules.reads_at_once(plan.config.lora)
                 context = TensorParallelContext(sharding, arithmetic, mesh, reads_at_once=at_once)
-            forwards = context.forwards(model)
+            forwards |= context.forwards(model)
         add_adapters(model, plan.adapted_modules, plan.config.lora)
         forwards |= recomputed(model.blocks.values(), plan.config.train.activation_checkpoint)
         install_forwards(model, arithmetic.matmul, forwards)
@@ -114,13 +120,18 @@ class GPTSource(ModelSource):
 def gpt_slice(model: GPT) -> ModelSlice:
     """Return the ModelSlice for a GPT, or for a slice of one. Each sub-layer is a unit that ZeRO
     all-gathers, and only matmuls read its parameters; the norms and the router within are units of
-    their own before it."""
+    their own before it, and so is what every token takes beside experts, which may lie on another
+    mesh."""
     units: list[tuple[nn.Module, bool]] = []
     for block in model.blocks.values():
         assert isinstance(block, Block)
         for _, sub_layer in block.sub_layers():
             precise = (m for m in sub_layer.modules() if isinstance(m, nn.RMSNorm | Router))
-            units += [*((module, False) for module in precise), (sub_layer, True)]
+            units += [(module, False) for module in precise]
+            if isinstance(sub_layer, Experts):
+                beside = (sub_layer.shared, sub_layer.shared_gate)
+                units += [(module, True) for module in beside if module is not None]
+            units.append((sub_layer, True))
     return ModelSlice(model, call_gpt, units, row_call=call_gpt_by_row)
 
 

@@ -12,6 +12,7 @@ from pentameter.planning.architecture import (
     ActivationTensor,
     ActivationType,
     Axis,
+    Collective,
     ParameterSpec,
 )
 from pentameter.planning.sub_layers.building import (
@@ -41,11 +42,11 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
         # A bias of scores is needed to run the model, and counted as its makers count theirs.
         is_state = model.balance != "bias"
         yield replace(balance, is_trained=False, is_state=is_state, sums_over=("time",))
-    for spec in _feed_forward(model, path, layer, F, (E,), ("experts",)):
+    for spec in _feed_forward(model, path, layer, (E, F), ("experts", "expert_mlp")):
         yield replace(spec, n_chosen=model.n_chosen)
     if model.n_shared_experts:
         width = model.n_shared_experts * F
-        yield from _feed_forward(model, f"{path}.shared", layer, width, (), ())
+        yield from _feed_forward(model, f"{path}.shared", layer, (width,), ("shared_mlp",))
     if model.shared_expert_gate:
         yield _matrix(model, f"{path}.shared_gate.weight", (1, D), ("router", "embed"), layer)
 
@@ -54,22 +55,22 @@ def _feed_forward(
     model: ModelConfig,
     path: str,
     layer: int,
-    width: int,
-    groups: tuple[int, ...],
-    group_axes: tuple[Axis, ...],
+    inner: tuple[int, ...],
+    inner_axes: tuple[Axis, ...],
 ) -> Iterator[ParameterSpec]:
-    """Yield the matrices and biases of a feed-forward layer whose inner width is `width`. `groups`
-    and `group_axes` are a leading dimension and its axis, (E,) and ("experts",), for one matrix per
-    expert; both are () for a single layer."""
-    D = model.d_model
+    """Yield the matrices and biases of a feed-forward layer. `inner` is its width in between,
+    preceded by the number of experts if there is one matrix for each; `inner_axes` are their
+    axes."""
+    D, (*groups, width), (*group_axes, axis) = model.d_model, inner, inner_axes
     for name in (*column_parallel_names(model), "down"):
         is_down = name == "down"
         shape = (*groups, *((D, width) if is_down else (width, D)))
-        inner: tuple[Axis, ...] = ("embed", "expert_mlp") if is_down else ("expert_mlp", "embed")
-        axes = (*group_axes, *inner)
+        axes: tuple[Axis, ...] = (*group_axes, *(("embed", axis) if is_down else (axis, "embed")))
         yield _matrix(model, f"{path}.{name}.weight", shape, axes, layer)
         if model.bias:
-            yield _vector(f"{path}.{name}.bias", shape[:-1], axes[:-1], layer)
+            bias = _vector(f"{path}.{name}.bias", shape[:-1], axes[:-1], layer)
+            # One of the ranks that add up `down`'s results adds its bias.
+            yield replace(bias, sums_over=(*bias.sums_over, axis)) if is_down else bias
 
 
 def _matrix(
@@ -112,11 +113,24 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         contracts="embed",
         saves=(replace(x, name=f"{path}.router.input", dtype="softmax"), scores),
     )
-    rows = _tensor(build, f"{path}.rows", k * D, "embed")
-    result = _add_feed_forward(build, path, rows, k * F, k * D)
-    build.add(f"{path}.combine", "activation", (result,), x, saves=(result,))
+    rows = _tensor(build, f"{path}.rows", k * D, "embed", tokens="received")
+    returned = _tensor(build, f"{path}.returned", k * D, "embed", tokens="routed")
+    result = _add_feed_forward(
+        build,
+        path,
+        rows,
+        (k * F, "expert_mlp"),
+        k * D,
+        dispatch=(Collective("dispatch", "experts", replace(returned, name=rows.name)),),
+        combine=(Collective("combine", "experts", returned),),
+    )
+    tokens = Collective("tokens", "routed", x)
+    build.add(
+        f"{path}.combine", "activation", (result,), x, saves=(returned,), collectives=(tokens,)
+    )
     if model.n_shared_experts:
-        _add_feed_forward(build, f"{path}.shared", x, model.n_shared_experts * F, D)
+        width = model.n_shared_experts * F
+        _add_feed_forward(build, f"{path}.shared", x, (width, "shared_mlp"), D)
     if model.shared_expert_gate:
         gate = _tensor(build, f"{path}.shared_gate", 1, "router")
         _add_grouped(build, f"{path}.shared_gate", x, gate)
@@ -124,26 +138,39 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 
 
 def _add_feed_forward(
-    build: OperationList, path: str, x: ActivationTensor, width: int, n_outputs: int
+    build: OperationList,
+    path: str,
+    x: ActivationTensor,
+    inner: tuple[int, Axis],
+    n_outputs: int,
+    *,
+    dispatch: tuple[Collective, ...] = (),
+    combine: tuple[Collective, ...] = (),
 ) -> ActivationTensor:
-    """Add a feed-forward layer on x and return its result. `width` and `n_outputs` count the inner
-    and the resulting numbers per token, summed over the rows that a token has: k · F and k · D for
-    k chosen experts."""
+    """Add a feed-forward layer on x and return its result. `inner` are the numbers per token in
+    between and their axis, `n_outputs` the resulting numbers per token, each summed over the rows
+    that a token has: k · F and k · D for k chosen experts. The first matmul causes the collectives
+    `dispatch`, the last one `combine`."""
     made = []
+    tokens = x.axes[0]
     for name in column_parallel_names(build.model):
-        made.append(_tensor(build, f"{path}.{name}", width, "expert_mlp"))
-        _add_grouped(build, f"{path}.{name}", x, made[-1])
+        made.append(_tensor(build, f"{path}.{name}", *inner, tokens=tokens))
+        _add_grouped(build, f"{path}.{name}", x, made[-1], () if made[1:] else dispatch)
     activated = add_activation(build, path, tuple(made))
-    result = _tensor(build, f"{path}.down", n_outputs, "embed")
-    _add_grouped(build, f"{path}.down", activated, result)
+    result = _tensor(build, f"{path}.down", n_outputs, "embed", tokens=tokens)
+    _add_grouped(build, f"{path}.down", activated, result, combine)
     return result
 
 
 def _add_grouped(
-    build: OperationList, name: str, x: ActivationTensor, result: ActivationTensor
+    build: OperationList,
+    name: str,
+    x: ActivationTensor,
+    result: ActivationTensor,
+    collectives: tuple[Collective, ...] = (),
 ) -> None:
-    """Add the matmul `name` on x: each row is multiplied with its own expert's matrix, or every
-    token with a single matrix in a shared expert."""
+    """Add the matmul `name` on x, with the collectives that it causes: each row is multiplied with
+    its own expert's matrix, or every token with a single matrix in a shared expert."""
     saved = replace(x, dtype="products")
     build.add(
         name,
@@ -153,20 +180,31 @@ def _add_grouped(
         parameters=build.parameters(name),
         contracts=build.parameters(name)[0].axes[-1],
         saves=(saved,),
+        collectives=collectives,
     )
 
 
 def _tensor(
-    build: OperationList, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
+    build: OperationList,
+    name: str,
+    width: int,
+    axis: Axis,
+    dtype: ActivationType = "products",
+    *,
+    tokens: Axis = "time",
 ) -> ActivationTensor:
-    """Return a record for a tensor with `width` numbers for each token in the residual stream, (T,
-    width)."""
+    """Return a record for a tensor with `width` numbers for each token, (T, width), whose axes are
+    `tokens` and `axis`."""
     shape = (build.model.context_length, width)
-    return ActivationTensor(name, shape, ("time", axis), dtype)
+    return ActivationTensor(name, shape, (tokens, axis), dtype)
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    return {}
+    assert model.n_experts is not None
+    return {
+        "experts": {"n_experts": model.n_experts},
+        "expert_mlp": {"d_expert": model.expert_width},
+    }
 
 
 EXPERTS = SubLayer("experts", _parameters, _add_operations, _even_sizes)
