@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
@@ -77,7 +77,91 @@ class RopeScalingConfig(Section):
         return self
 
 
-class ModelConfig(Section):
+class AttentionSizes:
+    """The sizes that follow from attention's keys: a base of ModelConfig, which has the keys."""
+
+    if TYPE_CHECKING:
+        context_length: int
+        d_model: int
+        n_heads: int
+        n_kv_heads: int | None
+        head_size: int | None
+        attention: Literal["multi_head", "latent"]
+        kv_rank: int | None
+        rope_head_size: int | None
+        v_head_size: int | None
+        rotary_fraction: float
+        sliding_window: int | None
+        sliding_window_pattern: int | None
+
+    @property
+    def head_channels(self) -> int:
+        """The channels per attention head: `head_size`; if that is None, `d_model` ÷ `n_heads`."""
+        return self.head_size if self.head_size is not None else self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key and value heads: `n_kv_heads`, or `n_heads` if that is None."""
+        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several query heads share keys and values (grouped-query attention). Keys and
+        values then have a separate projection matrix; otherwise one fused matrix computes queries,
+        keys and values."""
+        return self.kv_heads != self.n_heads
+
+    @property
+    def turning_channels(self) -> int:
+        """The channels per head that rotary embeddings rotate, an even number: `head_channels` ·
+        `rotary_fraction`, or `rope_channels` with latent attention."""
+        if self.attention == "latent":
+            return self.rope_channels
+        return round(self.head_channels * self.rotary_fraction)
+
+    @property
+    def latent_channels(self) -> int:
+        """With latent attention, the numbers per token that keys and values are computed from:
+        `kv_rank`, or its default."""
+        return self.kv_rank if self.kv_rank is not None else 4 * self.head_channels
+
+    @property
+    def rope_channels(self) -> int:
+        """With latent attention, the rotated channels that queries and keys have in addition to
+        `head_channels`: `rope_head_size`, or its default."""
+        size = self.rope_head_size
+        return size if size is not None else self.head_channels // 2
+
+    @property
+    def query_channels(self) -> int:
+        """The channels per head that a query and a key have, the rotated ones included."""
+        return self.head_channels + (self.rope_channels if self.attention == "latent" else 0)
+
+    @property
+    def value_channels(self) -> int:
+        """The channels per head that a value has."""
+        return self.head_channels if self.v_head_size is None else self.v_head_size
+
+    @property
+    def cached_per_token(self) -> tuple[int, int, int]:
+        """What a cache holds for a token and layer: the number of heads, the channels per head of
+        the first tensor (keys), and of the second (values). With latent attention the first is the
+        latent, and the second the rotated key, which all heads share."""
+        if self.attention == "latent":
+            return 1, self.latent_channels, self.rope_channels
+        return self.kv_heads, self.head_channels, self.head_channels
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a query in layer number `layer`, from 0, attends to, itself
+        included; None for the whole prefix. This is `sliding_window`, except in every
+        `sliding_window_pattern`-th layer, or if the window is no shorter than the context."""
+        size, every = self.sliding_window, self.sliding_window_pattern
+        if size is None or size >= self.context_length:
+            return None
+        return None if every is not None and (layer + 1) % every == 0 else size
+
+
+class ModelConfig(AttentionSizes, Section):
     """The architecture. Names and shapes of its parameters: `pentameter.planning.gpt`."""
 
     vocab_size: Positive | None = None
@@ -282,72 +366,6 @@ class ModelConfig(Section):
         """Whether the feed-forward layer has a gate, a further matrix with the shape of `up`: with
         the activations `swiglu` and `geglu`."""
         return look_up(GATES, self.activation, "model.activation", "the parameter table")
-
-    @property
-    def head_channels(self) -> int:
-        """The channels per attention head: `head_size`; if that is None, `d_model` ÷ `n_heads`."""
-        return self.head_size if self.head_size is not None else self.d_model // self.n_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of key and value heads: `n_kv_heads`, or `n_heads` if that is None."""
-        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
-
-    @property
-    def shares_kv_heads(self) -> bool:
-        """Whether several query heads share keys and values (grouped-query attention). Keys and
-        values then have a separate projection matrix; otherwise one fused matrix computes queries,
-        keys and values."""
-        return self.kv_heads != self.n_heads
-
-    @property
-    def turning_channels(self) -> int:
-        """The channels per head that rotary embeddings rotate, an even number: `head_channels` ·
-        `rotary_fraction`, or `rope_channels` with latent attention."""
-        if self.attention == "latent":
-            return self.rope_channels
-        return round(self.head_channels * self.rotary_fraction)
-
-    @property
-    def latent_channels(self) -> int:
-        """With latent attention, the numbers per token that keys and values are computed from:
-        `kv_rank`, or its default."""
-        return self.kv_rank if self.kv_rank is not None else 4 * self.head_channels
-
-    @property
-    def rope_channels(self) -> int:
-        """With latent attention, the rotated channels that queries and keys have in addition to
-        `head_channels`: `rope_head_size`, or its default."""
-        size = self.rope_head_size
-        return size if size is not None else self.head_channels // 2
-
-    @property
-    def query_channels(self) -> int:
-        """The channels per head that a query and a key have, the rotated ones included."""
-        return self.head_channels + (self.rope_channels if self.attention == "latent" else 0)
-
-    @property
-    def value_channels(self) -> int:
-        """The channels per head that a value has."""
-        return self.head_channels if self.v_head_size is None else self.v_head_size
-
-    @property
-    def cached_per_token(self) -> tuple[int, int, int]:
-        """What a cache holds for a token and layer: the number of heads, the channels per head of
-        the first tensor (keys), and of the second (values). With latent attention the first is the
-        latent, and the second the rotated key, which all heads share."""
-        if self.attention == "latent":
-            return 1, self.latent_channels, self.rope_channels
-        return self.kv_heads, self.head_channels, self.head_channels
-
-    def window(self, layer: int) -> int | None:
-        """Return how many tokens a query in layer number `layer`, from 0, attends to, itself
-        included; None for the whole prefix. This is `sliding_window`, except in every
-        `sliding_window_pattern`-th layer, or if the window is no shorter than the context."""
-        size, every = self.sliding_window, self.sliding_window_pattern
-        if size is None or size >= self.context_length:
-            return None
-        return None if every is not None and (layer + 1) % every == 0 else size
 
     @property
     def embedding_dropout_rate(self) -> float:
