@@ -21,6 +21,8 @@ SHALLOW = {**WIDE, "n_layers": 2}  # each product of a grid is many messages
 WORDS = {"n_layers": 2, "d_model": 128, "d_ff": 512, "vocab_size": 8000, "dropout": 0.0}
 LONG = {"d_model": 128, "d_ff": 512, "vocab_size": 500, "context_length": 128}
 LONGER = {**LONG, "context_length": 512}
+EXPERTS = {"n_experts": 4, "activation": "swiglu"}
+MIXTURE = {**WIDE, **EXPERTS, "d_model": 128, "d_expert": 512}
 AT_ONCE = {"batch_size": 4, "micro_batch_size": 2}
 ADDED_UP = {"batch_size": 4, "micro_batch_size": 1}
 PIPELINED = {"batch_size": 8, "micro_batch_size": 1}
@@ -58,6 +60,11 @@ STATE = [
     LONG_TIER("data=2,tensor=4,tensor_mode=2d,zero=1", SHALLOW, IN_FOUR),
     LONG_TIER("tensor=8,tensor_mode=2.5d", SHALLOW, IN_FOUR),
     ("tensor=8,tensor_mode=3d", WIDE, IN_FOUR),
+    ("data=2,expert=2", MIXTURE, ADDED_UP),
+    LONG_TIER("data=2,expert_tensor=2", MIXTURE, {**ADDED_UP, **BF16}),
+    LONG_TIER("data=4,zero=1,expert=2", MIXTURE, PIPELINED),
+    LONG_TIER("data=4,zero=3,expert=2", MIXTURE, ADDED_UP),
+    LONG_TIER("tensor=2,expert=2", MIXTURE, ADDED_UP),
 ]
 ACTIVATIONS = [
     ("tensor=2", {**LONG, "attention_dropout": 0.1}, AT_ONCE),
@@ -82,6 +89,9 @@ ACTIVATIONS = [
     ("context=2,context_mode=all-to-all", LONG, AT_ONCE),
     ("context=2,context_mode=all-to-all", LONG, {**AT_ONCE, "activation_checkpoint": "selective"}),
     ("tensor=2,sequence=1,context=2", LONG, AT_ONCE),
+    LONG_TIER("data=2,expert=2", {**LONG, **EXPERTS, "d_expert": 128}, AT_ONCE),
+    LONG_TIER("data=2,expert_tensor=2", {**LONG, **EXPERTS, "d_expert": 128}, AT_ONCE),
+    LONG_TIER("tensor=2,expert=2", {**LONG, **EXPERTS, "d_expert": 128}, AT_ONCE),
 ]
 
 

@@ -268,6 +268,8 @@ class _OperationTime(_ElementwiseTime):
         (x,) = op.reads
         _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
         m = self.step.micro_batch_size * n_tokens
+        if (k := op.parameters[0].n_chosen) is not None:  # k rows a token, of a k-th of the numbers
+            m, n_out, n_in = m * k, n_out // k, n_in // k
         # A grid multiplies block by block, or with rows gathered from other ranks.
         n_blocks = self.step.layout.sizes["tensor"] if self.step.layout.is_grid else 1
         p = self.step.product_bytes

@@ -340,8 +340,14 @@ class _RankMemory:
         kept = self.kept_head_gradient_bytes() if in_buckets + added else 0
         held = rounded + split + max(whole, in_buckets + added)
         yield _Snapshot(held + kept + self.embedding_gradient_bytes())
-        if data_sum == "after_backward":
-            yield _Snapshot(rounded + whole + min(whole, SUM_BUCKET_BYTES))
+        yield _Snapshot(rounded + whole + min(self.summed_bytes, SUM_BUCKET_BYTES))
+
+    @cached_property
+    def summed_bytes(self) -> int:
+        """Bytes for the gradients that are summed over ranks after the backward pass."""
+        placement = self.step.sharding.placement
+        summed = [spec for spec in self.trained if placement(spec).summed_over]
+        return self.element_bytes * sum(map(self.whole_elements, summed))
 
     @cached_property
     def rounded_bytes(self) -> int:

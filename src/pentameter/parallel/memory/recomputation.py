@@ -97,6 +97,7 @@ def _keep_matmuls(ctx: Any, op: Any, *arguments: Any, **options: Any) -> Checkpo
     matmuls, attention and routing. Attention has a name for each device (flash, efficient, cuDNN
     …); ring attention, attention that drops weights in kernels, and matmuls with sharded matrices
     are custom operations."""
-    if op in _SAVED_MATMULS or any(name in str(op) for name in _SAVED_NAMES):
+    names = (*_SAVED_NAMES, *_ROUTING_NAMES)
+    if op in _SAVED_MATMULS or any(name in str(op) for name in names):
         return CheckpointPolicy.MUST_SAVE
-    return _keep_routing(ctx, op)
+    return CheckpointPolicy.PREFER_RECOMPUTE
