@@ -45,7 +45,7 @@ class Projections:
 
 
 AS_ABOVE = "as above"
-"""The reason for refusing an entry's other values is the one given for the entry before it."""
+"""Stands for the reason that the table's entry before this one gives."""
 
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "norm_position": ("pre", "{} normalises before each sub-layer"),

@@ -22,7 +22,8 @@ characters than any alphabet has."""
 
 
 class UnseenCharacterError(ConfigError):
-    """A character outside the vocabulary; the message gives its position in `where`."""
+    """A character outside the vocabulary. The message gives `position`, its index in the text that
+    `where` names."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         # An exception that crosses from the processes that encode is made again from these.
@@ -76,8 +77,9 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from what `to_tokenizer_json` returns, parsed; None for any other
-        content. CorruptError unless ids are the characters' ranks."""
+        """Build a tokenizer from the parsed result of `to_tokenizer_json`; None for any other
+        content. `end` and `warnings` are unused. Raises CorruptError unless ids number the
+        characters in code-point order."""
         model = content["model"]
         of_each_character = {
             "type": "Split",
@@ -107,6 +109,7 @@ class CharTokenizer(Tokenizer):
 
     @property
     def _ranks(self) -> dict[str, int]:
+        """Character → id."""
         return {character: number for number, character in enumerate(self.characters)}
 
     def encode(self, text: str) -> Ids:
