@@ -33,8 +33,8 @@ FEW_LAYERS = 6
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Tokens that chose each expert of one layer, at n recorded steps; a number per step, not a sum
-    over the steps between."""
+    """Tokens that chose each expert in one layer, at n recorded steps: each step's own number, not
+    a sum over the steps between."""
 
     layer: int
     steps: tuple[int, ...]
@@ -50,15 +50,15 @@ class LayerLoads:
 
     @property
     def recent(self) -> np.ndarray:
-        """Loads ÷ the mean over the layer's experts, (m, experts), in the last m recorded steps: a
-        twentieth of all, at least one."""
+        """Loads ÷ the mean over the layer's experts, (m, experts), in the last m recorded steps: n
+        / 20, at least one."""
         return self.relative[-max(1, len(self.steps) // 20) :]
 
 
 def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
-    """Return the loads recorded in `experts` events, one result per layer, in order of layers. The
-    events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left out
-    are events without valid loads, with no load at all, or with another number of experts than
+    """Return the loads recorded in `experts` events, one result per layer, in the layers' order.
+    The events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left
+    out are events without valid loads, with no load at all, or with another number of experts than
     their layer's first."""
     of_layer: dict[int, dict[int, list[float]]] = defaultdict(dict)
     for event in events:
@@ -84,8 +84,8 @@ def imbalance(layers: Sequence[LayerLoads]) -> float:
 
 
 def n_idle(layers: Sequence[LayerLoads]) -> int | None:
-    """Return how many experts, added over all layers, no token chose in any of the last twentieth
-    of the recorded steps; None without layers."""
+    """Return how many experts, added over all layers, no token chose at any step in the last
+    twentieth of the recorded ones; None without layers."""
     return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
 
 
@@ -98,11 +98,16 @@ class ExpertMap:
     detail: str
     """The busiest expert's load, and which experts are idle, at the last recorded step."""
     n_experts: int
+    """Number of rows, one per expert."""
     first_step: int
+    """The step at the left edge, before the first recorded one."""
     last_step: int
+    """The step at the right edge, the last recorded one."""
     height_pixels: float
+    """Height on the page, all rows together."""
     paths: tuple[tuple[str, str], ...]
-    """(Style class, SVG path) for each level, in units of steps and experts."""
+    """(Style class, SVG path) for each level of load: `idle`, or `load-1` (lowest) to `load-8`. In
+    a path, x is in steps after `first_step`, y in experts."""
 
 
 def expert_maps(layers: Sequence[LayerLoads]) -> list[ExpertMap]:
@@ -114,7 +119,7 @@ def expert_maps(layers: Sequence[LayerLoads]) -> list[ExpertMap]:
 
 
 def _map(layer: LayerLoads, n_columns: int) -> ExpertMap:
-    """Return a layer's map from at most `n_columns` of its recorded steps, evenly chosen."""
+    """Return a layer's map from at most `n_columns` recorded steps, evenly chosen."""
     kept = evenly(len(layer.steps), n_columns)
     steps = [layer.steps[at] for at in kept]
     relative = layer.relative[kept]
@@ -151,7 +156,8 @@ def _runs(levels: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def _detail(relative: np.ndarray) -> str:
-    """Return a line about a layer's loads ÷ mean (experts,): the largest, and the idle experts."""
+    """Return a line from a layer's loads ÷ mean (experts,): the largest one, and the numbers of the
+    experts without any token, at most MOST_NAMED."""
     idle = np.flatnonzero(relative == 0).tolist()
     words = f"busiest {formatting.fixed(float(relative.max()), 2)}× the mean"
     if not idle:

@@ -151,6 +151,7 @@ class Family:
     """Key in config.json → its default, the only value that is accepted, and the reason for
     refusing another."""
     activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
+    """Activation name in config.json → pentameter's."""
     body: str = "model."
     """Prefix for every tensor name except the head's; absent in the model without a head."""
     layers: str = "layers."
@@ -166,6 +167,7 @@ class Family:
     projections: Projections = Projections(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
     )
+    """Tensors with the queries', keys' and values' rows."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Key in config.json → another name under which it is read."""
     transposed: bool = False

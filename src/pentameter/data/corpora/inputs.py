@@ -171,8 +171,9 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
-    """Yield a data set's tables without cache files; for a saved data set, only the Arrow files
-    that its state.json lists. Raises CorruptError if a listed file is missing."""
+    """Yield a data set's tables without the cache files that `datasets` leaves beside them. In a
+    folder with a state.json, as `save_to_disk` writes it, they are only the Arrow files that it
+    lists. Raises CorruptError if a listed file is missing."""
     for folder, group in itertools.groupby(tables, key=_folder_of):
         inside = list(group)
         state = None if folder is None else folder / _STATE_FILE

@@ -196,8 +196,9 @@ class _IncompleteError(Exception):
 
 
 def _append(file: RemoteFile, partial: Path, offset: int) -> None:
-    """Append the file's bytes from `offset` on to `partial`, or replace its content if the server
-    sends all bytes. Raises _IncompleteError for a body with another size."""
+    """Append the file's bytes from `offset` on to `partial`. If the server ignores the offset and
+    sends all bytes, they replace its content. Raises _IncompleteError if the server sends more or
+    fewer bytes than `file.n_bytes`."""
     with _body(file, offset) as (stream, begins), _opened(partial, begins) as copy:
         n_left = file.n_bytes - begins
         while block := stream.read(min(BLOCK_BYTES, n_left + 1)):

@@ -54,8 +54,8 @@ class TextContents(Contents):
         return {"characters": self.n_characters}
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the text in passages cut for the tokenizer setting, empty outside train, each with
-        the UTF-8 bytes read so far."""
+        """Yield the text in passages cut for the tokenizer setting (`bpe:8192`), each with the
+        UTF-8 bytes read so far. A passage outside the train split is yielded as an empty string."""
         n_done = 0
         for passage in split_passages(self.text.documents(), self.bounds, Chunker(tokenizer)):
             n_done += utf8_size(passage.text)
@@ -76,7 +76,8 @@ class TextDigest:
         self.n_bytes = 0
 
     def hashed(self, documents: Documents) -> Documents:
-        """Yield the same documents, and update the hash and `n_bytes` as their chunks are read."""
+        """Yield the same documents; the hash and `n_bytes` are updated as their chunks are read,
+        each document's before the next is asked for."""
 
         def noted(document: Iterator[str]) -> Iterator[str]:
             for chunk in document:

@@ -17,8 +17,8 @@ N_CODE_POINTS = 0x110000
 _ANY_CHARACTER = r"[\s\S]"
 
 SELDOM, MANY_CHARACTERS = 100, 512
-"""Average occurrences below which a character is rare, and (MANY_CHARACTERS) more distinct
-characters than any alphabet has."""
+"""`advice_on` advises against characters if there are at least MANY_CHARACTERS distinct ones, more
+than any alphabet has, and they occur less than SELDOM times on average."""
 
 
 class UnseenCharacterError(ConfigError):
@@ -133,9 +133,10 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """Return a sentence that advises another tokenizer for a text with `n_tokens` characters,
-    `vocab_size` distinct ones: if these are at least MANY_CHARACTERS, and each occurs less than
-    SELDOM times on average. Else return None."""
+    """Return a sentence, for the user, that advises `bpe:N` in place of `char`; None if characters
+    do well. `n_tokens` is the text's length in characters, `vocab_size` the number of distinct
+    ones. There is advice if these are at least MANY_CHARACTERS and occur less than SELDOM times on
+    average."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))

@@ -128,13 +128,13 @@ def read_chat_template(
     path: Path, settings: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
     """Read the chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
-    `settings` is the content of the tokenizer_config.json there, which gives special tokens; None
-    to read it here, if it exists.
+    `settings` is the parsed tokenizer_config.json there, which gives special tokens; None to read
+    it here, if it exists.
 
     Returns None for a folder without a template. In a folder, as in transformers,
-    chat_template.jinja has precedence over tokenizer_config.json. Raises ConfigError for a
-    tokenizer_config.json without a template, CorruptError for a damaged file, StorageError for one
-    that cannot be read.
+    chat_template.jinja has precedence over tokenizer_config.json. Raises ConfigError for a file
+    that is missing, or a tokenizer_config.json without a template; CorruptError for a damaged one,
+    StorageError for one that cannot be read.
     """
     is_folder = path.is_dir()
     beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
@@ -170,7 +170,7 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
 
 def _source(settings: Mapping[str, Any], path: Path) -> str | None:
     """Return the template text in a parsed tokenizer_config.json (from `path`): the only one, or
-    the one named `default`; None without one."""
+    the one named `default` in a list; None without one. Raises CorruptError for anything else."""
     match settings.get("chat_template"):
         case None:
             return None

@@ -41,9 +41,9 @@ def chunks(text: str, n_characters: int) -> Iterator[str]:
 
 def last_boundary(text: str) -> int:
     """Return how many characters precede the last boundary (before whitespace that follows a word)
-    in the beginning of a text, whose remainder is still to come; 0 without one.
+    in an unfinished text, the beginning of a longer one; 0 without one.
 
-    What lies after the boundary can be encoded only together with what follows.
+    The text after the boundary can be encoded only together with its continuation.
     """
     found = _LAST_BOUNDARY.match(text)
     return found.end() if found else 0

@@ -354,7 +354,8 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Serialise to JSON; Jinja's own filter escapes HTML, which no template here wants."""
+    """Return a value as JSON: the filter `tojson` in templates, which, unlike Jinja's, escapes no
+    HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 

@@ -46,15 +46,14 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 def _projection(
     model: ModelConfig, path: str, layer: int, n_outputs: int, n_inputs: int, axis: Axis
 ) -> Iterator[ParameterSpec]:
-    """Yield the parameters (H · …, n_inputs) of the linear layer that computes a part of every head
-    from a latent or from the stream; `axis` is the name of the inputs' axis, `latent` or
-    `embed`."""
+    """Yield the parameters (H · …, n_inputs) for the linear layer that computes a part in every
+    head from a latent or from the stream; `axis` names its inputs' axis, `latent` or `embed`."""
     shape = (n_outputs, n_inputs)
     yield from linear(model, path, layer, shape, ("heads", axis), bias=False)
 
 
 def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[ParameterSpec]:
-    """Yield the parameters of the linear layer from the stream to a latent with n numbers. Their
+    """Yield the parameters for the linear layer from the stream to a latent with n numbers. Their
     gradient is a sum over the stream's tokens: ranks that have different tokens compute partial
     sums."""
     shape: tuple[int, int] = (n, model.d_model)
@@ -63,8 +62,8 @@ def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[Pa
 
 
 def _latent_norm(path: str, layer: int, n: int) -> ParameterSpec:
-    """Return the parameter of a norm over a latent with n numbers; its gradient is a sum over the
-    stream's tokens."""
+    """Return the parameter for the norm over a latent with n numbers; its gradient is a sum over
+    the stream's tokens."""
     return replace(vector(f"{path}.weight", n, "latent", ONES, layer), sums_over=("time",))
 
 
@@ -117,9 +116,9 @@ def _add_norm(build: OperationList, name: str, x: ActivationTensor, n: int) -> A
 def _add_heads(
     build: OperationList, name: str, x: ActivationTensor, *collectives: Collective
 ) -> ActivationTensor:
-    """Add to `build` the linear layer that computes a part of every head from x (T, n), for all
-    tokens of a sequence, and return its result (T, H · …). `collectives` are those recorded with
-    it, such as the all-gather of its input."""
+    """Add to `build` the linear layer that computes a part in every head from x (T, n), for all
+    tokens in a sequence, and return its result (T, H · …). `collectives` are recorded with it, such
+    as its input's all-gather."""
     parameters = build.parameters(name)
     result = build.computed(name, parameters[0].shape[0], "heads")
     axis = x.axes[1]
