@@ -52,7 +52,8 @@ class LazyTensor:
         return LazyTensor(self.shape[::-1], self.dtype, fill)
 
     def flatten(self, first: Literal[0], last: Literal[1]) -> LazyTensor:
-        """Return a tensor (n, m, …) as (n · m, …): dimensions `first` to `last` become one."""
+        """Return a tensor (n, m, …) as (n · m, …): dimensions `first` to `last`, which must be 0
+        and 1, become one."""
         n, m, *others = self.shape
 
         def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -67,7 +68,7 @@ class LazyTensor:
         return LazyTensor((n * m, *others), self.dtype, fill)
 
     def unflatten(self, dim: Literal[0], sizes: tuple[int, int]) -> LazyTensor:
-        """Return a tensor (n · m, …) as (n, m, …): dimension `dim` becomes two, `sizes`."""
+        """Return a tensor (n · m, …) as (n, m, …), with `sizes` (n, m); `dim` must be 0."""
         n, m = sizes
 
         def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -96,6 +97,7 @@ def copy_region(
 
 
 def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:
+    """Return the region's slices; for `...`, slices over the whole tensor."""
     return tuple(slice(0, size) for size in tensor.shape) if region is ... else region
 
 
@@ -105,8 +107,8 @@ def check_fits(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise CorruptError, with the tensor's `name`, unless a stored tensor has this shape and, if
-    given, dtype."""
+    """Raise CorruptError, with the tensor's `name`, unless `found`, as a checkpoint stores it, has
+    the shape and dtype that the configuration asks for; None allows any dtype. Nothing is read."""
     if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
         raise CorruptError(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "

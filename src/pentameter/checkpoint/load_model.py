@@ -52,16 +52,17 @@ def load_model(
     device: torch.device | str = "cpu",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
-    """Load a model from a run folder (its best checkpoint, else its last), a checkpoint folder, or
-    a Hugging Face folder, whole and in evaluation mode on `device`.
+    """Load a model from a run folder (its best checkpoint, else its last), a checkpoint folder, a
+    Hugging Face folder or `hf://OWNER/NAME`, whole and in evaluation mode on `device`.
 
     Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
     Hugging Face folder become fp32. A damaged checkpoint that is passed over and anything left out
     add a line to `warnings`. Raises ConfigError if `path` is no model folder or has an unsupported
     architecture, CorruptError if nothing in it is intact.
 
-    `model` is the argument that `Trainer` was given when a custom model was trained. Raises
-    ConfigError if it is given for a built-in model, or missing for a custom one.
+    `model` is the argument that `Trainer` was given when a custom model was trained: a function
+    that builds the module, or a ModelSource. None loads the built-in GPT. Raises ConfigError if it
+    is given for a built-in model, or missing for a custom one.
     """
     import torch
 
@@ -88,13 +89,15 @@ def open_model(
     warnings: list[str] | None = None,
     table_of: TableOf | None = training_table,
 ) -> StoredModel:
-    """Open on disk the model that `load_model` loads: its weights are memory-mapped, and LoRA
-    adapters are added to the weights that they adapt, at access. `warnings` gets a line for
-    anything passed over or left out.
+    """Open on disk, without reading its weights, the model that `load_model` loads from `path`.
+    Weights are memory-mapped, and LoRA adapters are added to the weights that they adapt, at
+    access. `warnings` gets a line for each damaged checkpoint passed over and for anything left
+    out.
 
     If training removes a checkpoint after it was found, the next one is taken. `table_of` returns
     the parameters that a run saves, by its configuration; None if the caller expects a custom
-    model. Raises ConfigError if the folder holds the other kind.
+    model. Raises ConfigError if the folder holds a custom model and the built-in one is expected,
+    or vice versa; CorruptError if nothing in it is intact.
     """
     from pentameter.checkpoint.hugging_face.hub import local_model
 
@@ -117,8 +120,9 @@ def open_model(
 def _stored_model(
     checkpoint: Checkpoint, weights: StoredTensors, table_of: TableOf | None
 ) -> StoredModel:
-    """Return a checkpoint's content as a StoredModel: adapters are added to the weights that they
-    adapt, and its configuration has none.
+    """Return a checkpoint, with its memory-mapped `weights`, as a StoredModel: adapters are added
+    to the weights that they adapt, and its configuration has none. `table_of` gives the built-in
+    model's parameters by its configuration; None expects a custom model.
 
     Raises ConfigError if a custom model is opened as the built-in one, or vice versa; CorruptError
     unless a built-in model's tensors have exactly its configuration's names and shapes, adapters
@@ -155,9 +159,10 @@ def _stored_model(
 
 
 def _with_adapters_added(weights: Weights, lora: LoraConfig) -> tuple[Weights, Adapters | None]:
-    """Return the weights with a run's adapters merged into them, each sum W + factor · B A computed
-    at access, and the adapters by themselves. The adapters are None, and the weights unchanged, if
-    the run trained none."""
+    """Return the weights with a run's adapters merged into them, and the adapters by themselves. A
+    merged weight is W + factor · B A (W the frozen weight, B and A its adapter), computed at
+    access. If the run trained no adapters, the weights are unchanged and the second result is
+    None."""
     from pentameter.checkpoint.model_folder import Adapters
 
     if lora.rank is None:

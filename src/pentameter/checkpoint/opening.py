@@ -86,10 +86,10 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
     in a run folder; None if `path` is a Hugging Face folder.
 
-    The best has the lowest validation loss; `best_checkpoint` lists the substitutes. Each damaged
-    checkpoint that is passed over adds a line to `warnings`. Raises ConfigError, describing the
-    folder's content, if `path` is no model folder or the run has no checkpoint yet; CorruptError if
-    no checkpoint is intact.
+    The best is the one with the lowest validation loss; if it is absent or damaged, the best saved
+    before it, then the newest. Each damaged checkpoint that is passed over adds a line to
+    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model folder or
+    the run has no checkpoint yet; CorruptError if no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -149,9 +149,9 @@ def best_checkpoint(
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
-    """List (run id, step) of the best checkpoint and of the best one saved before it, as recorded
-    in the newest checkpoint that records any. Empty if none does; a `run_id` leaves out other
-    runs."""
+    """Read, from the newest intact checkpoint that records any, the (run id, step) of its run's
+    best checkpoint and of the best one saved before it. Empty if no checkpoint records them. With a
+    `run_id`, checkpoints from other runs are ignored; None takes any."""
     for candidate in list_checkpoints(folder):
         with suppress(CorruptError):
             newest = _read(candidate.path)

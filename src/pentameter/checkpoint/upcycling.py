@@ -29,13 +29,15 @@ def dense_architecture(model: ModelConfig) -> ModelConfig:
 
 def dense_name(name: str) -> str:
     """Return the name that a mixture's parameter has in the dense model, such as
-    `blocks.0.mlp.up.weight` for `blocks.0.experts.up.weight`; a router's is no parameter there."""
+    `blocks.0.mlp.up.weight` for `blocks.0.experts.up.weight`. A router has no counterpart: its
+    result names no parameter there."""
     return name.replace(".experts", ".mlp", 1)
 
 
 def needed_settings(dense: ModelConfig, mixture: ModelConfig) -> list[str]:
-    """Return the settings, in words with the reasons, without which the mixture would not compute
-    what the dense model does when its experts are copies; empty if it does."""
+    """Return the settings, in words with the reasons, that `mixture` must change so that it
+    computes what the model `dense` does when every expert is a copy of its feed-forward layer;
+    empty if none."""
     E, k, capacity = mixture.n_experts, mixture.n_chosen, mixture.expert_capacity
     assert E is not None
     needed = []
@@ -71,12 +73,13 @@ def fill_copies(
     spec: ParameterSpec,
     config: Config,
 ) -> None:
-    """Fill `target`, in place, with one region of a stack of copies (E, …) of the tensor `dense`,
-    of which only that region is read.
+    """Fill `target`, in place, with one region of a stack of copies (E, …) of the tensor `dense`.
+    `region` has one slice per dimension of the stack, experts first; of `dense` only its other
+    slices are read.
 
-    target: holds the parameter's random initial values, a fraction of which is added as noise
-    (`train.upcycle_noise`), and which stay in the channels of the inner width that an expert does
-    not copy (`train.upcycle_drop`). spec: the parameter's name, layer and axes. config: the run's.
+    target: holds the parameter's random initial values. A fraction of them (`train.upcycle_noise`)
+    is added to the copies, and in the channels of the inner width that an expert does not copy
+    (`train.upcycle_drop`) they stay. spec: the parameter's name, layer and axes. config: the run's.
     """
     import torch
 
@@ -96,8 +99,9 @@ def fill_copies(
 def _fresh_channels(
     spec: ParameterSpec, expert: int, channels: slice, config: Config
 ) -> torch.Tensor:
-    """Return which of an expert's `channels`, a slice of F, begin anew instead of copying, bool
-    (n,): in all of its matrices the same ones, drawn from the seed, layer, expert and channel."""
+    """Return, as bool (n,), which of the n `channels`, a slice of F, `expert` initializes anew
+    instead of copying. They are drawn from the seed, layer, expert and channel, so all of the
+    expert's matrices have the same ones."""
     import torch
 
     assert spec.layer is not None

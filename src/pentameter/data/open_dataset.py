@@ -29,8 +29,8 @@ from pentameter.data.tokenizers.setting import GPT2, chosen_tokenizer, gpt2_is_c
 from pentameter.errors import ConfigError
 
 NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
-"""Keys in `[data]`, with their defaults, that decide how text files are read; prepared shards
-ignore them."""
+"""Keys in `[data]`, with their defaults, that decide how text files are read. With prepared shards
+any other value is refused, or ignored among several `data.sources`."""
 
 
 def open_dataset(
@@ -46,14 +46,15 @@ def open_dataset(
     first one's tokenizer (even one made from its text). Prepared shards, named by `data.path`, are
     opened with their own splits and tokenizer.
 
-    `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify` checks the
-    files against their hashes, and makes this process the one that writes a stream's parts; one
-    process per machine must set it. `progress` is told the bytes done. `warnings` collects
-    sentences for the user.
+    `tokenizer`, such as a trained model's, replaces `data.tokenizer`; None takes the setting.
+    Prepared shards must have been written with it. `verify` checks the files against their hashes,
+    and makes this process the one that writes a stream's parts; one process per machine must set
+    it. `progress` is called with a pass's name, the bytes done and the bytes in all. `warnings`
+    collects sentences for the user.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
-    vocabulary, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
-    (reading or writing fails).
+    vocabulary, another tokenizer than the shards', …), CorruptError (damaged shards, a file that is
+    not UTF-8 text), StorageError (reading or writing fails).
     """
     sections = [_data_of(data, corpus=each.corpus, path=each.path) for each in data.sources]
     opened: list[Dataset] = []
@@ -80,9 +81,10 @@ def _open_one(
     warnings: list[str],
     is_shared: bool = False,
 ) -> Dataset:
-    """Open a data set with a single source; arguments as in `open_dataset`. If `is_shared`, other
-    sources have the same settings, and those that do not concern this kind of data are ignored
-    instead of refused."""
+    """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read. `tokenizer`
+    replaces `data.tokenizer` unless None; `verify`, `progress` and `warnings` as in `open_dataset`.
+    If `is_shared`, other sources have the same settings: those that cannot apply to this one (a
+    chat template to text, file settings to prepared shards) are ignored instead of refused."""
     wanted = tokenizer or data.tokenizer
     if (header := find_header(data.path)) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
@@ -105,12 +107,14 @@ def preparation_of(
     is_shared: bool = False,
     progress: Progress = no_progress,
 ) -> Preparation:
-    """Find the corpus that `data` names, or the files at `paths` instead, to be encoded by
-    `tokenizer` (or made from text by that setting).
+    """Return a Preparation, which can write token shards or open them from the cache, for the
+    corpus that `data` names, or for the files at `paths` instead. Nothing is encoded yet.
 
-    If `is_shared`, other corpora have the same settings, and text ignores a chat template, which it
-    refuses otherwise. Raises ConfigError (unknown corpus, missing path, impossible tokenizer),
-    CorruptError or StorageError (damaged or unreadable files).
+    `tokenizer` encodes the corpus; it may be a setting (`gpt2`, a file, or `char`, `word` and
+    `bpe:N`, which are made from the corpus later). If `is_shared`, other corpora have the same
+    settings, and text ignores a chat template; otherwise text refuses one. Raises ConfigError
+    (unknown corpus, missing path, impossible tokenizer), CorruptError or StorageError (damaged or
+    unreadable files).
     """
     corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
@@ -129,8 +133,10 @@ def preparation_of(
 
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
-    """Concatenate the data sets opened for `data.sources`, split by split; each resulting split
-    lists its parts. Raises ConfigError for a chat template if no source has conversations."""
+    """Concatenate the data sets opened for `data.sources` (`opened`, in the same order), split by
+    split; each resulting split lists its parts. The tokenizer is the first that has a chat
+    template, else the first; the hash covers all hashes. Raises ConfigError for a chat template if
+    no source has conversations."""
     names = [source.corpus or shown_path(source.path or "") for source in data.sources]
     splits = {}
     for split in SPLITS:
@@ -161,9 +167,10 @@ def open_evaluations(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> dict[str, TokenSplit]:
-    """Open each text in `data.evaluations`, whole, as one split of tokens by `tokenizer`; return
-    them by name. Entries without a path (questions) are left out. Raises ConfigError, CorruptError
-    and StorageError as `open_dataset` does."""
+    """Open each text in `data.evaluations`, whole, as one split with tokens by `tokenizer`; return
+    them, entry's name → split. Entries without a path (questions) are left out. `verify` checks
+    files against their hashes; `progress` is called with a pass's name, the bytes done and the
+    bytes in all. Raises ConfigError, CorruptError and StorageError as `open_dataset` does."""
     found = {}
     for each in data.evaluations:
         if each.path is None:  # questions
@@ -186,7 +193,8 @@ def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
 
 
 def needs_no_download(data: DataConfig) -> bool:
-    """Return True if `open_dataset` can open `data` without downloading GPT-2's tokenizer."""
+    """Return True if `open_dataset` can open `data` without downloading GPT-2's tokenizer: the
+    setting is not `gpt2`, all data are prepared shards, or its files are in the cache."""
     paths = [source.path for source in data.sources] or [data.path]
     prepared = all(find_header(path) is not None for path in paths)
     return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
@@ -194,7 +202,9 @@ def needs_no_download(data: DataConfig) -> bool:
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
     """Raise ConfigError if settings in `data`, or the `wanted` tokenizer, contradict prepared
-    shards written with the tokenizer `found`."""
+    shards written with the tokenizer `found`. `wanted` may be a setting: `char`, the default,
+    contradicts no tokenizer; others must have its kind, and at least its number of tokens if they
+    give one."""
     absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
     for key, usual in {**absent, **NOT_OF_SHARDS}.items():
         if (value := getattr(data, key)) != usual:

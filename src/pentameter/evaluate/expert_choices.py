@@ -19,23 +19,25 @@ from pentameter.model.gpt import GPT
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """One layer's experts for N tokens, k for each."""
+    """The experts to which one layer sends each of N tokens, k per token."""
 
     layer: int
     experts: npt.NDArray[np.int64]
-    """(N, k), in the order in which they were chosen; the number of experts, which none has, where
-    an expert had no room (`model.expert_capacity`)."""
+    """(N, k), indices below `n_experts` in the order in which they were chosen. If an expert had no
+    room for the token (`model.expert_capacity`), `n_experts` stands in its place."""
     weights: npt.NDArray[np.float64]
-    """(N, k), factors of the experts' outputs."""
+    """(N, k), factors by which the experts' outputs are multiplied."""
     n_experts: int
+    """Number of the layer's experts, shared ones not counted."""
 
 
 @torch.no_grad()
 def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[LayerChoices]:
-    """Return the experts that each layer of a mixture sends the tokens (N,) to, N > 0.
+    """Run the model over the tokens (N,), N > 0, without gradients; return, for each layer with
+    experts, in order, the experts that it sends the tokens to.
 
-    A text longer than the context is read in pieces of that length, each by itself. Raises
-    ConfigError for a model without experts.
+    A text longer than `context_length` is read in pieces with that many tokens, each without those
+    before it. Raises ConfigError for a model without experts, and for a custom one.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not isinstance(model, GPT) or not routers:

@@ -20,11 +20,13 @@ from pentameter.model.positions import Positions
 
 
 class Gather(Protocol):
-    """Type of the function that brings tensors of the residual stream's tokens to attention:
-    `whole` below, or one that takes its place under tensor parallelism."""
+    """Type for the function that brings the residual stream's tensors, whose tokens may be only
+    some on this rank, to attention, which needs all. Without tensor parallelism it is `whole`,
+    which returns its arguments."""
 
     def __call__(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Return each part (B, t, N) for all T tokens: (B, T, N)."""
+        """Return each part (B, t, N), which has this rank's t tokens, for all T tokens: (B, T,
+        N)."""
 
 
 class LatentAttention(CausalAttention):
@@ -92,8 +94,10 @@ class LatentAttention(CausalAttention):
         positions: Positions,
         dropout_keys: Tensor | None,
     ) -> Tensor:
-        """Return all heads' means (B, T, H, V), with every head's keys and values computed from the
-        latent (B, T, C). q_plain is (B, T, H, K), q_rotated (B, T, H, R), key (B, T, 1, R)."""
+        """Return each head's attention result (B, T, H, V), values averaged by attention weights.
+        Every head's keys and values are computed from the latent (B, T, C), as in training. q_plain
+        is (B, T, H, K), q_rotated (B, T, H, R), key (B, T, 1, R). dropout_keys: int32 (B, n_sites,
+        2), None for no dropout."""
         kv = self.kv(latent).unflatten(-1, (-1, self.head_size + self.value_size))
         k_plain, v = kv.split((self.head_size, self.value_size), dim=-1)
         q = torch.cat((q_plain, q_rotated), dim=-1)
@@ -112,10 +116,14 @@ class LatentAttention(CausalAttention):
         positions: Positions,
         cache: Cache,
     ) -> Tensor:
-        """Return all heads' means (B, T, H, V) over the cached tokens, too. Queries are multiplied
-        by the keys' matrix, and means of latents by the values', so that no cached token is
-        expanded: attention with one key and value per token for all heads. Arguments as for
-        `_expanded`, whose results these are but for rounding."""
+        """Return each head's attention result (B, T, H, V) over the cached tokens and these, whose
+        latent and key are appended to `cache`. Other arguments are as in `_expanded`, whose result,
+        without dropout, this is but for rounding.
+
+        No cached token is expanded into keys and values: queries are multiplied by the keys'
+        matrix, and averaged latents by the values'. So attention has one key and value per token
+        for all heads.
+        """
         latents, keys = cache.append(self.layer, latent[:, None], key.transpose(1, 2))
         weight = self.kv.weight.unflatten(0, (-1, self.head_size + self.value_size))  # (H, K+V, C)
         k_weight, v_weight = weight.split((self.head_size, self.value_size), dim=1)
@@ -129,12 +137,12 @@ class LatentAttention(CausalAttention):
 
 
 def whole(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return the parts as they are: each has all tokens."""
+    """Return the parts unchanged: the `Gather` for ranks that have all tokens."""
     return parts
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return x (B, T, N) after `norm`, computed in the dtype of the norm's weight, returned in
-    x's."""
+    """Return `norm`, computed in the dtype that its weight has, applied to x (B, T, N); the result
+    has x's dtype."""
     assert isinstance(norm.weight, Tensor)
     return norm(x.to(norm.weight.dtype)).to(x.dtype)

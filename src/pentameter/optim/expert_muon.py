@@ -26,12 +26,13 @@ EPS = 1e-7
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """Muon for parameters (E, N, K): for each matrix the update of `torch.optim.Muon` with Nesterov
-    momentum and `adjust_lr_fn="match_rms_adamw"`.
+    """Muon for parameters (E, N, K): each matrix gets the update of `torch.optim.Muon` with
+    Nesterov momentum and `adjust_lr_fn="match_rms_adamw"`. `params` are parameter groups (dicts),
+    which may set `lr`, `momentum` and `weight_decay` (0 by default).
 
-    A stack that is sharded by expert, as ZeRO shards it, is updated where its experts are, without
-    communication. If the matrices are sharded, too, they are all-gathered for their update: `step`
-    is then collective.
+    If a stack is sharded by expert, as ZeRO shards it, each rank updates its experts without
+    communication. If the matrices themselves are sharded, they are all-gathered for their update:
+    `step` is then collective.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, lr: float, momentum: float) -> None:
@@ -39,8 +40,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient. Collective if matrices are sharded. A closure
-        is not supported."""
+        """Update, in place, every parameter that has a gradient. Collective if matrices are
+        sharded. Returns None; a `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -48,6 +49,8 @@ class ExpertMuon(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: Parameter, group: dict[str, Any]) -> None:
+        """Update one parameter, and its momentum in the optimizer's state, in place. Collective if
+        its matrices are sharded."""
         state, rate, momentum = self.state[parameter], group["lr"], group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -67,8 +70,9 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 def _whole_matrices(stack: Tensor) -> Tensor:
-    """Return the matrices (E, N, K) of this rank's experts. Collective if the matrices are sharded,
-    else nothing is sent."""
+    """Return the whole matrices (E, N, K) of the experts that this rank holds. Collective if the
+    matrices themselves are sharded (along N or K), which are then all-gathered; otherwise nothing
+    is sent."""
     own, (first, *_) = local_shard(stack)
     distributed: Any = stack
     placements = distributed.placements if is_distributed(stack) else ()
@@ -79,9 +83,9 @@ def _whole_matrices(stack: Tensor) -> Tensor:
 
 
 def _orthogonalized_in_parts(matrices: Tensor) -> Tensor:
-    """Return `orthogonalized(matrices)`, on a CPU one matrix after another: its product of few
-    small matrices is another one, rounded otherwise, than of many, so that an update would depend
-    on how many experts a rank holds."""
+    """Return `orthogonalized(matrices)`; on a CPU it is called for one matrix after another. There
+    a batched matmul rounds differently with the number of matrices, and an update would depend on
+    how many experts a rank holds."""
     n_at_once = 1 if matrices.device.type == "cpu" else max(1, len(matrices))
     return torch.cat([orthogonalized(each) for each in matrices.split(n_at_once)])
 

@@ -129,10 +129,13 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
 
 
 def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return the layout's first setting under which the model's experts cannot be trained, with the
-    reason, as text; None if they can be, or if there are none and the layout shards none. Obstacles
-    are a tensor mode other than 1d, an expert capacity if sequences are split between ranks, and
-    degrees of experts that do not fit."""
+    """Return the first setting under which the model's experts cannot be trained in this layout,
+    with the reason, as text; None if there is no obstacle.
+
+    With experts, the obstacles are a tensor mode other than 1d, and an expert capacity together
+    with `context` above 1 or `sequence`. Without experts, the only one is a layout that shards them
+    (`expert` or `expert_tensor` above 1). Whether a degree divides the sizes is not checked here.
+    """
     if model.n_experts is None:
         if layout.shards_experts:
             return f"{_expert_setting(layout)}, which shards experts; leave it out"
@@ -153,7 +156,8 @@ def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
 
 def latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     """Return the layout's first setting under which latent attention cannot be trained, with the
-    reason, as text; None if it can be, or if the model has none."""
+    reason, as text: a tensor mode other than 1d. None in any other, or if the model has no latent
+    attention."""
     if model.attention == "latent" and layout.is_grid:
         return (
             f"{layout.grid_setting}, which shards the width of the residual stream that latents "

@@ -33,7 +33,8 @@ FEW_LAYERS = 6
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Tokens that chose each expert of one layer, at n recorded steps."""
+    """Tokens that chose each expert in one layer, at n recorded steps: each step's own number, not
+    a sum over the steps between."""
 
     layer: int
     steps: tuple[int, ...]
@@ -49,15 +50,16 @@ class LayerLoads:
 
     @property
     def recent(self) -> np.ndarray:
-        """Relative loads in the last twentieth of the recorded steps, at least one, (m,
-        experts)."""
+        """Loads ÷ the mean over the layer's experts, (m, experts), in the last m recorded steps: n
+        / 20, at least one."""
         return self.relative[-max(1, len(self.steps) // 20) :]
 
 
 def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
-    """Return the loads in `experts` events, which are sorted by step, for each layer in turn.
-    Events that are no such loads, or that differ from their layer's first in length, are left
-    out."""
+    """Return the loads recorded in `experts` events, one result per layer, in the layers' order.
+    The events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left
+    out are events without valid loads, with no load at all, or with another number of experts than
+    their layer's first."""
     of_layer: dict[int, dict[int, list[float]]] = defaultdict(dict)
     for event in events:
         layer, loads = event.get("layer"), event.get("loads")
@@ -75,39 +77,49 @@ def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
 
 
 def imbalance(layers: Sequence[LayerLoads]) -> float:
-    """Return the largest load ÷ the mean, averaged over layers and over the last twentieth of the
-    recorded steps; NaN without layers."""
+    """Return the busiest expert's load ÷ the mean over its layer's experts: 1 if all are equal. It
+    is averaged over layers, and over the last twentieth of the recorded steps; NaN without
+    layers."""
     return float(np.mean([each.recent.max(1).mean() for each in layers] or np.nan))
 
 
 def n_idle(layers: Sequence[LayerLoads]) -> int | None:
-    """Return how many experts, over all layers, had no token in the last twentieth of the recorded
-    steps; None without layers."""
+    """Return how many experts, added over all layers, no token chose at any step in the last
+    twentieth of the recorded ones; None without layers."""
     return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """A layer's map for the page's template."""
+    """A layer's map, ready for the page's template: a row for each expert, steps from left to
+    right."""
 
     title: str
     detail: str
     """The busiest expert's load, and which experts are idle, at the last recorded step."""
     n_experts: int
+    """Number of rows, one per expert."""
     first_step: int
+    """The step at the left edge, before the first recorded one."""
     last_step: int
+    """The step at the right edge, the last recorded one."""
     height_pixels: float
+    """Height on the page, all rows together."""
     paths: tuple[tuple[str, str], ...]
-    """(Style class, SVG path) for each level, in units of steps and experts."""
+    """(Style class, SVG path) for each level of load: `idle`, or `load-1` (lowest) to `load-8`. In
+    a path, x is in steps after `first_step`, y in experts."""
 
 
 def expert_maps(layers: Sequence[LayerLoads]) -> list[ExpertMap]:
-    """Return each layer's map."""
+    """Return a map for each layer, to be drawn on the page. Each shows at most MOST_COLUMNS
+    recorded steps, evenly chosen, or MOST_NARROW_COLUMNS if there are more than FEW_LAYERS
+    layers."""
     n_columns = MOST_COLUMNS if len(layers) <= FEW_LAYERS else MOST_NARROW_COLUMNS
     return [_map(layer, n_columns) for layer in layers]
 
 
 def _map(layer: LayerLoads, n_columns: int) -> ExpertMap:
+    """Return a layer's map from at most `n_columns` recorded steps, evenly chosen."""
     kept = evenly(len(layer.steps), n_columns)
     steps = [layer.steps[at] for at in kept]
     relative = layer.relative[kept]
@@ -144,7 +156,8 @@ def _runs(levels: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def _detail(relative: np.ndarray) -> str:
-    """Return a line about a layer's loads ÷ mean (experts,): the largest, and the idle experts."""
+    """Return a line from a layer's loads ÷ mean (experts,): the largest one, and the numbers of the
+    experts without any token, at most MOST_NAMED."""
     idle = np.flatnonzero(relative == 0).tolist()
     words = f"busiest {formatting.fixed(float(relative.max()), 2)}× the mean"
     if not idle:

@@ -16,7 +16,7 @@ from pentameter.errors import ConfigError
 
 
 def choose_family(model: ModelConfig) -> str:
-    """Return the `model_type` of the first family that can express a model.
+    """Return the `model_type` of the first family in FAMILIES that can express a model.
 
     Raises ConfigError if none can, naming every key and value that the nearest one lacks.
     """
@@ -73,8 +73,8 @@ def simplest(model: ModelConfig) -> ModelConfig:
 def to_their_config(
     name: str, model: ModelConfig, *, vocab_size: int, end_of_text: int | None, dtype: str
 ) -> dict[str, Any]:
-    """Build the content of config.json for a model that the family `name` (a `model_type`, chosen
-    by `choose_family`) expresses.
+    """Build the content of config.json for a model in the family `name` (a `model_type`), which
+    must be able to express it, as `choose_family` finds. Nothing is written.
 
     vocab_size: rows in the written embedding, without padding. end_of_text: the token id that ends
     a document, None if the tokenizer has none. dtype: the weights' dtype (`float32`).

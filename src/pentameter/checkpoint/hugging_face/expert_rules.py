@@ -31,10 +31,13 @@ EXPERTS_IN_EVERY_LAYER = Rule(
     _write_every_layer,
     lambda _content, _section: {"d_ff": None, "dense_layers": 0},
 )
-"""No layer has one feed-forward layer instead, so none has the width `d_ff`."""
+"""For a family whose every layer has experts: refuses `model.dense_layers`, and reads `d_ff`, the
+width that only a layer without experts has, as None."""
 
 
 def _read_layers(content: Content, section: Content) -> dict[str, Any]:
+    """Return `dense_layers`, the layers without experts, from `decoder_sparse_step` and
+    `mlp_only_layers`: their number if they are the first ones, else a tuple with their indices."""
     n_layers = section["n_layers"]
     step, listed = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
     if type(step) is not int or step < 1:
@@ -56,11 +59,12 @@ LAYERS_WITH_EXPERTS = Rule(
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _layers_without(model)},
     _read_layers,
 )
+"""For a family in which some layers may have one feed-forward layer instead of experts."""
 
 
 def _sums_to_one(model: ModelConfig) -> bool:
-    """Return whether a token's scores sum to 1: divided by their sum, or a softmax of the chosen
-    logits alone, which is the same function."""
+    """Return whether a token's scores for its chosen experts sum to 1: they are divided by their
+    sum, or are a softmax over the chosen logits alone, which is the same function."""
     return model.router_renormalize or model.router_top_k_first
 
 
@@ -72,6 +76,8 @@ SCORES_MAY_SUM_TO_ONE = Rule(
         "router_top_k_first": False,
     },
 )
+"""For a family with a switch, `norm_topk_prob`: whether a token's scores are divided by their
+sum."""
 
 
 def _write_summing_to_one(model: ModelConfig) -> dict[str, Any]:
@@ -85,6 +91,8 @@ SCORES_SUM_TO_ONE = Rule(
     _write_summing_to_one,
     lambda _content, _section: {"router_renormalize": True, "router_top_k_first": False},
 )
+"""For a family in which a token's scores always sum to 1; refuses a model in which they need
+not."""
 
 
 def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
@@ -97,6 +105,8 @@ def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
+    """Return the number of shared experts, from their width together and the width of one of the
+    others, of which it must be a multiple. Raises ValueError if it is not."""
     key, width = "shared_expert_intermediate_size", section["d_expert"]
     shared = content.get(key, 5632)
     if type(width) is not int or width < 1:
@@ -112,6 +122,7 @@ def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
 SHARED_EXPERT_WITH_A_GATE = Rule(
     ("n_shared_experts", "shared_expert_gate"), _write_expert_for_all, _read_expert_for_all
 )
+"""For a family whose layers always have a shared expert, with a gate."""
 
 
 def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
@@ -124,4 +135,5 @@ def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
 
 
 CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice, lambda _content, _section: {})
-"""Refuses the one way of balancing that acts beyond training."""
+"""Refuses `model.balance = "bias"`, the only way of balancing that also acts when a trained model
+chooses experts."""

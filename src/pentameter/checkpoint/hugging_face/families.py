@@ -41,8 +41,8 @@ from pentameter.checkpoint.hugging_face.rules import (
 def _with_defaults(
     written: Mapping[str, tuple[str, Any]], **defaults: Any
 ) -> dict[str, tuple[str, Any]]:
-    """Return a copy of a family's `written` table, with other config.json defaults for some
-    pentameter keys."""
+    """Return a copy of a family's `written` table (pentameter key → key in config.json and its
+    default there), with other config.json defaults for the pentameter keys given."""
     changed = {key: (written[key][0], default) for key, default in defaults.items()}
     return {**written, **changed}
 

@@ -32,7 +32,8 @@ GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 @dataclass(frozen=True)
 class Projections:
-    """The tensors that hold the query, key and value projections, and the order of their rows.
+    """Names of the tensors that hold the query, key and value projections (three, or a single one),
+    and the order of their rows.
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
     values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
@@ -44,6 +45,7 @@ class Projections:
 
 
 AS_ABOVE = "as above"
+"""Stands for the reason that the table's entry before this one gives."""
 
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "norm_position": ("pre", "{} normalises before each sub-layer"),
@@ -112,6 +114,8 @@ NAMES = {
     "experts.shared.down": "mlp.shared_expert.down_proj",
     "experts.shared_gate": "mlp.shared_expert_gate",
 }
+"""pentameter module → its name in a decoder like Llama, inside and outside a layer. `{expert}`
+stands for an expert's number."""
 
 STACKED = {
     "experts.router.weight": "mlp.gate.weight",
@@ -119,9 +123,10 @@ STACKED = {
     "experts.up.weight": "mlp.experts.gate_up_proj",
     "experts.down.weight": "mlp.experts.down_proj",
 }
-"""pentameter parameter of experts → its tensor's name where a folder holds what `transformers` 5
-has in memory: one tensor (E experts, outputs, inputs). Of parameters with the same name, each
-matrix holds the rows of the first, then those of the next."""
+"""pentameter parameter of experts → its tensor's name in folders with the layout that
+`transformers` 5 has in memory: one tensor for all experts, (E experts, outputs, inputs). If two
+parameters have the same name, each expert's matrix holds the first one's rows, then the second
+one's."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +145,13 @@ class Family:
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Replacements for entries in NEUTRAL."""
     read: Mapping[str, bool] = field(default_factory=dict)
-    """pentameter key that only the weights express → its value for weights that are read. Biases
-    without an entry are written as zeros."""
+    """pentameter key that only the weights express → its value for weights that are read. If a key
+    for biases has an entry, biases that a model lacks are written as zeros."""
     not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Key in config.json → its default, the only value that is accepted, and the reason for
     refusing another."""
     activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
+    """Activation name in config.json → pentameter's."""
     body: str = "model."
     """Prefix for every tensor name except the head's; absent in the model without a head."""
     layers: str = "layers."
@@ -156,10 +162,12 @@ class Family:
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
     layer. `{expert}` stands for an expert's number: its matrix is a tensor by itself."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """`STACKED` if the family has experts: names under which a folder may hold them instead."""
+    """`STACKED`, the second naming in which a folder may hold experts; empty if the family has
+    none."""
     projections: Projections = Projections(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
     )
+    """Tensors with the queries', keys' and values' rows."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Key in config.json → another name under which it is read."""
     transposed: bool = False

@@ -97,6 +97,9 @@ def read_hf(
 
 
 def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config:
+    """Return the configuration for fine-tuning the model in the folder `path`: RECIPE, with
+    `section` as `[model]` and the tokenizer's setting. Raises ConfigError if a value is invalid or
+    the tokenizer has more tokens than the model."""
     setting = tokenizer.kind if tokenizer.kind != "bpe" else f"bpe:{tokenizer.vocab_size}"
     tree: dict[str, Any] = {
         **RECIPE,
@@ -134,8 +137,9 @@ def hub_name(folder: Path) -> str:
 
 
 def _weight_files(path: Path, index: Mapping[str, Any] | None) -> tuple[Path, ...]:
-    """List the folder's safetensors files: model.safetensors, else the files that its `index`, the
-    parsed INDEX, names; None if the folder has none, or needs none.
+    """List the folder's safetensors files: model.safetensors, else the files that `index` names.
+    `index` is the content of model.safetensors.index.json; None if the folder has no such file or
+    has model.safetensors.
 
     Raises ConfigError if there are none (explaining how to convert a pickle), CorruptError if the
     index is malformed or a named file is missing.
@@ -227,8 +231,9 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
 
 
 def _map_of(family: Family, model: ModelConfig, names: Set[str]) -> TensorMap:
-    """Return the map for a folder that holds tensors `names`: with those of the experts stacked if
-    there is any that only such a folder has."""
+    """Return the map between the family's tensors and pentameter's for a folder whose tensors have
+    these `names`. Experts are taken as stacked (all of them in one tensor) if a name is there that
+    only such a folder has, otherwise as one tensor each."""
     published = TensorMap.of(family, model)
     stacked = TensorMap.of(family, model, is_stacked=True) if family.stacked else published
     is_stacked = not names.isdisjoint(stacked.their_shapes.keys() - published.their_shapes.keys())
@@ -316,6 +321,7 @@ def _shards(weights: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _n_bytes(tensor: LazyTensor) -> int:
+    """Return a tensor's size in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 

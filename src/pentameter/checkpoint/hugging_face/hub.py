@@ -127,8 +127,9 @@ def _downloaded(address: HubAddress) -> Path:
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload a folder's files as one commit on the main branch of a model repository, made if it is
-    absent; return the commit's URL. Weights of an earlier push that are not replaced are removed.
+    """Upload a folder's files as one commit on the main branch of a model repository; return the
+    commit's URL. An absent repository is made, private if `private` is true. Weights of an earlier
+    push that are not replaced are removed.
 
     Raises ConfigError if huggingface_hub is missing, and if `private` is true for a repository that
     is public; StorageError if the Hub refuses or fails. The commit is made whole or not at all.
@@ -238,7 +239,8 @@ _REFUSALS = {
 
 
 def _failure(address: HubAddress, error: Exception) -> PentameterError:
-    """Build the error for a request that failed: the repository, the reason, the remedy."""
+    """Build the error for a request that failed: ConfigError if the Hub answers with 404, else
+    StorageError. It has the repository, the reason and the remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,

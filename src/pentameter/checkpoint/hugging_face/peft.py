@@ -34,11 +34,11 @@ PREFIX = "base_model.model."
 def export_peft(
     stored: StoredModel, out: Path, beside: Mapping[str, bytes] | None = None
 ) -> Exported:
-    """Write the folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens together with
-    the model that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` if that
-    was a Hugging Face folder. The files `beside`, name → content, such as a model card, are put
-    there too. The folder appears whole or not at all. The result's `notes` say if no base model is
-    known.
+    """Write the folder `out` with a run's adapters, not merged into its weights, in PEFT's format.
+    `peft.PeftModel.from_pretrained(base, out)` opens it together with `base`, the model that the
+    run began with; `AutoPeftModelForCausalLM.from_pretrained(out)` does too if that was a Hugging
+    Face folder. The files `beside`, name → content, such as a model card, are put there too. The
+    folder appears whole or not at all. The result's `notes` say if no base model is known.
 
     Raises ConfigError for a model without adapters, for one that no Hugging Face family can
     express, and if `out` exists and is not an empty folder; StorageError if writing fails.
@@ -97,6 +97,8 @@ def _config(
     adapters: Adapters,
     base_model: str | None,
 ) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `modules` has the adapted `transformers` modules
+    as keys; `base_model` is the name or folder that the run began with, None if not known."""
     lora = adapters.lora
     # The last two names: c_proj alone would match both attention and feed-forward.
     targets = {".".join(path.split(".")[-2:]) for path in modules}

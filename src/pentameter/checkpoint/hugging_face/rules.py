@@ -17,14 +17,16 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """A conversion for some `[model]` keys, with functions to write and read them. Both raise
-    ValueError, naming the keys and values, for settings that the other side cannot express."""
+    """A conversion for some `[model]` keys (`keys`) between a model's configuration and
+    config.json, with functions to write and read them. Both raise ValueError, naming the keys and
+    values, for settings that the other side cannot express."""
 
     keys: tuple[str, ...]
     write: Callable[[ModelConfig], dict[str, Any]]
     """Model section → entries for config.json."""
     read: Callable[[Content, Content], dict[str, Any]]
-    """config.json and the model section as far as the tables give it → values for `keys`."""
+    """The content of config.json, and the model section as far as the family's tables give it →
+    values for `keys`."""
 
 
 _SCALING = {
@@ -68,6 +70,10 @@ def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
 def _read_rope(
     content: Content, section: Content, *, partly: bool, default_theta: float = 10000.0
 ) -> dict[str, Any]:
+    """Return `rope_theta`, `rope_scaling` and, if `partly`, `rotary_fraction` from config.json, in
+    the form for transformers 5 or an earlier one. `partly`: the family turns only a fraction of
+    each head. `default_theta` is the base if config.json gives none. Raises ValueError for a type
+    or key that is not supported."""
     where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     found = content.get(where) or {}
     if not isinstance(found, dict):
@@ -105,20 +111,26 @@ WHOLE_HEADS_TURN = Rule(
     partial(_write_rope, partly=False),
     partial(_read_rope, partly=False),
 )
+"""For a family that turns all channels of each head; the rotation's base is 10,000 by default."""
 WHOLE_HEADS_TURN_SLOWLY = Rule(
     WHOLE_HEADS_TURN.keys,
     WHOLE_HEADS_TURN.write,
     partial(_read_rope, partly=False, default_theta=1e6),
 )
-"""The same, where a config.json that gives no base means 1,000,000."""
+"""As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
 PART_OF_A_HEAD_TURNS = Rule(
     ("rope_theta", "rope_scaling", "rotary_fraction"),
     partial(_write_rope, partly=True),
     partial(_read_rope, partly=True),
 )
+"""For a family that turns only a fraction of each head's channels."""
 
 
 def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
+    """List `sliding_attention` or `full_attention` for each layer. With a `window` in tokens, every
+    `every`th layer attends to the whole context (None: no layer does); without one, all layers
+    do."""
+
     def is_whole(layer: int) -> bool:
         return window is None or (every is not None and (layer + 1) % every == 0)
 
@@ -140,8 +152,10 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 def _read_windows(
     content: Content, section: Content, *, has_window: Callable[[int, int], bool]
 ) -> dict[str, Any]:
-    """Return the values for a config.json that lists the layers with a window, or gives a number of
-    layers: `has_window(layer, number)` then says which have one."""
+    """Return `sliding_window` and `sliding_window_pattern` from config.json. If it has no list of
+    layers (`layer_types`), `has_window(layer, number)` says whether a layer has a window, `number`
+    being its `max_window_layers`. Raises ValueError unless all layers have a window, or none, or
+    all but every nth."""
     n_layers = section["n_layers"]
     if not isinstance(n_layers, int):
         return {}  # the schema refuses it later
@@ -170,12 +184,15 @@ LAYERS_WITH_A_WINDOW = Rule(
     _write_windows,
     partial(_read_windows, has_window=lambda layer, n: layer >= n),
 )
+"""A config.json without a list of layers gives a window to the layers from `max_window_layers`
+on."""
 EVERY_OTHER_WITH_A_WINDOW = Rule(
     LAYERS_WITH_A_WINDOW.keys,
     _write_windows,
     partial(_read_windows, has_window=lambda layer, n: layer < n and layer % 2 == 0),
 )
-"""The same, where a config.json without a list means every other layer, up to a number."""
+"""As LAYERS_WITH_A_WINDOW, but a config.json without a list gives a window to every other layer
+below `max_window_layers`."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
     ("sliding_window",),
     lambda model: {
@@ -212,6 +229,8 @@ def _read_biases(content: Content, section: Content) -> dict[str, Any]:
 
 
 ONE_SWITCH_FOR_BIASES = Rule(("qkv_bias", "bias"), _write_biases, _read_biases)
+"""For a family in which attention's four projections have a bias all or none. The feed-forward
+layer's switch must be the same."""
 
 
 def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
@@ -224,6 +243,7 @@ def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
 
 
 HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width, lambda _content, _section: {})
+"""Refuses a model whose d_model is not a multiple of its number of heads."""
 
 CONTEXT_BY_ITS_OLD_NAME = Rule(
     (), lambda model: {"n_ctx": model.context_length}, lambda _content, _section: {}

@@ -75,7 +75,8 @@ class TensorMap:
     @staticmethod
     def of(family: Family, model: ModelConfig, *, is_stacked: bool = False) -> TensorMap:
         """Build the map between the tensors of `model` and those of the family that expresses it.
-        `is_stacked`: those that the family's `stacked` names, where experts share a tensor."""
+        With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
+        otherwise each expert's matrix is a tensor by itself."""
         biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
         # No family here holds the state of balancing, which is of training.
         whole = model.model_copy(update={**biases, "vocab_multiple": 1, "balance": "none"})
@@ -104,8 +105,9 @@ class TensorMap:
         return TensorMap(tuple(strips), ours, shapes, frozenset(transposed), n_experts)
 
     def to_theirs(self, weights: Weights) -> dict[str, LazyTensor]:
-        """Return the family's tensors, name → lazy tensor in the stored layout, each region
-        computed from pentameter's `weights`, all of a model's, at access."""
+        """Return the family's tensors, name → lazy tensor in the stored layout, whose regions are
+        computed from pentameter's `weights` at access. All have the first weight's dtype. Rows for
+        a bias that `weights` lacks are zero."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.their_shapes}
         for strip in self.strips:
             if strip.ours in weights:
@@ -118,8 +120,9 @@ class TensorMap:
     def to_ours(
         self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
     ) -> dict[str, LazyTensor]:
-        """Return pentameter's tensors, name → lazy tensor in `dtype`, each region computed from the
-        family's `tensors`, which must be complete and have the right shapes, at access."""
+        """Return pentameter's tensors, name → lazy tensor in `dtype`, whose regions are computed
+        from the family's `tensors` at access. `tensors` must be complete, with the shapes in
+        `their_shapes`."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
             found = self._as_rows(strip.theirs, tensors[strip.theirs])
@@ -127,7 +130,9 @@ class TensorMap:
         return self._assembled(self.our_shapes, sources, dtype)
 
     def _as_rows(self, name: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
-        """Return a tensor, ours or the family's, as the matrix whose rows strips count."""
+        """Return a tensor, ours or the family's, as the matrix in which strips count rows:
+        transposed if it is stored so, and experts' matrices (E, rows, columns) one below the other,
+        (E · rows, columns)."""
         if name in self.n_experts:
             return tensor.flatten(0, 1)
         return tensor.t() if name in self.transposed else tensor
@@ -138,8 +143,8 @@ class TensorMap:
         sources: Mapping[str, Sequence[RowSource]],
         dtype: torch.dtype,
     ) -> dict[str, LazyTensor]:
-        """Return name → lazy tensor for `shapes`, ours or the family's, whose rows are those of
-        `sources`."""
+        """Return a lazy tensor for each name in `shapes` (all ours or all the family's), with that
+        shape and `dtype`. At access its rows are copied from `sources[name]`."""
         tensors: dict[str, LazyTensor] = {}
         for name, shape in shapes.items():
             fill = partial(_fill, sorted(sources[name], key=lambda source: source.row))
@@ -171,15 +176,17 @@ def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slic
 
 
 def _has_experts(spec: ParameterSpec) -> bool:
-    """Return whether a parameter has a matrix, or a bias, for each expert."""
+    """Return whether a parameter has a matrix, or a bias, for each expert: its first axis is
+    experts."""
     return spec.axes[0] == "experts"
 
 
 def _strips(
     family: Family, model: ModelConfig, spec: ParameterSpec, stacked: Mapping[str, str]
 ) -> Iterator[Strip]:
-    """Yield the strips that map a parameter's rows to the family's tensors, to those in `stacked`
-    (parameter within a layer → name) if it is there."""
+    """Yield the strips that map a parameter's rows to the family's tensors. `stacked` maps a
+    parameter's name within a layer to the tensor in which all experts lie; empty if each expert's
+    matrix is a tensor by itself."""
     module, _, kind = spec.name.rpartition(".")
     if spec.layer is None:
         name = family.head if module == "head" else f"{family.body}{family.names[module]}.{kind}"
@@ -211,9 +218,10 @@ def _strips(
 def _expert_strips(
     spec: ParameterSpec, name: str, parameter: str, together: Sequence[str]
 ) -> Iterator[Strip]:
-    """Yield a strip for each expert: all rows of a tensor of its own, whose number `name` has in
-    place of `{expert}`, or, in the one tensor `name`, the expert's rows of `parameter` behind those
-    of the ones before it in `together`."""
+    """Yield a strip for each expert's rows of the parameter `spec`, called `parameter` within a
+    layer. If `name` contains `{expert}`, each expert has a tensor with that number. Otherwise
+    `name` is one tensor, in which an expert's block holds the rows of each parameter in `together`,
+    in order."""
     E, n_rows = spec.shape[:2]
     for expert in range(E):
         theirs = name.format(expert=expert)

@@ -54,7 +54,8 @@ class Conversations(Corpus):
     """A corpus of conversations in JSONL files or tables."""
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
-        """Yield each conversation with its file and line for messages.
+        """Yield each conversation with its file and line (or a table's row) for messages; files are
+        read as they are asked for.
 
         Raises CorruptError for a record that is no conversation or not JSON, StorageError for a
         file that cannot be read.
@@ -65,9 +66,9 @@ class Conversations(Corpus):
 
 
 def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
-    """Return True if all files are JSONL or tables, and the first record is a conversation without
-    the field `contents.text_field`. Raises StorageError for unreadable files, CorruptError for
-    damaged ones."""
+    """Return True if all files are JSONL or tables by their names, and the first record is a
+    conversation: it has `messages`, or `prompt` and `completion`, and not the text field that
+    `contents` names. Raises StorageError for unreadable files, CorruptError for damaged ones."""
     if not hold_records(files):
         return False
     for file in files:
@@ -83,6 +84,8 @@ def hold_records(files: Sequence[InputFile]) -> bool:
 
 
 def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
+    """Return a JSONL or table record as a Chat, or as an Exchange if `prompt` and `completion` are
+    plain texts. Raises CorruptError, at `where`, for a record that is neither."""
     if "messages" in record:
         return _chat(record["messages"], [], record.get("tools"), where)
     prompt, completion = record.get("prompt"), record.get("completion")
@@ -101,8 +104,9 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
-    """Check messages and return a Chat in which `given` messages come first and are not learned.
-    Raises CorruptError, at `where`, for invalid messages or none by the assistant."""
+    """Check messages and return a Chat: the `given` ones (a prompt's) come first and are not
+    learned, then `messages`, whose assistant messages are learned. `tools` is the record's field,
+    or None. Raises CorruptError, at `where`, for invalid messages or none by the assistant."""
     if not isinstance(messages, list):
         raise CorruptError(f"{where}: 'messages' is {type(messages).__name__}, not a list")
     if tools is not None and not isinstance(tools, list):

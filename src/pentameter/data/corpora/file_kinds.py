@@ -93,14 +93,15 @@ def detect_kind(start: bytes) -> FileKind | None:
 
 
 def is_binary(start: bytes) -> bool:
-    """Return True if more than one byte in a hundred is a control character, which among texts only
-    UTF-16 and UTF-32 have."""
+    """Return True if more than one byte in a hundred of a file's beginning, `start`, is a control
+    character other than white space and escape. Text does not look so, unless it is UTF-16 or
+    UTF-32."""
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
 
 
 def table_warning(files: Sequence[object]) -> str | None:
-    """Return a warning if some `files` are tables or JSON documents (`.csv`, `.tsv`, `.json`),
-    which are read as plain text; else None."""
+    """Return a warning, for the user, if the names of some `files` end in `.csv`, `.tsv` or
+    `.json`, which are read as plain text, not as tables or JSON documents; None if none does."""
     tables = [file for file in map(str, files) if file.lower().endswith(tuple(_TABLES))]
     if not tables:
         return None

@@ -82,16 +82,19 @@ class InputFile(Protocol):
         """Return its sha256, in hex, reading all of it."""
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield its documents, each an iterator of text chunks, as `read_documents` does."""
+        """Yield its documents, each an iterator of text chunks to be read before the next document
+        is asked for. Raises CorruptError, StorageError and ConfigError as `read_documents` does."""
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records with their places, including `fields` of a table, as `read_records`
-        does."""
+        """Yield its records (JSONL objects or table rows) as dicts, each with its file and line or
+        row. For a table, `contents.text_field` and `fields` are the columns read. Raises
+        CorruptError, StorageError and ConfigError as `read_records` does."""
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """An `InputFile` on this machine; only reading tells its content."""
+    """An `InputFile` on this machine. Its `key` is None: only reading it tells whether it has
+    changed."""
 
     path: Path
     key: None = None
@@ -117,12 +120,14 @@ class LocalFile:
         return sha256_of(self.path)
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
-        """Yield its documents, each an iterator of text chunks, as `read_documents` does."""
+        """Yield its documents, each an iterator of text chunks to be read before the next document
+        is asked for. Raises CorruptError, StorageError and ConfigError as `read_documents` does."""
         return read_documents(self.path, contents)
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
-        """Yield its records with their places, including `fields` of a table, as `read_records`
-        does."""
+        """Yield its records (JSONL objects or table rows) as dicts, each with its file and line or
+        row. For a table, `contents.text_field` and `fields` are the columns read. Raises
+        CorruptError, StorageError and ConfigError as `read_records` does."""
         return read_records(self.path, contents, fields)
 
     def __str__(self) -> str:
@@ -176,9 +181,9 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
 def _documents_in(
     opened: AbstractContextManager[BinaryIO], name: str, where: str, contents: FileContents
 ) -> Iterator[Iterator[str]]:
-    """Yield the documents, each as an iterator of text chunks, in a file or an archive's member,
-    which entering `opened` gives as decompressed bytes: JSONL or text, by its `name`; `where` names
-    it in messages."""
+    """Yield the documents in a file or an archive's member, each as an iterator of text chunks.
+    `opened` is a context manager that gives its decompressed bytes. If `name` has JSONL's suffix,
+    each record is a document, otherwise the whole text is one; `where` names it in messages."""
     if not is_jsonl(name):
         yield _text_in(opened, where, contents)
         return
@@ -234,8 +239,9 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
 def _undecodable(
     file: str, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
-    """Build the CorruptError for bytes that cannot be decoded, with a hint on the likely encoding;
-    the bytes given to the decoder begin at `offset` in the file."""
+    """Build the CorruptError for bytes that cannot be decoded, with a hint on the likely encoding.
+    The bytes given to the decoder begin at `offset` in the file; `line` is the JSONL line, None for
+    text."""
     name = codecs.lookup(encoding).name
     position, hint = str(error), _ENCODING_HINT
     if isinstance(error, UnicodeDecodeError):
@@ -280,11 +286,12 @@ def refuse_other_kinds(file: str, start: bytes) -> None:
 
 
 def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()) -> Records:
-    """Yield each JSONL record, or each table row with its text field and the other `fields`, as a
-    dict with its place for messages; empty lines are skipped.
+    """Yield each JSONL record, or each table row, as a dict with its file and line or row for
+    messages; empty lines are skipped. JSONL gives all fields, a table its text field and the
+    columns `fields`; a record may lack any of them.
 
     Raises CorruptError for content that is not JSON objects or is damaged, StorageError if the file
-    cannot be read, ConfigError without the package that decodes it. Fields are not checked.
+    cannot be read, ConfigError without the package that decodes it.
     """
     if is_table(file.name):
         yield from read_rows(file, [contents.text_field, *fields])
@@ -341,6 +348,8 @@ def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
 
 
 def _record_text(record: dict[str, Any], field: str, where: str) -> str:
+    """Return the text in a record's `field`. Raises CorruptError, at `where`, if it is absent, no
+    string, or cannot be encoded as UTF-8."""
     if field not in record:
         raise CorruptError(
             f"{where} has no field {field!r} (its keys are {sorted(record)}); name the field of "
@@ -389,8 +398,8 @@ def _uncompressed_name(name: str) -> str:
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """Context manager that yields a file's decompressed bytes as a stream, whose reads are full
-    until the end; StorageError if it cannot be opened."""
+    """Context manager that yields a file's decompressed bytes as a stream; StorageError if it
+    cannot be opened."""
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -401,8 +410,9 @@ def _open(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
-    """Context manager that yields a stream's bytes, decompressed by the suffix of `name`. Damage in
-    the body becomes CorruptError and OSError becomes StorageError, with `where` in the message."""
+    """Context manager that yields a stream's bytes, decompressed by the suffix of `name`. While it
+    is open, errors for damaged compression become CorruptError and OSError becomes StorageError,
+    with `where` in the message."""
     damage: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError]
     if ".zst" in where.lower():
         damage.append(_zstd().ZstdError)

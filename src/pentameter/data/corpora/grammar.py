@@ -186,8 +186,8 @@ def _radical(n: int) -> int:
 
 
 def _urn(draws: list[int]) -> list[int]:
-    """Return each character's tickets in an urn with 4096: an eighth dealt evenly, the rest in
-    proportion to draw⁴.
+    """Return each character's tickets in one state's urn with 4096: an eighth dealt evenly, the
+    rest in proportion to draw⁴. `draws` has a random number below 65,536 for each character.
 
     The fourth power makes a few characters likely in each state: text with a structure to learn.
     The even part lets a small alphabet still surprise, and makes every character frequent enough

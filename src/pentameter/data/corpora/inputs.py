@@ -47,14 +47,17 @@ class Inputs:
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
     """Files by split, `val` and `test`, if tables have these in their names."""
     warnings: tuple[str, ...] = ()
+    """Sentences for the user about files that are not read."""
 
 
 def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
-    """Open the files at `paths`, read as `data` says. JSONL files and tables whose first record is
-    a conversation become Conversations, everything else Text.
+    """Open the files at `paths` (files, folders, patterns, URLs), read as `data` says: encoding,
+    text field, `max_bytes`. JSONL files and tables whose first record is a conversation become
+    Conversations, everything else Text.
 
-    Held-out splits are the files that `data` names for them, else those that the files' names tell.
-    Raises errors as `inputs_at` does, and CorruptError if text is held out beside conversations.
+    Held-out splits are `data.validation_path` and `data.test_path`; if neither is set, the tables
+    whose names tell a split. Raises ConfigError for a path that does not exist or holds no file,
+    StorageError for one that cannot be read, CorruptError if text is held out beside conversations.
     """
     contents = FileContents(data.encoding, data.text_field)
     inputs = inputs_at(paths)
@@ -75,6 +78,8 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
 
 
 def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:
+    """Return `inputs` as a corpus with the class `kind`, held-out files included; `data` gives its
+    name and `max_bytes`."""
     name = data.prepared_name
     held_out = {
         split: kind(f"{name}-{split}", files, contents) for split, files in inputs.held_out.items()
@@ -86,10 +91,10 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
     """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs.
 
     A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
-    links to folders and special files (pipes, sockets) are left out; if there are tables, so is
-    everything else. Tables named for validation and test are held out if others are named for
-    training. Raises ConfigError for a path that does not exist or holds no file, StorageError for
-    one that cannot be read.
+    links to folders and special files (pipes, sockets) are left out; in a folder with tables
+    (Parquet, Arrow), so is everything else. If all files are tables and some are named for
+    training, those named for validation and test are held out. Raises ConfigError for a path that
+    does not exist or holds no file, StorageError for one that cannot be read.
     """
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
@@ -138,8 +143,9 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
 
 
 def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
-    """List the files at a path; also return the path if it is a folder (or a URL with a pattern),
-    else "". Errors as in `inputs_at`."""
+    """List the files at a path. The second result is the path itself if it is a folder, or a URL
+    with a pattern or folder, else "". Raises ConfigError for a path that does not exist or holds no
+    file, StorageError for one that cannot be read."""
     if is_remote(path):
         remote, root = remote_files(str(path))
         return list(remote), root
@@ -165,8 +171,9 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
-    """Yield a data set's tables without cache files; for a saved data set, only the Arrow files
-    that its state.json lists. Raises CorruptError if a listed file is missing."""
+    """Yield a data set's tables without the cache files that `datasets` leaves beside them. In a
+    folder with a state.json, as `save_to_disk` writes it, they are only the Arrow files that it
+    lists. Raises CorruptError if a listed file is missing."""
     for folder, group in itertools.groupby(tables, key=_folder_of):
         inside = list(group)
         state = None if folder is None else folder / _STATE_FILE
@@ -203,8 +210,9 @@ def _listed_files(state: Path) -> list[str]:
 
 
 def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]) -> Inputs:
-    """Return the tables as Inputs, assigned to splits by words in their paths relative to the
-    folder that was named; adds to `warnings` the tables left out."""
+    """Return the tables as Inputs, assigned to splits by words in their paths. `named` pairs each
+    table with its path relative to the folder that the user named. Without a table for training,
+    all are one text; otherwise those named for no split are left out, with a line in `warnings`."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
     for file, path in named:

@@ -67,8 +67,8 @@ NOT_STDLIB = frozenset(
 
 
 def stdlib(data: DataConfig) -> Text:
-    """Return the source code of Python's standard library on this machine, one document per module.
-    Raises ConfigError if it is not there as source."""
+    """Return the source code of Python's standard library on this machine, one document per module,
+    tests left out; `data` is unused. Raises ConfigError if it is not there as source."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     if not (folder / "os.py").is_file():
         raise ConfigError(
@@ -85,21 +85,22 @@ def stdlib(data: DataConfig) -> Text:
 
 
 def grammar(data: DataConfig) -> Text:
-    """Return the `grammar` corpus: text from a hidden Markov source with an exactly known entropy
-    rate. Raises ConfigError for impossible settings."""
+    """Return the `grammar` corpus: text generated, as it is read, by the hidden Markov source that
+    `data.grammar` describes, with an exactly known entropy rate. Raises ConfigError for impossible
+    settings."""
     grammar_source(data.grammar)  # raises now if the settings are impossible
     return Text("grammar", (GrammarFile(data.grammar),))
 
 
 def shakespeare(data: DataConfig) -> Text:
-    """Return Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct; downloaded unless
-    cached."""
+    """Return Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct; downloaded now unless
+    cached. `data` is unused."""
     return Text("shakespeare", (LocalFile(public_file(TINY_SHAKESPEARE)),))
 
 
 def wikitext_2(data: DataConfig) -> Text:
     """Return WikiText-2: about 2 million words from articles, in its three published splits;
-    downloaded unless cached."""
+    downloaded now unless cached. `data` is unused."""
     train, val, test = (
         Text(f"wikitext-2-{split}", (LocalFile(public_file(file)),))
         for split, file in WIKITEXT_2.items()
@@ -117,10 +118,12 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 
 def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:
     """Open the corpus that `data` names, by `corpus` or `path`, with the corpora held out beside
-    it.
+    it. Files are listed, not read, but for a first record; a public corpus is downloaded unless
+    cached.
 
-    `paths` replaces `data.path` with several. Raises ConfigError for an unknown corpus or a path
-    that does not exist, StorageError for unreadable files, CorruptError for damaged ones.
+    `paths`, if there are any, replaces `data.path` and `data.corpus`. Raises ConfigError for an
+    unknown corpus or a path that does not exist, StorageError for unreadable files, CorruptError
+    for damaged ones.
     """
     if paths or data.path is not None:
         return corpus_at(paths or [str(data.path)], data)

@@ -38,7 +38,8 @@ from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, PentameterError, StorageError, printable
 
 ATTEMPTS = 5
-"""Consecutive requests that may fail without bringing `PROGRESS_BYTES`."""
+"""Requests in a row, each bringing less than `PROGRESS_BYTES`, after which a file counts as
+unreadable."""
 FIRST_WAIT_SECONDS = 1.0
 """Seconds before the second attempt; doubled before each further one."""
 CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
@@ -142,8 +143,9 @@ def local_copy(file: RemoteFile) -> Path:
     """Return the path to a remote file's copy in the cache, downloading it if it is not there.
 
     One process at a time copies a file, others wait. An incomplete copy is kept, and a later call
-    continues from there if the server reports versions. Raises StorageError if the server fails, or
-    the file changes, more than `ATTEMPTS` times in a row.
+    continues from there if the server reports versions. Raises StorageError after `ATTEMPTS`
+    failures in a row, each with less than `PROGRESS_BYTES` received, and if the disk lacks the
+    space; ConfigError if the file does not exist.
     """
     digest = hashlib.sha256(json.dumps(file.address).encode()).hexdigest()
     folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
@@ -167,8 +169,8 @@ def local_copy(file: RemoteFile) -> Path:
 
 def _download(file: RemoteFile, partial: Path) -> None:
     """Append to `partial` until it holds the whole file, retrying after failures. Raises
-    StorageError after ATTEMPTS in a row without progress, ConfigError if the file does not
-    exist."""
+    StorageError after ATTEMPTS in a row that brought less than PROGRESS_BYTES, or at once for an
+    error that will not pass; ConfigError if the file does not exist."""
     n_failures = 0
     while True:
         before = partial.stat().st_size if partial.exists() else 0
@@ -194,8 +196,9 @@ class _IncompleteError(Exception):
 
 
 def _append(file: RemoteFile, partial: Path, offset: int) -> None:
-    """Append the file's bytes from `offset` on to `partial`, or replace its content if the server
-    sends all bytes. Raises _IncompleteError for a body with another size."""
+    """Append the file's bytes from `offset` on to `partial`. If the server ignores the offset and
+    sends all bytes, they replace its content. Raises _IncompleteError if the server sends more or
+    fewer bytes than `file.n_bytes`."""
     with _body(file, offset) as (stream, begins), _opened(partial, begins) as copy:
         n_left = file.n_bytes - begins
         while block := stream.read(min(BLOCK_BYTES, n_left + 1)):
@@ -258,6 +261,8 @@ def _check_whole(file: RemoteFile, partial: Path) -> None:
 
 
 def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFile:
+    """Return the file `name` with the size and version in `info`, its record from the file system
+    `fs`; `url` is the one that found it. Raises StorageError if the server reports no size."""
     if info.get("size") is None:
         info = {**info, **fs.info(name)}
     whole = name if is_remote(name) else fs.unstrip_protocol(name)
@@ -307,7 +312,7 @@ def _missing(what: str, url: str) -> ConfigError:
 
 def _retried(url: str, ask: Callable[[], Result]) -> Result:
     """Return the result of `ask`, called up to ATTEMPTS times while it fails with an error that may
-    pass; then raise ConfigError or StorageError about `url`."""
+    pass (such as HTTP 503); then raise ConfigError if `url` does not exist, else StorageError."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return ask()
@@ -331,7 +336,8 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Return True if the same request may succeed later."""
+    """Return True if the same request may succeed later: HTTP status 5xx, 408, 425 or 429, or an
+    error without a status that is not a missing file or permission."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
@@ -341,8 +347,9 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
-    """Build the error for a file that could not be read: its URL, the reason, the remedy, and
-    `kept`, a note on the bytes kept."""
+    """Build the error for a file that could not be read: ConfigError if the server says that it
+    does not exist, else StorageError. It has the URL, the reason, the remedy, and `kept`, a note on
+    the bytes kept."""
     status, where = _status(error), shown_url(url)
     is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
     if status in (404, 410) or is_missing:

@@ -79,6 +79,8 @@ def columns_of(file: Path) -> list[str]:
 
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+    """Yield the table's record batches (pyarrow), a few rows each, with those `wanted` columns that
+    it has."""
     with _table_errors(file):
         if file.name.lower().endswith(".parquet"):
             yield from _parquet_batches(file, wanted)

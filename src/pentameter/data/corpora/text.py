@@ -60,8 +60,9 @@ class Text(Corpus):
 
     @property
     def identity(self) -> str | None:
-        """A string that identifies the content, held-out texts included, if known without reading
-        it (generated text, remote files with versions); else None."""
+        """A string that identifies the content, held-out texts included, for the cache's keys. It
+        is None if only reading tells the content (local files); generated text and remote files
+        with versions have one."""
         known = {"train": self._own_identity}
         known |= {split: text._own_identity for split, text in self.held_out.items()}
         if None in known.values():
@@ -71,6 +72,8 @@ class Text(Corpus):
 
     @property
     def _own_identity(self) -> str | None:
+        """The identity without held-out texts and `max_bytes`; None if only reading tells the
+        content."""
         keys = [file.key for file in self.files]
         if None in keys:
             return None

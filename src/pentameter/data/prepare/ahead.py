@@ -36,9 +36,12 @@ _ERRORS: Mapping[str, type[PentameterError]] = {
 
 
 class Ahead:
-    """Writes a stream's parts in the background: a `Source` for the leading process on a machine.
+    """Writes a stream's parts (shards of a text that is tokenized while a run reads it) in the
+    background. It is the `Source`, the object that a stream asks for tokens, in the leading process
+    on a machine.
 
-    A child process does the work, and ends with this one. Its errors are raised by `wait`.
+    `origin` is the text with its tokenizer and splits, `folder` the stream's folder. A child
+    process does the work, and ends with this one. Its errors are raised by `wait`.
     """
 
     def __init__(self, origin: Origin, folder: Path) -> None:
@@ -49,8 +52,8 @@ class Ahead:
         self._error: Exception | None = None
 
     def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background, up to `n_tokens` training tokens or the text's
-        end; return at once."""
+        """Start writing parts in the background until all parts together hold `n_tokens` training
+        tokens, or the text ends; return at once."""
         self._n_wanted = max(self._n_wanted, n_tokens)
         if self._thread is None or not self._thread.is_alive():
             (self._folder / FAILURE_FILE).unlink(missing_ok=True)
@@ -58,15 +61,15 @@ class Ahead:
             self._thread.start()
 
     def wait(self, n_tokens: int) -> None:
-        """Ask for `n_tokens` training tokens and sleep for a moment; raise the error if writing has
-        failed."""
+        """Ask for parts with `n_tokens` training tokens in all, and sleep for POLL_SECONDS; the
+        caller then looks whether they are there. Raises the error if writing has failed."""
         if self._error is not None:
             raise self._error
         self.prepare(n_tokens)
         time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End the background process; the part that it is writing is lost."""
+        """End the background process. The part that it is writing is lost; finished parts stay."""
         self._n_wanted = 0
         if self._child is not None:
             self._child.kill()
@@ -77,6 +80,9 @@ class Ahead:
             self._child = None
 
     def _run(self) -> None:
+        """Write parts until they hold the tokens wanted or the text ends (in the background
+        thread). An error is kept for `wait`, and those of pentameter are written to FAILURE_FILE
+        for other processes."""
         n_ready = number = 0
         try:
             while True:
@@ -93,6 +99,8 @@ class Ahead:
             write_atomic(self._folder / FAILURE_FILE, json.dumps(failure).encode())
 
     def _write_next(self) -> None:
+        """Have the child process, started on the first call, write the next part. Raises its error,
+        StorageError if it cannot be started or ends."""
         request = None
         try:
             if self._child is None:
@@ -112,8 +120,8 @@ class Ahead:
 
 
 class Follower:
-    """Waits for a stream's parts that another process on this machine writes: a `Source` that
-    writes none."""
+    """A `Source` (the object that a stream asks for tokens) that writes no parts: it waits for
+    those that another process on this machine writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FAILURE_FILE
@@ -126,14 +134,15 @@ class Follower:
         """Do nothing: the other process continues."""
 
     def wait(self, n_tokens: int) -> None:
-        """Sleep for a moment; raise the error that the other process has recorded, if it failed
-        since this object was made."""
+        """Sleep for POLL_SECONDS, whatever `n_tokens`. Raises the error that the other process has
+        recorded, if it failed since this object was made."""
         if (at := self._written_at()) is not None and at != self._before:
             failure = read_json(self._file)
             raise _ERRORS.get(str(failure.get("error")), StorageError)(str(failure.get("message")))
         time.sleep(POLL_SECONDS)
 
     def _written_at(self) -> int | None:
+        """Return when the failure file was written, in nanoseconds; None if there is none."""
         try:
             return self._file.stat().st_mtime_ns
         except OSError:
@@ -142,17 +151,18 @@ class Follower:
 
 @dataclass(frozen=True)
 class StreamPreparation(TextPreparation):
-    """A text that is encoded while a run reads it."""
+    """A text with `data.order = "streamed"`: a run reads its first tokens while later ones are
+    encoded."""
 
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
-        """Open the text as a stream in the cache, once its first part has been written. `setting`
-        is `data.tokenizer`, which may have made a trained model's `tokenizer`; `warnings` is
-        unused.
+        """Open the text as a stream in the cache; waits until its first part has been written.
 
-        With `verify`, this process has the parts written, and checks their hashes; other processes
-        on the machine wait for them. Raises ConfigError for a tokenizer or split that needs the
-        whole text, and for an empty one; CorruptError for damage; StorageError if reading or
-        writing fails.
+        `setting` is `data.tokenizer`. If `tokenizer` is a trained model's and equals the one that
+        this setting made from the text, the stream from that training is opened, so that nothing is
+        encoded twice. `warnings` is unused. With `verify`, this process has the parts written, and
+        checks their hashes; other processes on the machine wait for them. Raises ConfigError for a
+        tokenizer or split that needs the whole text, and for an empty one; CorruptError for damage;
+        StorageError if reading or writing fails.
         """
         origin = origin_of(self.corpus, self.tokenizer, self.splitting)
         made = replace(origin, tokenizer=setting)

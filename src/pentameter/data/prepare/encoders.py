@@ -37,7 +37,9 @@ BATCHES_AHEAD = 2  # per process: one at work, one waiting
 
 
 def batches(passages: Iterable[Passage], n_characters: int) -> Iterator[Passages]:
-    """Yield the passages in lists with about `n_characters` characters each."""
+    """Yield the passages in lists, each ended by the passage that brings it to `n_characters`
+    characters; a passage counts 16 more than its text has, so that many tiny ones make a list
+    too."""
     batch: Passages = []
     held = 0
     for passage in passages:
@@ -51,8 +53,9 @@ def batches(passages: Iterable[Passage], n_characters: int) -> Iterator[Passages
 
 
 def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
-    """Return how many processes are worth starting to encode `n_bytes` of text; 0 to encode in this
-    one."""
+    """Return how many processes to start for encoding `n_bytes` of text: one per usable core, or 0,
+    which means encoding in this process, for a character tokenizer, for less than
+    WORTH_PROCESSES_BYTES and on a single core."""
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
         return 0
@@ -64,8 +67,9 @@ def encoded_passages(
     passages: Iterable[Passage], tokenizer: Tokenizer, n_bytes: int
 ) -> Iterator[Encoded]:
     """Yield the passages in batches, each with a list of its passages' ids (n_tokens,), in order,
-    encoded by as many processes as are worth starting for `n_bytes` UTF-8 bytes. Raises errors as
-    `encoded` does."""
+    encoded by as many processes as `processes_for` gives for a text with `n_bytes` UTF-8 bytes. For
+    a character tokenizer each batch is one passage. Raises any error from the tokenizer,
+    StorageError if a process cannot be started or ends early."""
     # A passage alone where a character may be unknown, so that it is known which.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
     return encoded(batches(passages, size), tokenizer, processes_for(tokenizer, n_bytes))
@@ -74,8 +78,9 @@ def encoded_passages(
 def encoded(
     batches: Iterable[Passages], tokenizer: Tokenizer, n_processes: int
 ) -> Iterator[Encoded]:
-    """Yield each batch with a list of its passages' ids (n_tokens,), in order; only a few batches
-    are held at a time. With `n_processes` 0, this process encodes.
+    """Yield each batch with a list of its passages' ids (n_tokens,), in order; at most
+    BATCHES_AHEAD batches per process are held at a time. `n_processes` child processes encode, or
+    this one if it is 0.
 
     Raises any error from the tokenizer, StorageError if a process cannot be started or ends early.
     """
@@ -147,8 +152,9 @@ def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChil
 
 
 def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:
-    """Build the function that a child process serves: a list of texts to (all their ids in one
-    array, each text's length)."""
+    """Build the function that a child process serves, from the path to a saved tokenizer. It maps a
+    list of texts to (all their ids in one array, each text's length in ids); the array is uint16 if
+    all ids fit, else uint32."""
     tokenizer = load_tokenizer(tokenizer_file)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 

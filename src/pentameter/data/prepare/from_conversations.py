@@ -48,7 +48,7 @@ BATCH_RENDERED, BATCH_CHARACTERS = 64, 1 << 20
 of a millisecond."""
 
 Records = Iterator[tuple[Conversation, str]]
-"""Conversations, each with its place for messages ("FILE, line 3")."""
+"""Conversations, each with its file and line for messages ("FILE, line 3")."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class ConversationContents(Contents):
 
     conversations: Conversations
     special_tokens: Mapping[str, int]
+    """Text → id of the tokenizer's special tokens, which text in a message never becomes."""
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
 
@@ -96,20 +97,22 @@ class ConversationContents(Contents):
         return {"conversations": len(self.splits)}
 
     def documents(self) -> Iterator[Document]:
-        """Start a new pass over the documents, which renders them again."""
+        """Start a new pass over the documents, which reads the files and renders the messages
+        again."""
         return _documents(self.conversations, self.chat, self.special_tokens)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield each document's text, empty outside train, with the UTF-8 bytes read so far;
-        `tokenizer` is unused."""
+        """Yield each document's text (an empty string if it is not in train) with the UTF-8 bytes
+        read so far; `tokenizer` is unused."""
         n_done = 0
         for document, split in zip(self.documents(), self.splits, strict=False):
             n_done += utf8_size(document.text)
             yield document.text if split == 0 else "", n_done
 
     def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-        """Write the tokens of this corpus and those held out; yield the UTF-8 bytes done so far
-        after each batch. Raises StorageError if files have changed since the first pass."""
+        """Write the tokens and loss masks of this corpus and those held out; yield the UTF-8 bytes
+        of text done so far after each batch. Raises StorageError if files have changed since the
+        first pass."""
         n_done = 0
         for part in self.parts:
             for n_bytes in _encode(part, tokenizer, writer):
@@ -158,6 +161,9 @@ class ConversationPreparation(Preparation):
 def _documents(
     conversations: Conversations, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
 ) -> Iterator[Document]:
+    """Yield the conversations as documents, rendered by `chat`, up to `max_bytes` of text; a
+    document that would exceed it is left out. Raises ConfigError for messages without a template
+    (None), CorruptError for a record that is damaged or refused by the template."""
     n_bytes = 0
     for documents, where in _rendered(conversations.records(), chat, special_tokens):
         for document in documents:
@@ -171,8 +177,10 @@ def _documents(
 def _rendered(
     records: Records, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
 ) -> Iterator[tuple[list[Document], str]]:
-    """Yield each conversation's documents with its file and line. Raises ConfigError for messages
-    without a template, CorruptError if the template refuses them."""
+    """Yield, for each conversation, its documents with its file and line: one document for a prompt
+    and completion, one or more for messages. `chat` is the template, with None only if no record
+    has messages; `special_tokens` maps texts to ids. Raises ConfigError for messages without a
+    template, CorruptError if the template refuses them."""
     with ExitStack() as stack:
         rendering: Rendering | None = None
         for batch in _batches(records):
@@ -202,8 +210,9 @@ def _rendered(
 
 
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
-    """Yield the conversations in lists, each limited in count and size. If reading fails, those
-    before the error are yielded first."""
+    """Yield the conversations in lists with up to BATCH_RENDERED of them and about BATCH_CHARACTERS
+    characters; the last list may be empty. If reading fails, those before the error are yielded
+    first."""
     batch: list[tuple[Conversation, str]] = []
     n_characters = 0
     try:
@@ -244,7 +253,8 @@ def _chunks(
     document: Document, special_tokens: Mapping[str, int], end_of_text: int | None
 ) -> list[tuple[str | int, bool]]:
     """Split a document into texts to encode and ids of special tokens, each with True if a model
-    learns it."""
+    learns it. A document that no template rendered gets `end_of_text`, learned, at its end, unless
+    that is None."""
     if document.is_rendered:
         return [
             (chunk, is_target)

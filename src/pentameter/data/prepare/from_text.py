@@ -54,8 +54,8 @@ class TextContents(Contents):
         return {"characters": self.n_characters}
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the text in passages cut for the tokenizer setting, empty outside train, each with
-        the UTF-8 bytes read so far."""
+        """Yield the text in passages cut for the tokenizer setting (`bpe:8192`), each with the
+        UTF-8 bytes read so far. A passage outside the train split is yielded as an empty string."""
         n_done = 0
         for passage in split_passages(self.text.documents(), self.bounds, Chunker(tokenizer)):
             n_done += utf8_size(passage.text)
@@ -76,7 +76,8 @@ class TextDigest:
         self.n_bytes = 0
 
     def hashed(self, documents: Documents) -> Documents:
-        """Yield the same documents, and update the hash and `n_bytes` as their chunks are read."""
+        """Yield the same documents; the hash and `n_bytes` are updated as their chunks are read,
+        each document's before the next is asked for."""
 
         def noted(document: Iterator[str]) -> Iterator[str]:
             for chunk in document:
@@ -102,8 +103,8 @@ class TextPreparation(Preparation):
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values that identify the text in the cache; it is read for them, unless its identity
-        is known without."""
+        """JSON values that identify the text in the cache. If its identity is not known without
+        reading (local files), the first pass over it is made now."""
         identity = self.corpus.identity
         if identity is None:
             return self.contents.key
@@ -167,7 +168,8 @@ class PassageWriter:
     """True if the current document has a token in any split."""
 
     def write(self, writer: ShardWriter, passage: Passage, ids: npt.NDArray[Any]) -> int:
-        """Write a passage's ids (n_tokens,); return the UTF-8 bytes of its text."""
+        """Write a passage's ids (n_tokens,) to its split; return the UTF-8 bytes of its text. If
+        the passage ends a document that has tokens, the end of text is written behind it."""
         n_bytes = utf8_size(passage.text)
         self.is_starting |= passage.starts
         if len(ids):
@@ -183,8 +185,9 @@ class PassageWriter:
 
 
 def _encode(parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-    """Write the tokens of all `parts`; yield the UTF-8 bytes done so far. Raises
-    UnseenCharacterError with the text's name and position, StorageError if a text has changed."""
+    """Write the tokens of all `parts` (the text, then those held out), with several processes if
+    that is faster; yield the UTF-8 bytes done so far. Raises UnseenCharacterError with the text's
+    name and position, StorageError if a text has changed since the first pass."""
     digests = [TextDigest() for _ in parts]
     passages = itertools.chain.from_iterable(
         split_passages(digest.hashed(part.text.documents()), part.bounds, Chunker(tokenizer.kind))

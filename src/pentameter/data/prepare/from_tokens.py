@@ -105,10 +105,10 @@ def token_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Return a token file with its format and size, from its header and neighboring files; `path`
-    may be Megatron's `.idx`.
+    """Return a token file with its format and size: Megatron's if it has an `.idx` beside it,
+    llm.c's by its header, else nanoGPT's. `path` may be the `.idx`. The ids are not read.
 
-    Raises ConfigError for an unknown format or a missing file, CorruptError for a damaged file,
+    Raises ConfigError for an unknown version or a missing file, CorruptError for a damaged file,
     StorageError for one that cannot be read.
     """
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
@@ -168,12 +168,15 @@ def import_tokens(
     test_fraction: float = 0.0,
     progress: Progress = no_progress,
 ) -> None:
-    """Write the files' ids, split by split, as shards in a new folder.
+    """Write the files' ids as shards in a new folder. `files` maps each split (train, val, test) to
+    its files, an empty list if it has none. `progress` is called with a pass's name, the tokens
+    done and the tokens in all.
 
-    If only train has files, its last ids become validation and test, by the two fractions. Raises
-    ConfigError (impossible fractions, no tokens, an id outside the vocabulary, a tokenizer whose
-    ids have no length in bytes, folder exists), CorruptError and StorageError as reading and
-    writing do.
+    If only train has files, its last ids become validation and test, by the two fractions of its
+    tokens; if val or test has files, the fractions are ignored. Raises ConfigError (impossible
+    fractions, no tokens, an id outside the vocabulary, a tokenizer whose ids have no length in
+    bytes, folder exists), CorruptError for a file that becomes shorter, StorageError if reading or
+    writing fails.
     """
     refuse_existing(folder)
     splitting = Splitting(validation_fraction, test_fraction)
@@ -244,8 +247,8 @@ def _blocks(
 
 
 def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Return the UTF-8 bytes that each id stands for (vocab_size,), 0 for `<|endoftext|>`;
-    ConfigError unless the tokenizer is of kind `char` or `bpe`."""
+    """Return how many UTF-8 bytes each id adds to the decoded text, int64 (vocab_size,); 0 for
+    `<|endoftext|>`. Raises ConfigError unless the tokenizer is of kind `char` or `bpe`."""
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(c.encode()) for c in tokenizer.characters], dtype=np.int64)
     if isinstance(tokenizer, BpeTokenizer):
@@ -261,6 +264,7 @@ def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
 
 
 def _check_size(path: Path, n_bytes: int, n_tokens: int, dtype: np.dtype[Any]) -> None:
+    """Raise CorruptError, naming `path`, unless `n_bytes` are exactly `n_tokens` ids in `dtype`."""
     if n_bytes != n_tokens * dtype.itemsize:
         raise CorruptError(
             f"{path} is damaged or cut short: {n_bytes} bytes of ids, expected {n_tokens} of "
@@ -269,6 +273,9 @@ def _check_size(path: Path, n_bytes: int, n_tokens: int, dtype: np.dtype[Any]) -
 
 
 def _open_megatron(path: Path, index: Path, size: int) -> TokenFile:
+    """Return the Megatron file `path`, which has `size` bytes, with the id type and document bounds
+    that its `index` gives. Raises ConfigError for an unknown version or sequences that do not lie
+    one after another in the file, CorruptError for a damaged index or another size."""
     n_bytes = index.stat().st_size
     with index.open("rb") as stream:
         raw = stream.read(MEGATRON_HEADER.itemsize)

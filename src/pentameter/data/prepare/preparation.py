@@ -90,12 +90,14 @@ class Contents(ABC):
 
     @abstractmethod
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
-        """Yield the corpus's text in passages cut for a tokenizer setting, empty outside the train
-        split, each with the UTF-8 bytes read so far."""
+        """Yield the corpus's text in passages cut for the tokenizer setting (`bpe:8192`), each with
+        the UTF-8 bytes read so far. A passage outside the train split is yielded as an empty
+        string."""
 
     @abstractmethod
     def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
-        """Write the tokens of all `parts`; yield the UTF-8 bytes of text done so far.
+        """Write the tokens of all `parts` through `writer`, each to its split; yield the UTF-8
+        bytes of text done so far.
 
         Raises StorageError if a corpus has changed since the first pass.
         """
@@ -112,6 +114,7 @@ class Preparation(ABC):
     splitting: Splitting
     """Fractions for the splits; unused if corpora are held out beside this one."""
     progress: Progress = no_progress
+    """Called with a pass's name, the bytes done and an estimate of all bytes."""
 
     @cached_property
     def contents(self) -> Contents:
@@ -125,8 +128,9 @@ class Preparation(ABC):
 
     @abstractmethod
     def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:
-        """Read one corpus in a first pass; documents or characters that `splitting` does not hold
-        out belong to `split`."""
+        """Read one corpus in a first pass. `split` is `train` for the corpus itself, and `val` or
+        `test` for one held out, which lies there whole; `splitting` is how the corpus itself is
+        split."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -143,10 +147,10 @@ class Preparation(ABC):
         """Write the shards into a new `folder`, which appears whole or not at all. One process at a
         time prepares a folder, others wait.
 
-        `count_tokens` is called with the tokens written so far; `warnings` collects sentences for
-        the user. Raises FolderExistsError if the folder exists or has appeared meanwhile,
-        ConfigError for a character outside the vocabulary, StorageError if reading or writing
-        fails, or the corpus changed between the passes.
+        `count_tokens` is called after each batch with the tokens written so far, in all splits;
+        `warnings` collects sentences for the user. Raises FolderExistsError if the folder exists or
+        has appeared meanwhile, ConfigError for a character outside the vocabulary, StorageError if
+        reading or writing fails, or the corpus changed between the passes.
         """
         contents = self.contents
         n_bytes = sum(part.n_bytes for part in contents.parts)
@@ -163,7 +167,8 @@ class Preparation(ABC):
                 writer.finish(contents.description())
 
     def _made_tokenizer(self, warnings: list[str]) -> Tokenizer:
-        """Return the tokenizer, made from the corpus if it is a setting."""
+        """Return the tokenizer; a setting is turned into one, from the corpus's text if it has to
+        be (`char`, `word`, `bpe:N`). Remarks on its training go to `warnings`."""
         setting, contents = self.tokenizer, self.contents
         if isinstance(setting, Tokenizer):
             return setting
@@ -179,10 +184,12 @@ class Preparation(ABC):
         return build_tokenizer(setting, train_texts, warnings=warnings)
 
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
-        """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`, which may
-        have made a trained model's `tokenizer`; `verify` checks the files against their hashes;
-        `warnings` collects sentences for the user. Raises CorruptError for damage, and ConfigError
-        and StorageError as `write_shards` does."""
+        """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`: if
+        `tokenizer` is a trained model's and equals the one that this setting made from the corpus,
+        the shards from that training are opened. `verify` checks the files against their hashes;
+        `warnings` collects sentences for the user. Raises CorruptError for damage, ConfigError for
+        an empty corpus or a character outside the vocabulary, StorageError if reading or writing
+        fails."""
         folder = self._cached_folder(setting)
         header = folder / f"{self.corpus.name}.json"
         if not header.exists():
@@ -198,8 +205,9 @@ class Preparation(ABC):
     def _cached_folder(self, setting: str) -> Path:
         """Return the folder for the shards in the cache, whether or not it exists.
 
-        A trained model's tokenizer may equal the one that a setting makes from this corpus. Then
-        these are the shards from its training, so that the same tokens are not stored twice.
+        If `tokenizer` is a trained model's, it may equal the one that `setting` (`data.tokenizer`),
+        or `char`, makes from this corpus. Then the folder is that setting's, which training wrote,
+        so that the same tokens are not stored twice.
         """
         for made_by in (setting, "char"):
             folder = self._folder_by(made_by)
@@ -215,7 +223,8 @@ class Preparation(ABC):
         return own
 
     def _folder_by(self, tokenizer: str | Tokenizer) -> Path:
-        """Return the cache's folder for this corpus and splitting, encoded by `tokenizer`."""
+        """Return the cache's folder for this corpus and splitting, encoded by `tokenizer` (a
+        tokenizer or a setting), whether or not it exists."""
         splits = self.splitting
         return cached_folder(
             {
@@ -228,8 +237,8 @@ class Preparation(ABC):
 
 
 def cached_folder(key: Mapping[str, Any]) -> Path:
-    """Return the cache's folder for prepared data that follows from the JSON values in `key`, its
-    `name` among them."""
+    """Return the cache's folder for prepared data, whether or not it exists. Its name is
+    `key["name"]` and a hash over the JSON values in `key`, which must decide the data."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"
 
@@ -240,8 +249,10 @@ def known_by(tokenizer: str | Tokenizer) -> str:
 
 
 def holds_tokenizer(folder: Path, setting: str, tokenizer: str | Tokenizer) -> bool:
-    """Return True if the shards in `folder`, encoded by the tokenizer that `setting` made from
-    their text, are those that `tokenizer`, a trained model's, would give."""
+    """Return True if the tokenizer stored with the shards in `folder` equals `tokenizer`, a trained
+    model's, so that these shards are the ones that it would give. Returns False if `tokenizer` is a
+    setting, if `setting`, to which the folder belongs, makes no tokenizer from text, or if the
+    folder holds no tokenizer."""
     if isinstance(tokenizer, str) or not is_made_from_text(setting):
         return False
     file = folder / TOKENIZER_FILE

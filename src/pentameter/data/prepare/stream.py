@@ -62,16 +62,19 @@ HASH_THREADS = 8  # files at once, as where shards are checked
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything that decides a stream's tokens."""
+    """Everything that decides a stream's tokens, a stream being a text that is tokenized while a
+    run reads it."""
 
     text: Text
     tokenizer: str | Tokenizer
     """A tokenizer, or the setting for one that is trained on the text's beginning."""
     splitting: Splitting
     keys: tuple[Any, ...]
-    """For each of `files`, its sha256 or its key, by which a changed file is noticed."""
+    """For each of `files`, its sha256, or the key that identifies its content without reading; a
+    changed file is noticed by it."""
     first_tokens: int
-    """Minimum training tokens in the first part."""
+    """Minimum training tokens in the first part; each later part has twice as many, up to
+    LARGEST_TOKENS."""
 
     @property
     def files(self) -> list[tuple[str, InputFile]]:
@@ -124,6 +127,7 @@ def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> O
 
 
 def _files(text: Text) -> list[tuple[str, InputFile]]:
+    """Return (split, file) pairs: the held-out files, then those of train."""
     held_out = [(split, file) for split, held in text.held_out.items() for file in held.files]
     return [*held_out, *(("train", file) for file in text.files)]
 
@@ -136,17 +140,20 @@ def _known_by(file: InputFile) -> Any:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the text between two passages, from which writing can continue."""
+    """How far a stream has been written, as each part's header records it, so that any later
+    process can continue there. The unit is a passage: a piece of one document's text that is
+    encoded by itself."""
 
     file: int = 0
-    """Index of its file in the stream's order."""
+    """Index, in `Origin.files`, of the file with the last passage written."""
     n_passages: int = 0
-    """Passages before it within its file."""
+    """Number of passages written from that file, counted from its start."""
     bytes_before: int = 0
-    """UTF-8 bytes in the training files before its file."""
+    """UTF-8 bytes of text in the training files before that file."""
     is_starting: bool = False
+    """True if the current document has no token yet in the current split."""
     has_tokens: bool = False
-    """With `is_starting`, the state of the `PassageWriter` at this place."""
+    """True if the current document has a token in any split. Both are a `PassageWriter`'s state."""
 
 
 class _NothingLeftError(Exception):
@@ -154,7 +161,8 @@ class _NothingLeftError(Exception):
 
 
 class Parts:
-    """Writes one stream's parts into `folder`, one with each call of `write_next`."""
+    """Writes one stream's parts (each a folder with shards) into `folder`, one with each call of
+    `write_next`."""
 
     def __init__(self, origin: Origin, folder: Path) -> None:
         self._origin, self._folder, self._hash = origin, folder, origin.hash
@@ -207,8 +215,8 @@ class Parts:
         self._encoded = self._encode(tokenizer, start)
 
     def _first_tokenizer(self) -> Tokenizer:
-        """Return the stream's tokenizer; if it is a setting, train it on the training split's
-        beginning."""
+        """Return the stream's tokenizer; if it is a setting, train it on the first LEARNED_BYTES of
+        the training split."""
         setting = self._origin.tokenizer
         if isinstance(setting, Tokenizer):
             return setting
@@ -251,8 +259,9 @@ class Parts:
             bytes_before += n_bytes if split == "train" else 0
 
     def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
-        """Yield the text's passages with a split set: val first, then test, then train. `n_bytes`
-        is the bytes of text before the first passage."""
+        """Yield the text's passages with a split set: val first, then test, then train. A held-out
+        split is its fraction of the text, at most MOST_HELD_OUT_BYTES, and empty if it is a
+        separate text. `n_bytes` is the bytes of text before the first passage."""
         text, splitting = self._origin.text, self._origin.splitting
         fractions = (splitting.validation_fraction, splitting.test_fraction)
         sizes = [min(int(each * text.n_bytes), MOST_HELD_OUT_BYTES) for each in fractions]
@@ -288,8 +297,9 @@ class Parts:
             raise UnseenCharacterError(error.character, error.position, where) from error
 
     def _write(self, number: int, folder: Path) -> None:
-        """Write part `number` as shards into `folder`. Raises _NothingLeftError if the text has no
-        more tokens."""
+        """Write part `number` as shards into `folder`, until it has `first_tokens` · 2^number
+        training tokens (at most LARGEST_TOKENS) or the text ends. Raises _NothingLeftError if the
+        text has no more tokens."""
         written, origin = self._written, self._origin
         goes_on = number > 0 and not written.is_starting  # the document of the part before
         limit = min(origin.first_tokens << number, LARGEST_TOKENS)
@@ -310,9 +320,9 @@ class Parts:
 
 
 def preparer() -> Callable[[tuple[Origin, Path] | None], bool]:
-    """Build the function that a background process serves: the first request gives a stream's
-    origin and folder, later ones are None; each writes one part and returns False once the text has
-    ended."""
+    """Build the function that a background process serves. Each call writes one part, and returns
+    True, or False once the text has ended. The first call is given a stream's origin and folder,
+    later ones None. Raises the process's niceness by NICENESS."""
     os.nice(NICENESS)
     parts: list[Parts] = []
 

@@ -18,6 +18,7 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 Ids = npt.NDArray[np.int64]
+"""Token ids (n_tokens,), int64."""
 Content = Mapping[str, Any]
 """A parsed JSON object."""
 End = tuple[str | None, int | None]
@@ -50,28 +51,31 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def from_content(cls, content: Content) -> Self:
-        """Build a tokenizer from a tokenizer file's parsed JSON; CorruptError or ConfigError if it
-        is invalid."""
+        """Build a tokenizer from `content`, the parsed JSON of a file that `save` wrote; its
+        format, kind and hash are not checked here. Raises CorruptError or ConfigError if the
+        content is invalid."""
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
         """Build a tokenizer from `content`, a parsed `tokenizer.json` (as Hugging Face's libraries
-        write it) whose `model.vocab` is an object; None if it describes another kind.
+        write it) whose `model.vocab` is an object; None if this class cannot encode alike, so that
+        another is tried.
 
-        `end` is the token, else the id, that ends a document; only a LibraryTokenizer takes it.
-        `warnings` gets a line for added tokens that text never becomes. Raises CorruptError or
-        ConfigError if the content is invalid.
+        `end` is (token, id) for the end of a document, each None if not known; only a
+        LibraryTokenizer takes it, the token before the id. `warnings` gets a line for added tokens
+        that text never becomes. Raises CorruptError or ConfigError if the content is invalid.
         """
         return None
 
     def to_tokenizer_json(self) -> bytes | None:
-        """Return the `tokenizer.json` by which Hugging Face's libraries encode alike; None if they
-        cannot."""
+        """Return the content of a `tokenizer.json` by which Hugging Face's libraries give the same
+        ids; None for a kind that they cannot express (words)."""
         return None
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Return a text's token ids (n_tokens,), int64; ConfigError if it cannot be encoded."""
+        """Return a text's token ids (n_tokens,), int64; nothing is added at the ends. Raises
+        ConfigError if the text cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return each text's token ids (n_tokens,), int64; ConfigError if one cannot be encoded."""
@@ -89,7 +93,8 @@ class Tokenizer(ABC):
 
     @cached_property
     def hash(self) -> str:
-        """The sha256, in hex, over everything that decides the ids."""
+        """The sha256, in hex, over everything that decides the ids; the chat template is not part
+        of it."""
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -108,10 +113,11 @@ class Tokenizer(ABC):
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle everything that decides the ids, but not the chat template."""
+        """Pickle everything that decides the ids; the chat template is lost."""
         return type(self).from_content, (json.loads(json.dumps(self._content())),)
 
     def _content(self) -> dict[str, Any]:
+        """Return the JSON object of the tokenizer's file without its hash and chat template."""
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:

@@ -69,7 +69,8 @@ class BpeTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Maps text to id for the tokens with several characters that no merge makes."""
+        """Maps text to id for the tokens that no text encodes to: those with several characters
+        that no merge makes, such as `<|endoftext|>`."""
         made = set(map("".join, self.merges))
         return {
             self.decode([number]): number
@@ -107,10 +108,11 @@ class BpeTokenizer(LibraryBacked):
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
         """Build a tokenizer from a parsed `tokenizer.json`; None if it does not encode as GPT-2's
-        does.
+        does (by byte-level BPE without a normalizer, with its rules for words). `end` is unused.
 
-        Byte-level added tokens whose ids follow without a gap join the vocabulary; a line in
-        `warnings` names the others. Raises CorruptError or ConfigError if the content is invalid.
+        Byte-level added tokens whose ids follow the vocabulary without a gap join it; all added
+        tokens new to it, but for `<|endoftext|>`, are named in a line of `warnings`, as text never
+        becomes them. Raises CorruptError or ConfigError if the content is invalid.
         """
         model, pre_tokenizer = content["model"], content.get("pre_tokenizer")
         is_bytes = (
@@ -138,8 +140,9 @@ class BpeTokenizer(LibraryBacked):
         return cls.from_vocabulary(vocabulary, list(map(_pair, range(len(merges)), merges)))
 
     def to_tokenizer_json(self) -> bytes:
-        """Return GPT-2's `tokenizer.json` with this vocabulary. The tokens that a chat template
-        writes each stay one token there too."""
+        """Return the content of a `tokenizer.json` like GPT-2's with this vocabulary. With a chat
+        template, special tokens in a text are recognized there, as one token each; without,
+        `<|endoftext|>` alone is."""
         import tokenizers
 
         whole = self._plain()
@@ -185,6 +188,9 @@ class BpeTokenizer(LibraryBacked):
         return {"tokens": self.tokens, "merges": [" ".join(merge) for merge in self.merges]}
 
     def _check(self) -> None:
+        """Raise ConfigError, with the token or merge, unless tokens are distinct and in the byte
+        alphabet, all single bytes are among them, and each merge occurs once and joins two tokens
+        to a third."""
         known = self.vocabulary
         if len(known) < len(self.tokens):
             twice = next(t for n, t in enumerate(self.tokens) if known[t] != n)
@@ -214,8 +220,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """Train byte-level BPE on documents: at most `vocab_size` tokens, in GPT-2's order: the 256
     bytes, the merges as they were made, `<|endoftext|>`.
 
-    There are fewer if the text has no more pairs that occur twice. The same documents give the same
-    tokenizer, on any number of threads. Raises ConfigError for an empty text.
+    There are fewer if the text has no more pairs that occur MIN_FREQUENCY times. The same documents
+    give the same tokenizer, on any number of threads. Raises ConfigError for an empty text.
     """
     import tokenizers
 
@@ -246,6 +252,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def _without_long_runs(text: str) -> Iterator[str]:
+    """Yield a text in pieces, cut behind any 1,000 characters in a row that are all white space or
+    have none: training takes time quadratic in a word's length."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]
@@ -256,9 +264,10 @@ def _without_long_runs(text: str) -> Iterator[str]:
 def _with_added(
     vocabulary: Mapping[str, Any], added: Mapping[str, Any], warnings: list[str]
 ) -> dict[str, Any]:
-    """Return a vocabulary (token → id) with the `added` tokens (text → id) that are byte-level and
-    whose ids follow without a gap. `warnings` gets a line that names the others, which text never
-    becomes. Raises CorruptError unless each is a text with a whole number."""
+    """Return a copy of a vocabulary (token → id) with those `added` tokens (text → id) that are
+    byte-level and whose ids continue it without a gap. `warnings` gets a line that names the added
+    tokens new to the vocabulary, but for `<|endoftext|>`: text never becomes them. Raises
+    CorruptError unless each is a text with a whole number."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(
@@ -296,7 +305,8 @@ def parse_merge(line: str) -> tuple[str, str]:
 
 
 def refuse_surrogates(texts: Sequence[str]) -> None:
-    """Raise ConfigError, with the position, for half a surrogate pair in one of the texts."""
+    """Raise ConfigError, with the position in its text, if one of the texts holds half a surrogate
+    pair, which is no character."""
     # The library's versions differ in what they make of one; no file has any, a command line may.
     for text in texts:
         try:

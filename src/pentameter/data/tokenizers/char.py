@@ -17,12 +17,13 @@ N_CODE_POINTS = 0x110000
 _ANY_CHARACTER = r"[\s\S]"
 
 SELDOM, MANY_CHARACTERS = 100, 512
-"""Average occurrences below which a character is rare, and (MANY_CHARACTERS) more distinct
-characters than any alphabet has."""
+"""`advice_on` advises against characters if there are at least MANY_CHARACTERS distinct ones, more
+than any alphabet has, and they occur less than SELDOM times on average."""
 
 
 class UnseenCharacterError(ConfigError):
-    """A character outside the vocabulary; the message gives its position in `where`."""
+    """A character outside the vocabulary. The message gives `position`, its index in the text that
+    `where` names."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         # An exception that crosses from the processes that encode is made again from these.
@@ -76,8 +77,9 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from what `to_tokenizer_json` returns, parsed; None for any other
-        content. CorruptError unless ids are the characters' ranks."""
+        """Build a tokenizer from the parsed result of `to_tokenizer_json`; None for any other
+        content. `end` and `warnings` are unused. Raises CorruptError unless ids number the
+        characters in code-point order."""
         model = content["model"]
         of_each_character = {
             "type": "Split",
@@ -107,6 +109,7 @@ class CharTokenizer(Tokenizer):
 
     @property
     def _ranks(self) -> dict[str, int]:
+        """Character → id."""
         return {character: number for number, character in enumerate(self.characters)}
 
     def encode(self, text: str) -> Ids:
@@ -130,9 +133,10 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """Return a sentence that advises another tokenizer for a text with `n_tokens` characters,
-    `vocab_size` distinct ones: if these are at least MANY_CHARACTERS, and each occurs less than
-    SELDOM times on average. Else return None."""
+    """Return a sentence, for the user, that advises `bpe:N` in place of `char`; None if characters
+    do well. `n_tokens` is the text's length in characters, `vocab_size` the number of distinct
+    ones. There is advice if these are at least MANY_CHARACTERS and occur less than SELDOM times on
+    average."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))

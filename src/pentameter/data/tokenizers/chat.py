@@ -20,6 +20,7 @@ from pentameter.errors import ConfigError, CorruptError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 LIMIT_BYTES = 1 << 24
+"""Maximum size in bytes of a template file or tokenizer_config.json."""
 
 CHATML = "chatml"
 CHATML_TEMPLATE = (
@@ -31,7 +32,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""OpenAI's ChatML, for a tokenizer without a template."""
+"""OpenAI's ChatML, the template that `data.chat_template = "chatml"` names."""
 
 # Noncharacters of Unicode, which no text has: marks of ours in what a template writes.
 BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
@@ -81,8 +82,9 @@ def without_marks(text: str) -> str:
 
 
 def escaped(value: Any, special_tokens: Mapping[str, int]) -> Any:
-    """Copy a message, and all values within it, with special tokens in texts made plain text, so
-    that nothing a person wrote can end a turn or begin another. `unescaped` undoes it.
+    """Return a copy of a message or any JSON value, in whose texts each special token (a key in
+    `special_tokens`) has a mark behind its first character. So the text stays plain text, and
+    nothing a person wrote can end a turn or begin another. `unescaped` undoes it.
 
     Raises TemplateRefusalError for a text with one of the noncharacters that serve as marks here.
     """
@@ -126,11 +128,13 @@ def read_chat_template(
     path: Path, settings: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
     """Read the chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
-    `settings` is that tokenizer_config.json, parsed; None to read it here.
+    `settings` is the parsed tokenizer_config.json there, which gives special tokens; None to read
+    it here, if it exists.
 
-    Returns None for a folder without one. As in transformers, chat_template.jinja has precedence
-    over tokenizer_config.json. Raises ConfigError for a file that is missing or has none,
-    CorruptError for a damaged one, StorageError for one that cannot be read.
+    Returns None for a folder without a template. In a folder, as in transformers,
+    chat_template.jinja has precedence over tokenizer_config.json. Raises ConfigError for a file
+    that is missing, or a tokenizer_config.json without a template; CorruptError for a damaged one,
+    StorageError for one that cannot be read.
     """
     is_folder = path.is_dir()
     beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
@@ -166,7 +170,7 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
 
 def _source(settings: Mapping[str, Any], path: Path) -> str | None:
     """Return the template text in a parsed tokenizer_config.json (from `path`): the only one, or
-    the one named `default`; None without one."""
+    the one named `default` in a list; None without one. Raises CorruptError for anything else."""
     match settings.get("chat_template"):
         case None:
             return None
@@ -181,7 +185,8 @@ def _source(settings: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _tokens(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    """Map the special tokens named in a parsed tokenizer_config.json to their texts."""
+    """Return key → text for the special tokens (`bos_token` and other keys in `_token`) in a parsed
+    tokenizer_config.json."""
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value

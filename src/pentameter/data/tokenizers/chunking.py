@@ -22,10 +22,11 @@ LONGEST_CHUNK = 1 << 22
 
 
 def chunks(text: str, n_characters: int) -> Iterator[str]:
-    """Yield a text in chunks with at least `n_characters` each, except for the last.
+    """Yield a text in chunks. Each ends at the first boundary (before the whitespace that follows a
+    word) from `n_characters` on; the last may be shorter.
 
     Encoding them one by one gives the whole text's tokens, for every kind of tokenizer but
-    `library`. A text without whitespace is one chunk.
+    `library`. A text without such a boundary is one chunk.
     """
     start = 0
     while len(text) - start > n_characters:
@@ -40,17 +41,17 @@ def chunks(text: str, n_characters: int) -> Iterator[str]:
 
 def last_boundary(text: str) -> int:
     """Return how many characters precede the last boundary (before whitespace that follows a word)
-    in an unfinished text; 0 without one.
+    in an unfinished text, the beginning of a longer one; 0 without one.
 
-    The text after it must wait for its continuation.
+    The text after the boundary can be encoded only together with its continuation.
     """
     found = _LAST_BOUNDARY.match(text)
     return found.end() if found else 0
 
 
 class Chunker:
-    """Buffers a document's text and splits it for a tokenizer: call `feed` with each chunk, then
-    `rest`.
+    """Buffers a document's text and splits it into texts that a tokenizer can encode one by one:
+    call `feed` with each chunk, then `rest`. The same object then serves the next document.
 
     `kind` is the tokenizer's (`char`, `word`, `bpe`, `library`). A text in which no boundary comes
     within `longest` characters is split there.

@@ -71,8 +71,10 @@ class LibraryTokenizer(LibraryBacked):
 
     @classmethod
     def from_tokenizer_json(cls, content: Mapping[str, Any], end: End, warnings: list[str]) -> Self:
-        """Use the content as it is. `end` is the token, else the id, that ends a document; ignored
-        if the vocabulary lacks it. ConfigError if the library refuses the content."""
+        """Build a tokenizer that uses `content`, any parsed `tokenizer.json`, as it is. `end` is
+        (token, id) for the end of a document: the token counts if the vocabulary has it, else the
+        id if it is in the vocabulary's range, else documents have no end. `warnings` is unused.
+        Raises ConfigError if the library refuses the content."""
         tokenizer = cls(content, None)
         token, number = end
         if token is not None and (known := tokenizer._library.token_to_id(token)) is not None:
@@ -86,7 +88,8 @@ class LibraryTokenizer(LibraryBacked):
         return (json.dumps(self.content, ensure_ascii=False, indent=1) + "\n").encode()
 
     def token(self, number: int) -> str | None:
-        """Return the token with an id, spelled as in the file; None if there is none."""
+        """Return the token with the id `number`, spelled as in the file; None if no token has
+        it."""
         found: str | None = self._library.id_to_token(number)
         return found
 

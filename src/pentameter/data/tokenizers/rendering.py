@@ -53,8 +53,8 @@ REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja f
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: messages (dicts with role and content) to render, with the `tools` (functions)
-    that the model may call."""
+    """One request: messages (dicts with role and content) to render. `tools` are the functions that
+    the model may call, as chat templates take them; None for none."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
@@ -70,15 +70,17 @@ class Asked:
 
 
 Documents = list[list[Segment]]
-"""The documents that a list of messages becomes, each as segments: text, and whether a model learns
-it."""
+"""The documents that a list of messages becomes, each a list of segments: (text, whether a model
+learns it)."""
 
 
 class Rendering:
-    """A context manager that starts a process which renders a chat template, and ends it on exit.
+    """A context manager that starts a process which renders `template`, and ends it on exit;
+    StorageError if it cannot be started.
 
-    Methods raise TemplateRefusalError if the template fails or exceeds its limits, ConfigError if
-    it is not valid Jinja; both name its origin.
+    Methods raise TemplateRefusalError if the template fails, ConfigError if it is not valid Jinja,
+    both with its origin in the message. If it exceeds its limits, they raise TemplateBoundsError,
+    which is a TemplateRefusalError.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -108,19 +110,22 @@ class Rendering:
         return str(found)
 
     def documents(self, asked: Sequence[Asked]) -> list[Documents | TemplateRefusalError]:
-        """Render several lists of messages; return, for each, its documents, or the
-        TemplateRefusalError.
+        """Render several lists of messages; return, for each, its documents, or, if the template
+        refuses it, the TemplateRefusalError, which is not raised.
 
-        Segments mark what a model learns: the messages numbered `targets`. If these are all
-        messages with a role and the template marks them with `{% generation %}`, its marks are
-        used. Otherwise an answer is the difference between the text up to and with it and the text
-        before it, which ends as it does when a model is asked. Templates that write an earlier turn
-        differently once a later one follows (Qwen3's leaves its thinking out) give one document per
-        answer: the text up to it, in which it alone is learned.
+        The messages numbered `targets`, the answers, are learned. If they are all messages with
+        their role and the template marks answers with `{% generation %}`, its marks decide the
+        segments. Otherwise an answer begins after the text rendered for the messages before it,
+        with the generation prompt if that fits. A template that writes an earlier turn differently
+        once a later one follows (Qwen3's leaves its thinking out) gives one document per answer:
+        the text up to it, in which it alone is learned.
         """
         return self._ask("documents", asked)
 
     def _ask(self, what: str, asked: Sequence[Asked]) -> list[Any]:
+        """Have the process render all requests, to texts (`what` is "text") or to documents
+        ("documents"). Errors have the template's origin in their messages. Raises ConfigError for
+        an invalid template, TemplateBoundsError if the process is ended by its limits."""
         template = self._template
         try:
             found: list[Any] = self._child.ask(
@@ -165,8 +170,9 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], list[Any]]:
-    """Build the function that the rendering process answers requests with, after limiting this
-    process's memory."""
+    """Limit this process's memory to MEMORY_BYTES; return the function that answers its requests,
+    each ("text" or "documents", the template's source, its special tokens' texts, the messages to
+    render)."""
     with suppress(ValueError, OSError):  # macOS knows no such bound
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
@@ -175,8 +181,9 @@ def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], l
 
 
 def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[Any]:
-    """Render each list of messages to a text or to documents, as the request asks; an error takes
-    the place of a refused list's result.
+    """Render each list of messages to a text or to documents, by the request's first value ("text"
+    or "documents"). Return the results in order; if the template refuses a list, its error takes
+    the result's place.
 
     Raises ConfigError for an invalid template.
     """
@@ -248,8 +255,9 @@ class _Rendered:
         return [_segments(without_marks(whole), spans)] if is_prefix else documents
 
     def _before(self, number: int, text: str) -> int:
-        """Return how many characters precede answer number `number` in `text`, which ends with it.
-        Raises TemplateRefusalError if the text before an answer changes once the answer follows."""
+        """Return the number of characters in `text` before its last message, the answer with index
+        `number`. Raises TemplateRefusalError if the template writes the messages before it
+        differently once it follows."""
         if number == 0:
             return 0
         for asks in (True, False):
@@ -263,9 +271,11 @@ class _Rendered:
         )
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
-        """Return rendered messages; with `asks`, followed by the beginning of an answer.
+        """Return `messages` rendered to text, marks included; with `asks`, followed by the
+        beginning of an answer.
 
-        Raises TemplateRefusalError for any error in the template.
+        Raises TemplateBoundsError for too long an output or too little memory, TemplateRefusalError
+        for any error in the template. If it takes too much processor time, the process ends.
         """
         n_characters = self.asked.n_characters
         longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
@@ -292,17 +302,20 @@ class _Rendered:
 
 
 def _memory_is_full() -> TemplateBoundsError:
+    """Build the error for a template that takes more than MEMORY_BYTES."""
     return TemplateBoundsError(f"takes more than {MEMORY_BYTES >> 20:,} MiB of memory; {REMEDY}")
 
 
 def _reason(error: BaseException) -> str:
+    """Return an error's message, truncated to LONGEST_REASON characters; its type's name if it has
+    none."""
     return f"{error}"[:LONGEST_REASON] or type(error).__name__
 
 
 @contextmanager
 def _seconds(seconds: float) -> Iterator[None]:
-    """Context manager that ends this process, by SIGPROF, once its block has used so many seconds
-    of processor time."""
+    """Context manager that ends this process, by SIGPROF, if its block uses more than `seconds` of
+    processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -341,7 +354,8 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Serialise to JSON; Jinja's own filter escapes HTML, which no template here wants."""
+    """Return a value as JSON: the filter `tojson` in templates, which, unlike Jinja's, escapes no
+    HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -367,6 +381,8 @@ def _between_marks(text: str) -> list[Segment]:
 
 
 def _segments(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Split a text into segments: the `spans`, in order as (start, stop) in characters, are
+    learned, the text between them is not. Empty segments are left out."""
     segments, end = [], 0
     for start, stop in spans:
         segments += [(text[end:start], False), (text[start:stop], True)]

@@ -68,13 +68,15 @@ def bpe_vocab_size(setting: str) -> int | None:
 
 
 def is_made_from_text(setting: str) -> bool:
-    """Return True for `char`, `word` and `bpe:N`, whose vocabulary is made from the text."""
+    """Return True for `char`, `word` and `bpe:N`, whose vocabulary is made from the corpus's text;
+    False for `gpt2` and for the path to a tokenizer file."""
     return setting in {"char", "word"} or setting.startswith("bpe:")
 
 
 def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
-    """Load the tokenizer that a setting names, or return the setting unchanged if the tokenizer is
-    made from text (or is one already).
+    """Return the tokenizer that a setting names (`gpt2`, downloaded unless cached, or a tokenizer
+    file). A tokenizer is returned unchanged, and so is a setting for one that is made from text
+    (`char`, `word`, `bpe:N`).
 
     Raises ConfigError for an impossible setting or a missing file, CorruptError or StorageError for
     a file that cannot be loaded.
@@ -90,12 +92,14 @@ def build_tokenizer(
     *,
     warnings: list[str] | None = None,
 ) -> Tokenizer:
-    """Make or load the tokenizer that a `data.tokenizer` setting asks for.
+    """Make or load the tokenizer that a `data.tokenizer` setting asks for: `char`, `word` and
+    `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is downloaded unless cached; anything else
+    is the path to a tokenizer file.
 
-    `char`, `word` and `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is downloaded unless
-    cached; anything else is a tokenizer file. `documents` starts a pass over whole documents, or
-    over chunks as `chunking.chunks` makes them. The same documents give the same tokenizer. A `bpe`
-    whose text has too few pairs for its size is smaller, and adds a line to `warnings`.
+    `documents` is called to start a pass over the text: whole documents, or chunks as
+    `chunking.chunks` makes them. It is not called if nothing is made from text. The same documents
+    give the same tokenizer. A `bpe` whose text has too few pairs for its size is smaller, and adds
+    a line to `warnings`.
 
     Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a damaged
     file), StorageError (GPT-2's files are neither cached nor to be had).
@@ -142,7 +146,8 @@ def gpt2_is_cached() -> bool:
 
 def known_vocab_size(setting: str) -> int | None:
     """Return the vocabulary size for a `data.tokenizer` that needs neither text nor download:
-    GPT-2's, and a tokenizer file's; else None, as for `bpe:N`, which has N tokens at most.
+    50,257 for `gpt2`, and a tokenizer file's, which is read. None for `char`, `word` and `bpe:N`,
+    which has N tokens at most.
 
     Raises ConfigError, CorruptError or StorageError if a setting or file is invalid.
     """

@@ -76,8 +76,8 @@ class WordTokenizer(Tokenizer):
         return np.fromiter((get(word, 0) for word in words), dtype=np.int64, count=len(words))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Join the words for token ids (n_tokens,) with spaces; ConfigError for an id outside the
-        vocabulary."""
+        """Return the words for token ids (n_tokens,), joined with spaces; an unknown word is
+        `<unk>`. Raises ConfigError for an id outside the vocabulary."""
         return " ".join([self.words[number] for number in self._checked(ids).tolist()])
 
     def _fields(self) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from pentameter.planning.sub_layers.building import (
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
+    """Yield the sub-layer's parameters, whose names begin with `path`: the projections to the
+    latents, their norms, those from the latents to heads, and the output's."""
     D, H, C = model.d_model, model.n_heads, model.latent_channels
     q_width, v_width = H * model.query_channels, H * model.value_channels
     if model.q_rank is None:
@@ -44,27 +46,31 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 def _projection(
     model: ModelConfig, path: str, layer: int, n_outputs: int, n_inputs: int, axis: Axis
 ) -> Iterator[ParameterSpec]:
-    """Yield the linear layer that computes a part of every head, (H, …) flattened, from a latent or
-    from the stream; `axis` is its inputs'."""
+    """Yield the parameters (H · …, n_inputs) for the linear layer that computes a part in every
+    head from a latent or from the stream; `axis` names its inputs' axis, `latent` or `embed`."""
     shape = (n_outputs, n_inputs)
     yield from linear(model, path, layer, shape, ("heads", axis), bias=False)
 
 
 def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[ParameterSpec]:
-    """Yield the linear layer that computes a latent with n numbers from the stream. Its gradient is
-    a sum over the stream's tokens."""
+    """Yield the parameters for the linear layer from the stream to a latent with n numbers. Their
+    gradient is a sum over the stream's tokens: ranks that have different tokens compute partial
+    sums."""
     shape: tuple[int, int] = (n, model.d_model)
     for spec in linear(model, path, layer, shape, ("latent", "embed"), bias=model.qkv_bias):
         yield replace(spec, sums_over=("time",))
 
 
 def _latent_norm(path: str, layer: int, n: int) -> ParameterSpec:
+    """Return the parameter for the norm over a latent with n numbers; its gradient is a sum over
+    the stream's tokens."""
     return replace(vector(f"{path}.weight", n, "latent", ONES, layer), sums_over=("time",))
 
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
-    """Add latent attention's operations to `build`, from x to the output dropout. Values are padded
-    to the queries' size, which fused kernels ask for."""
+    """Add latent attention's operations to `build`, from x, the normed stream (T, D), to the output
+    dropout; `path` begins their names. Values are padded to the queries' size, which fused kernels
+    ask for."""
     model, H = build.model, build.model.n_heads
     C, R, size = model.latent_channels, model.rope_channels, model.query_channels
     q_input = x
@@ -89,8 +95,8 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 
 
 def _add_latent(build: OperationList, name: str, x: ActivationTensor, n: int) -> ActivationTensor:
-    """Add a linear layer from the stream to n numbers per token, for the stream's tokens. Returns
-    its result (T, n)."""
+    """Add to `build` a linear layer from x, the stream (T, D), to n numbers per token, computed by
+    each rank for its tokens of the stream. Returns its result (T, n)."""
     result = _of_stream(build, name, n)
     parameters = build.parameters(name)
     saves = (replace(x, dtype="products"),)
@@ -99,7 +105,8 @@ def _add_latent(build: OperationList, name: str, x: ActivationTensor, n: int) ->
 
 
 def _add_norm(build: OperationList, name: str, x: ActivationTensor, n: int) -> ActivationTensor:
-    """Add a norm over n of a latent's numbers, and return its result (T, n)."""
+    """Add to `build` a norm over n numbers per token, a latent or the first n of x, and return its
+    result (T, n)."""
     result = _of_stream(build, name, n)
     saves = (replace(x, dtype="weights"),)
     build.add(name, "norm", (x,), result, parameters=build.parameters(name), saves=saves)
@@ -109,8 +116,9 @@ def _add_norm(build: OperationList, name: str, x: ActivationTensor, n: int) -> A
 def _add_heads(
     build: OperationList, name: str, x: ActivationTensor, *collectives: Collective
 ) -> ActivationTensor:
-    """Add the linear layer that computes a part of every head from x (T, n), for all tokens of a
-    sequence, and return its result (T, H · …). `collectives` are those that it causes."""
+    """Add to `build` the linear layer that computes a part in every head from x (T, n), for all
+    tokens in a sequence, and return its result (T, H · …). `collectives` are recorded with it, such
+    as its input's all-gather."""
     parameters = build.parameters(name)
     result = build.computed(name, parameters[0].shape[0], "heads")
     axis = x.axes[1]
@@ -135,6 +143,7 @@ def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    """Return axis → key in `[model]` → size for the axis whose shards must be equal, heads."""
     return {"heads": {"n_heads": model.n_heads}}
 
 
