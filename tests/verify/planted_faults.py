@@ -77,7 +77,7 @@ def row_bias_of_each_process() -> None:
 def norm_of_every_copy() -> None:
     """The norm counts a parameter as often as processes hold it."""
 
-    def norm(parameters, mesh):
+    def norm(parameters, *meshes):
         local = [gradients.local(p.grad) for p in parameters if p.grad is not None]
         square = torch.nn.utils.get_total_norm(local) ** 2
         dist.all_reduce(square)

@@ -97,17 +97,14 @@ def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
         assert outcome.worst.error <= TOLERANCE / 100
 
 
-SHARDED = (
-    "data=2,zero=3,expert=2,micro_batches=2;data=2,tensor=2,expert=2,expert_tensor=2;"
-    "data=2,pipeline=2,schedule=zero-bubble,expert=2;tensor=4,expert=4,idle_experts=true"
-)
+SHARDED = "data=2,zero=3,expert=2,micro_batches=2;tensor=2,expert=2,idle_experts=true"
 
 
 def test_experts_sharded_over_other_ranks_than_the_rest(workers):
     keys = {f"model.{key}": value for key, value in EXPERTS["batch"].items()}
     config = load_config("qwen3-0.6b", {**keys, "model.balance": "batch", "model.bias": True})
     cases = chosen_cases(config, SHARDED)
-    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=3):
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
         assert outcome.worst.error <= TOLERANCE / 100
 
