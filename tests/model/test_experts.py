@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
@@ -195,6 +196,35 @@ def test_the_balancing_loss_is_one_where_experts_are_alike(balance: str) -> None
     apply(experts, stream()).sum().backward()
     total = float(experts.router.auxiliary_loss.total)
     assert total == pytest.approx(0.25 * B * T, rel=1e-6)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_losses_reach_the_router_as_their_definition_does(router: str) -> None:
+    """The balance of each sequence by itself, whatever the number of rows, and the z-loss."""
+    experts = experts_of(router=router, balance="sequence", balance_weight=0.5, router_z_loss=0.25)
+    weight, x = experts.router.weight, stream()
+    (apply(experts, x) * 0).sum().backward()
+    logits = x @ weight.t()
+    shares = logits.softmax(-1) if router == "softmax" else F.normalize(logits.sigmoid(), 1, -1)
+    chosen = F.one_hot(shares.topk(2).indices, E).sum((1, 2))  # (B, E)
+    balance = (chosen * E / (T * 2) * shares.sum(1)).sum()
+    total = 0.5 * balance + 0.25 * logits.logsumexp(-1).square().sum()
+    (expected,) = torch.autograd.grad(total, weight)
+    torch.testing.assert_close(weight.grad, expected, rtol=0, atol=1e-12)
+    assert experts.router.auxiliary_loss.total.item() == pytest.approx(total.item(), rel=1e-6)
+
+
+def test_however_small_the_scores_they_are_made_to_sum_to_one() -> None:
+    """A number that keeps a sum from zero is one that a router of sigmoids learns to use."""
+    keys = {"router": "sigmoid", "router_renormalize": True, "router_bias": True}
+    experts = experts_of(**keys, balance="sequence", balance_weight=1.0)
+    with torch.no_grad():
+        experts.router.weight.mul_(1e-9)
+        experts.router.bias.fill_(-60.0)  # scores of 1e-26
+    routing = experts.router(stream())
+    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(B * T, dtype=torch.float64))
+    routing.weights.sum().backward()
+    assert float(experts.router.auxiliary_loss.total) == pytest.approx(B * T, rel=1e-6)
 
 
 def test_a_sequence_is_balanced_by_itself() -> None:

@@ -55,3 +55,17 @@ def test_a_model_without_experts_has_none():
     config = configuration("data=1", {}, {})
     engine = assemble(make_plan(config), torch.device("cpu"), "fp32", compiled=False)
     assert engine.expert_loads.total() is None
+
+
+def test_a_dense_layer_stops_no_router():
+    """Layers 0 and 2 have nothing to balance; 1 and 3 move by the rate."""
+    keys = {**MIXTURE, "dense_layers": (0, 2), "balance": "bias", "balance_rate": 0.25}
+    config = configuration("data=1", keys, {"precision": "fp64"})
+    engine = assemble(make_plan(config), torch.device("cpu"), "fp64", compiled=False)
+    engine.forward_backward(own_batch(engine, 0), 0)
+    engine.router_balance.move()
+    parameters = dict(engine.named_parameters())
+    assert engine.expert_loads.layers == (1, 3)
+    for layer, counts in zip((1, 3), engine.expert_loads.total(), strict=True):
+        moved = parameters[f"blocks.{layer}.experts.router.balance"].float()
+        torch.testing.assert_close(moved, 0.25 * (counts.mean() - counts).sign())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
@@ -102,9 +103,9 @@ def compute_steps(
     for step in range(n_steps):
         loss = engine.forward_backward(batch_of(step, engine.rows), step)
         gradients = {
-            name: _full_tensor(p.grad)
+            name: _full_tensor(gradient)
             for name, p in engine.named_parameters()
-            if p.grad is not None
+            if (gradient := _gradient(p)) is not None
         }
         update = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
         weights = {name: _full_tensor(p) for name, p in engine.named_parameters()}
@@ -172,6 +173,15 @@ def _add_noise(engine: Engine, plan: Plan) -> None:
                 region = tuple((start, start + size) for start, size in sides)
                 fill(specs[name], noise, region, plan.config.seed)
                 local.add_(noise)
+
+
+def _gradient(parameter: Parameter) -> Tensor | None:
+    """Return a parameter's gradient, None if it has none; but NaN for a trained DTensor without
+    one, as the ranks with its other shards may have gradients, and wait to gather them."""
+    is_shard = isinstance(parameter, DTensor) and parameter.requires_grad
+    if parameter.grad is None and is_shard:
+        return torch.full_like(parameter, math.nan)
+    return parameter.grad
 
 
 def _full_tensor(tensor: Tensor) -> Float64:
