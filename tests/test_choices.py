@@ -90,6 +90,7 @@ PIPELINE = {"pipeline": 2}  # without one, the schedule and the partition are no
 BESIDE = {
     "parallel.context_mode": {"context": 2},
     "model.rope_scaling.type": {"positions": "rotary"},
+    "model.attention": {"positions": "rotary"},
     "model.router": {"n_experts": 4},
     "model.balance": {"n_experts": 4},
 }
@@ -329,6 +330,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "model.positions": ARCHITECTURE,
     "model.qk_norm": ARCHITECTURE,
     "model.rope_scaling.type": {"plain": plainly},
+    "model.attention": ARCHITECTURE,
     "model.router": {"plain": plainly},
     "model.balance": {"plan": make_plan, "plain": built},
     # The weights say it all: nothing computes otherwise, and an export keeps them.

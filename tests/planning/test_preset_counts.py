@@ -39,7 +39,7 @@ COUNTS = {
     "olmoe-1b-7b": (6_919_161_856, 6_919_161_856),
     "deepseek-v2-lite": (15_706_484_224, 15_706_484_224),
     "deepseek-v3": (671_026_419_200, 671_026_419_200),
-    "stdlib-moe": (2_393_984, 2_393_984),
+    "stdlib-moe": (2_394_016, 2_394_016),
     "wikitext2-tutorial": (1_041_444_974, 1_041_444_974),
     "wikitext2-small": (12_025_582, 12_025_582),
 }
@@ -64,7 +64,7 @@ ACTIVE = {
     "mixtral-8x7b": 12_879_925_248,
     "qwen3-30b-a3b": 3_353_032_704,
     "olmoe-1b-7b": 1_282_017_280,
-    "stdlib-moe": 821_120,
+    "stdlib-moe": 821_152,
     "llama3-8b": 8_030_261_248,
 }
 """Parameters that a token is multiplied with, of presets with experts and one without."""

@@ -167,8 +167,11 @@ def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
 def _sweep(
     parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
 ) -> None:
-    """Train a sweep's runs and compare them in compare.html; with --dry-run or --print-config only
-    list them. Raises ConfigError before the first run if any configuration is invalid."""
+    """Train the runs that `--sweep` asks for, in a folder of their own, and compare them in that
+    folder's compare.html; with --dry-run or --print-config only list them. `arguments` is the
+    command line after `train`, `overrides` the configuration keys in it, and `place` what a
+    launcher such as torchrun says about this process, None without one. Raises ConfigError under a
+    launcher, and before the first run if any configuration is invalid."""
     from pentameter.cli.compare import run as compare
     from pentameter.cli.sweep_option import sweep_runs, train_sweep
 

@@ -89,7 +89,8 @@ def heads_of(
     cosine: Tensor | None,
     sine: Tensor | None,
 ) -> Heads:
-    """Split a projection (B, T, width), the query, key and value linears' output, into Heads.
+    """Split a projection (B, T, width), the query, key and value linears' output, into Heads. Bias,
+    norms and rotation are not applied here, only carried along for the kernels that read Heads.
 
     bias: the linears' (width,) or None. q_norm, k_norm: the norms' weights, (K,) for each head or
     (H, K) for all together, or None. cosine, sine: the rotary tables (T, R / 2) or None.

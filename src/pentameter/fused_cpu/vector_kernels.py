@@ -78,7 +78,8 @@ def add_norm_backward(
 
 
 def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
-    """Return the C++ call's arguments for these constants and y (B, T, D), or its gradient."""
+    """Return the arguments of `pentameter_add_norm`, or of its backward call, for the constants
+    `how` and a tensor y (B, T, D), or y's gradient, from which only sizes and dtype are read."""
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     addresses = map(address, (how.bias, how.keys))

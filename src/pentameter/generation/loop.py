@@ -383,8 +383,9 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 
 
 class _Window:
-    """A GPT with a key/value cache that holds the visible window (`window_tokens`) in a growing
-    text."""
+    """A GPT with a key/value cache for a growing text, which may exceed the context. The cache
+    holds the last tokens of the text, as many as `window_tokens` says; when these jump forward, it
+    is computed anew."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())

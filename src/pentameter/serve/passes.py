@@ -269,8 +269,8 @@ class Slots:
 def _make_up(stored: Sequence[Tensor]) -> None:
     """Fill keys and values (B, G, S, K) with made-up numbers that repeat along S every
     _KEY_UNIT."""
-    index = torch.arange(len(stored) * stored[0][0, :, :_KEY_UNIT].numel())
-    drawn = bits(make_key("serve", "keys"), index.int()).view(len(stored), -1)
+    sizes = [each[0, :, :_KEY_UNIT].numel() for each in stored]
+    drawn = bits(make_key("serve", "keys"), torch.arange(sum(sizes)).int()).split(sizes)
     for each, pattern in zip(stored, drawn, strict=True):
         blocks = each.unflatten(2, (-1, _KEY_UNIT))
         blocks.copy_(pattern.view(-1, 1, _KEY_UNIT, each.shape[3]) * 2.0**-31)

@@ -103,10 +103,11 @@ class GPTSource(ModelSource):
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
-        """Return the dropout keys for one step and the batch rows numbered `rows` (B,), int32
-        (B, n_sites, 2) on the CPU; None without dropout. In tensor mode 3d, attention weights get
-        the keys for the rows `attended` (B,), whose attention this rank computes; in other modes
-        these are not read."""
+        """Return the keys from which one step's dropout masks are computed: two random words for
+        each batch row and dropout site (see `dropout_keys`), as int32 (B, n_sites, 2) on the CPU;
+        None without dropout. `rows` (B,) are the batch rows' numbers in the global batch. In tensor
+        mode 3d this rank computes attention for other rows, `attended` (B,), and the sites on
+        attention weights get those rows' keys; in other modes `attended` is not read."""
         model, seed = plan.config.model, plan.config.seed
         if not (model.dropout or model.attention_dropout or model.embedding_dropout):
             return None

@@ -78,10 +78,11 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         q_latent = _add_latent(build, f"{path}.q_down", x, model.q_rank)
         q_input = _add_norm(build, f"{path}.q_norm", q_latent, model.q_rank)
     down = _add_latent(build, f"{path}.kv_down", x, C + R)
-    kv_input = _add_norm(build, f"{path}.kv_norm", down, C)
     # One message brings all that heads read: the queries' input, the latent and the shared key.
     gathered = _of_stream(build, f"{path}.gathered", q_input.shape[1] + C + R)
-    q = _add_heads(build, f"{path}.q", q_input, Collective("gather", "heads", gathered))
+    gather = Collective("gather", "heads", gathered)
+    kv_input = _add_norm(build, f"{path}.kv_norm", down, C, gather)
+    q = _add_heads(build, f"{path}.q", q_input)
     kv = _add_heads(build, f"{path}.kv", kv_input)
     q = add_rotation(build, f"{path}.q_turned", q, H * size)
     key = build.computed(f"{path}.k_turned", H * size, "heads")
@@ -104,35 +105,27 @@ def _add_latent(build: OperationList, name: str, x: ActivationTensor, n: int) ->
     return result
 
 
-def _add_norm(build: OperationList, name: str, x: ActivationTensor, n: int) -> ActivationTensor:
+def _add_norm(
+    build: OperationList, name: str, x: ActivationTensor, n: int, *collectives: Collective
+) -> ActivationTensor:
     """Add to `build` a norm over n numbers per token, a latent or the first n of x, and return its
-    result (T, n)."""
-    result = _of_stream(build, name, n)
+    result (T, n). `collectives` are recorded with it, such as the all-gather that follows."""
+    result, parameters = _of_stream(build, name, n), build.parameters(name)
     saves = (replace(x, dtype="weights"),)
-    build.add(name, "norm", (x,), result, parameters=build.parameters(name), saves=saves)
+    build.add(
+        name, "norm", (x,), result, parameters=parameters, saves=saves, collectives=collectives
+    )
     return result
 
 
-def _add_heads(
-    build: OperationList, name: str, x: ActivationTensor, *collectives: Collective
-) -> ActivationTensor:
+def _add_heads(build: OperationList, name: str, x: ActivationTensor) -> ActivationTensor:
     """Add to `build` the linear layer that computes a part in every head from x (T, n), for all
-    tokens in a sequence, and return its result (T, H · …). `collectives` are recorded with it, such
-    as its input's all-gather."""
+    tokens in a sequence, and return its result (T, H · …)."""
     parameters = build.parameters(name)
     result = build.computed(name, parameters[0].shape[0], "heads")
     axis = x.axes[1]
     saves = (replace(x, axes=("context", axis), dtype="products"),)
-    build.add(
-        name,
-        "product",
-        (x,),
-        result,
-        parameters=parameters,
-        contracts=axis,
-        saves=saves,
-        collectives=collectives,
-    )
+    build.add(name, "product", (x,), result, parameters=parameters, contracts=axis, saves=saves)
     return result
 
 
