@@ -175,12 +175,17 @@ class Attention(CausalAttention):
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Return queries or keys x (B, T, H, K) after `norm`, over each head or over all heads
-        together; computed in the dtype of the norm's weight, returned in x's."""
-        weight = norm.weight
-        assert isinstance(weight, Tensor)
-        precise = x.to(weight.dtype)
-        y = norm(precise) if self.qk_norm == "head" else norm(precise.flatten(2)).view(x.shape)
-        return y.to(x.dtype)
+        together."""
+        return normed(norm, x) if self.qk_norm == "head" else normed(norm, x.flatten(2)).view_as(x)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return x (…, N) after `norm`, over the last dimension: computed in the dtype of the norm's
+    weight, returned in x's."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    y: Tensor = norm(x.to(weight.dtype))
+    return y.to(x.dtype)
 
 
 def read(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import CausalAttention
+from pentameter.model.attention import CausalAttention, normed
 from pentameter.model.cache import Cache
 from pentameter.model.positions import Positions
 
@@ -72,9 +72,9 @@ class LatentAttention(CausalAttention):
         """
         rotation = positions.rotation
         assert rotation is not None  # the configuration asks for rotary positions
-        q_input = x if self.q_down is None else _normed(self.q_norm, self.q_down(x))
+        q_input = x if self.q_down is None else normed(self.q_norm, self.q_down(x))
         down = self.kv_down(x)
-        latent = _normed(self.kv_norm, down[..., : self.n_latent])
+        latent = normed(self.kv_norm, down[..., : self.n_latent])
         q_input, latent, key = self.gather(q_input, latent, down[..., self.n_latent :])
         key = rotation(key[:, :, None])  # (B, T, 1, R), for all heads
         q = self.q(q_input).unflatten(-1, (-1, self.head_size + self.n_rotated))
@@ -139,10 +139,3 @@ class LatentAttention(CausalAttention):
 def whole(*parts: Tensor) -> tuple[Tensor, ...]:
     """Return the parts unchanged: the `Gather` for ranks that have all tokens."""
     return parts
-
-
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return `norm`, computed in the dtype that its weight has, applied to x (B, T, N); the result
-    has x's dtype."""
-    assert isinstance(norm.weight, Tensor)
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)

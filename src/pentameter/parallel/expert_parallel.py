@@ -221,12 +221,6 @@ def rows_exchanged(rows: Tensor, sent: list[int], received: list[int], group_nam
     return result
 
 
-def tokens_gathered(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
-    """All-gather shards of tokens, (shard_size, D) or fewer rows at the end, to (n_rows, D).
-    Collective."""
-    return gathered_shards(shard, shard_size, n_rows, group_name)
-
-
 exchange_counts = torch.library.custom_op(
     "pentameter::exchange_counts", counts_exchanged, mutates_args=()
 )
@@ -234,8 +228,9 @@ exchange_rows = torch.library.custom_op(
     "pentameter::exchange_rows", rows_exchanged, mutates_args=()
 )
 gather_tokens = torch.library.custom_op(
-    "pentameter::gather_tokens", tokens_gathered, mutates_args=()
+    "pentameter::gather_tokens", gathered_shards, mutates_args=()
 )
+"""`gathered_shards` by a name of its own, whose results recomputation keeps."""
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -28,11 +28,8 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     `local_size` is the rank count per machine, which `tensor` must divide; None if not known.
     """
     model, sharding = config.model, sharding_of(layout, config.model)
-    if (obstacle := experts_obstacle(model, layout)) is not None:
-        has = " is not set, which" if model.n_experts is None else f"={model.n_experts}"
-        raise ConfigError(f"model.n_experts{has} is not possible with {obstacle}")
-    if (obstacle := latent_obstacle(model, layout)) is not None:
-        raise ConfigError(f"model.attention='latent' is not possible with {obstacle}")
+    if (obstacle := model_obstacle(model, layout)) is not None:
+        raise ConfigError(obstacle)
     if layout.is_grid:
         _check_grid(layout, model)
     else:
@@ -128,7 +125,19 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
     return None
 
 
-def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
+def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
+    """Return why the model's experts or its latent attention cannot be trained under the layout, as
+    a sentence that names both settings; None if they can be. That a degree divides the sizes is
+    checked elsewhere."""
+    if (obstacle := _experts_obstacle(model, layout)) is not None:
+        has = " is not set, which" if model.n_experts is None else f"={model.n_experts}"
+        return f"model.n_experts{has} is not possible with {obstacle}"
+    if (obstacle := _latent_obstacle(model, layout)) is not None:
+        return f"model.attention='latent' is not possible with {obstacle}"
+    return None
+
+
+def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     """Return the first setting under which the model's experts cannot be trained in this layout,
     with the reason, as text; None if there is no obstacle.
 
@@ -154,7 +163,7 @@ def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     return None
 
 
-def latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
+def _latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     """Return the layout's first setting under which latent attention cannot be trained, with the
     reason, as text: a tensor mode other than 1d. None in any other, or if the model has no latent
     attention."""

@@ -13,12 +13,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import parse_cluster
 from pentameter.estimating.search import search
 from pentameter.planning.layout import Layout, make_layout, parse_layout
-from pentameter.planning.layout_checks import (
-    adapters_obstacle,
-    check_layout,
-    experts_obstacle,
-    latent_obstacle,
-)
+from pentameter.planning.layout_checks import adapters_obstacle, check_layout, model_obstacle
 from pentameter.planning.sharding import sharding_of
 
 MOST_PROCESSES = 8
@@ -295,12 +290,10 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
             for case in possible:
                 kv_copies = sharding_of(case.layout, config.model).kv_copies
-                obstacles = (
-                    adapters_obstacle(config.lora, case.layout, kv_copies),
-                    experts_obstacle(config.model, case.layout),
-                    latent_obstacle(config.model, case.layout),
-                )
-                if not any(obstacles):
+                if not (
+                    adapters_obstacle(config.lora, case.layout, kv_copies)
+                    or model_obstacle(config.model, case.layout)
+                ):
                     cases.append(case)
             if (own := own_case(config)) is not None:
                 cases.append(own)

@@ -175,13 +175,45 @@ class OperationList:
             mask = replace(x, name=f"{name}.mask", dtype="bool")
             self.add(name, "dropout", (x,), x, saves=(mask,))
 
+    def local_matmul(
+        self,
+        name: str,
+        x: ActivationTensor,
+        result: ActivationTensor,
+        *collectives: Collective,
+        reads_context: bool = False,
+    ) -> None:
+        """Append a matmul on x with the parameters under `name`, which every rank computes with the
+        tokens and shards that it has: unlike `matrix`, it causes no other `collectives` than those
+        given. x is saved in the matmul dtype; with `reads_context`, after an all-gather, all tokens
+        are."""
+        parameters = self.parameters(name)
+        saved = replace(x, dtype="products")
+        self.add(
+            name,
+            "product",
+            (x,),
+            result,
+            parameters=parameters,
+            contracts=parameters[0].axes[-1],
+            saves=(replace(saved, axes=("context", x.axes[1])) if reads_context else saved,),
+            collectives=collectives,
+        )
+
     def computed(
-        self, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
+        self,
+        name: str,
+        width: int,
+        axis: Axis,
+        dtype: ActivationType = "products",
+        *,
+        tokens: Axis = "context",
     ) -> ActivationTensor:
-        """Return a record for a tensor between two matmuls, (T, width): all tokens, `axis` along
-        the width."""
+        """Return a record for a tensor within a sub-layer, with `width` numbers per token: (T,
+        width), with the axes `tokens` and `axis`. Between two matmuls of attention these are all
+        tokens (`context`)."""
         shape = (self.model.context_length, width)
-        return ActivationTensor(name, shape, ("context", axis), dtype)
+        return ActivationTensor(name, shape, (tokens, axis), dtype)
 
     def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
         """Return the specs that exist for a module: `name`.weight and `name`.bias. With `weight`,

@@ -10,7 +10,6 @@ from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import (
     ActivationTensor,
-    ActivationType,
     Axis,
     Collective,
     ParameterSpec,
@@ -101,7 +100,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     model = build.model
     E, k, F, D = model.n_experts, model.n_chosen, model.expert_width, model.d_model
     assert E is not None
-    scores = _tensor(build, f"{path}.router", E, "router", "softmax")
+    scores = build.computed(f"{path}.router", E, "router", "softmax", tokens="time")
     state = build.specs.get(f"{path}.router.balance")
     balance = () if state is None else (state,)
     build.add(
@@ -113,8 +112,8 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         contracts="embed",
         saves=(replace(x, name=f"{path}.router.input", dtype="softmax"), scores),
     )
-    rows = _tensor(build, f"{path}.rows", k * D, "embed", tokens="received")
-    returned = _tensor(build, f"{path}.returned", k * D, "embed", tokens="routed")
+    rows = build.computed(f"{path}.rows", k * D, "embed", tokens="received")
+    returned = build.computed(f"{path}.returned", k * D, "embed", tokens="routed")
     result = _add_feed_forward(
         build,
         path,
@@ -132,8 +131,8 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
         width = model.n_shared_experts * F
         _add_feed_forward(build, f"{path}.shared", x, (width, "shared_mlp"), D)
     if model.shared_expert_gate:
-        gate = _tensor(build, f"{path}.shared_gate", 1, "router")
-        _add_grouped(build, f"{path}.shared_gate", x, gate)
+        gate = build.computed(f"{path}.shared_gate", 1, "router", tokens="time")
+        build.local_matmul(f"{path}.shared_gate", x, gate)
     build.dropout(f"{path}.dropout", model.dropout)
 
 
@@ -154,49 +153,12 @@ def _add_feed_forward(
     made = []
     tokens = x.axes[0]
     for name in column_parallel_names(build.model):
-        made.append(_tensor(build, f"{path}.{name}", *inner, tokens=tokens))
-        _add_grouped(build, f"{path}.{name}", x, made[-1], () if made[1:] else dispatch)
+        made.append(build.computed(f"{path}.{name}", *inner, tokens=tokens))
+        build.local_matmul(f"{path}.{name}", x, made[-1], *(() if made[1:] else dispatch))
     activated = add_activation(build, path, tuple(made))
-    result = _tensor(build, f"{path}.down", n_outputs, "embed", tokens=tokens)
-    _add_grouped(build, f"{path}.down", activated, result, combine)
+    result = build.computed(f"{path}.down", n_outputs, "embed", tokens=tokens)
+    build.local_matmul(f"{path}.down", activated, result, *combine)
     return result
-
-
-def _add_grouped(
-    build: OperationList,
-    name: str,
-    x: ActivationTensor,
-    result: ActivationTensor,
-    collectives: tuple[Collective, ...] = (),
-) -> None:
-    """Add the matmul `name` on x, with the collectives that it causes: each row is multiplied with
-    its own expert's matrix, or every token with a single matrix in a shared expert."""
-    saved = replace(x, dtype="products")
-    build.add(
-        name,
-        "product",
-        (x,),
-        result,
-        parameters=build.parameters(name),
-        contracts=build.parameters(name)[0].axes[-1],
-        saves=(saved,),
-        collectives=collectives,
-    )
-
-
-def _tensor(
-    build: OperationList,
-    name: str,
-    width: int,
-    axis: Axis,
-    dtype: ActivationType = "products",
-    *,
-    tokens: Axis = "time",
-) -> ActivationTensor:
-    """Return a record for a tensor with `width` numbers for each token, (T, width), whose axes are
-    `tokens` and `axis`."""
-    shape = (build.model.context_length, width)
-    return ActivationTensor(name, shape, (tokens, axis), dtype)
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:

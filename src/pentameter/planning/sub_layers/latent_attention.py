@@ -99,9 +99,7 @@ def _add_latent(build: OperationList, name: str, x: ActivationTensor, n: int) ->
     """Add to `build` a linear layer from x, the stream (T, D), to n numbers per token, computed by
     each rank for its tokens of the stream. Returns its result (T, n)."""
     result = _of_stream(build, name, n)
-    parameters = build.parameters(name)
-    saves = (replace(x, dtype="products"),)
-    build.add(name, "product", (x,), result, parameters=parameters, contracts="embed", saves=saves)
+    build.local_matmul(name, x, result)
     return result
 
 
@@ -121,18 +119,14 @@ def _add_norm(
 def _add_heads(build: OperationList, name: str, x: ActivationTensor) -> ActivationTensor:
     """Add to `build` the linear layer that computes a part in every head from x (T, n), for all
     tokens in a sequence, and return its result (T, H · …)."""
-    parameters = build.parameters(name)
-    result = build.computed(name, parameters[0].shape[0], "heads")
-    axis = x.axes[1]
-    saves = (replace(x, axes=("context", axis), dtype="products"),)
-    build.add(name, "product", (x,), result, parameters=parameters, contracts=axis, saves=saves)
+    result = build.computed(name, build.parameters(name)[0].shape[0], "heads")
+    build.local_matmul(name, x, result, reads_context=True)
     return result
 
 
 def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
     """Return a record for n numbers per token in the residual stream, (T, n)."""
-    shape = (build.model.context_length, n)
-    return ActivationTensor(name, shape, ("time", "latent"), "products")
+    return build.computed(name, n, "latent", tokens="time")
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
