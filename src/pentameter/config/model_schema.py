@@ -144,7 +144,7 @@ class AttentionSizes:
 
     @property
     def cached_per_token(self) -> tuple[int, int, int]:
-        """What a cache holds for a token and layer: the number of heads, the channels per head of
+        """The sizes that a cache has for a token and layer: number of heads, channels per head of
         the first tensor (keys), and of the second (values). With latent attention the first is the
         latent, and the second the rotated key, which all heads share."""
         if self.attention == "latent":

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a text are sent to, layer by layer."""
+"""The experts to which each layer's router sends the tokens of a text."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
 
 
 class ExpertLoads:
-    """How many of a step's tokens chose each expert. `models` are this rank's slices of the model,
-    whose routers count during the backward pass; nothing is sent until `total` is called."""
+    """The number of a step's tokens that chose each expert. `models` are this rank's slices of the
+    model, whose routers count during the backward pass; nothing is sent until `total` is called."""
 
     def __init__(
         self, models: Sequence[nn.Module], plan: Plan, mesh: Mesh, device: torch.device

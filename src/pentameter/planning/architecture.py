@@ -38,10 +38,10 @@ Role = Literal[
     "token_embedding", "position_embedding", "norm", "head_norm", "column_parallel", "row_parallel",
     "head",
 ]  # fmt: skip
-"""How tensor parallelism treats the module for an operation with parameters. A `column_parallel`
-linear maps the residual stream to an inner width (heads, or the feed-forward width), which is
-sharded. A `row_parallel` linear maps that width back; its partial results are summed into the
-stream. `head_norm` normalizes queries or keys."""
+"""The part that an operation's module has in tensor parallelism. A `column_parallel` linear maps
+the residual stream to an inner width (heads, or the feed-forward width), which is sharded. A
+`row_parallel` linear maps that width back; its partial results are summed into the stream.
+`head_norm` normalizes queries or keys."""
 INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
@@ -188,7 +188,7 @@ class Operation:
 
     @property
     def role(self) -> Role | None:
-        """How tensor parallelism treats the operation's module (see Role); None if it has no
+        """The operation's Role in tensor parallelism; None if it has no
         parameters, or if every rank multiplies its own tokens with whole matrices, as in experts.
         """
         if not self.parameters:

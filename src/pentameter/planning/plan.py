@@ -55,9 +55,9 @@ class Plan:
     layout: Layout
     table: tuple[ParameterSpec, ...]
     stages: tuple[range, ...]
-    """Each pipeline stage's layer range, in stage order."""
+    """The layer range in each pipeline stage, in stage order."""
     stage_names: tuple[frozenset[str], ...]
-    """Each pipeline stage's parameter names, in stage order."""
+    """The parameter names in each pipeline stage, in stage order."""
     tied: dict[str, tuple[int, ...]]
     """Maps each parameter that several stages hold to the `pipeline` coordinates that hold it, in
     stage order: ranks at the first own the parameter, the others have a copy."""

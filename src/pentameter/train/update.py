@@ -24,7 +24,8 @@ class Update:
     loss: LossSum
     grad_norm: Tensor | float
     loads: Tensor | list[list[float]] | None = None
-    """How many tokens chose each expert, (layers with experts, experts); None if not asked for."""
+    """Number of tokens that chose each expert, (layers with experts, experts); None if not asked
+    for."""
 
     @property
     def made(self) -> bool:

@@ -74,14 +74,15 @@ _OF_EXPERTS = {
     "experts_per_token": ("num_experts_per_tok", 8),
     "d_expert": ("intermediate_size", 2048),
 }
-"""Of families with experts in every layer."""
+"""Entries for families with experts in every layer."""
 _OF_QWEN_EXPERTS = {
     **_with_defaults(_OF_QWEN, n_layers=24, d_model=2048, d_ff=6144, n_kv_heads=4),
     "n_experts": ("num_experts", 128),
     "experts_per_token": ("num_experts_per_tok", 8),
     "d_expert": ("moe_intermediate_size", 768),
 }
-"""Of families with experts beside layers that have one feed-forward layer, another width."""
+"""Entries for families with experts beside layers that have one feed-forward layer, of another
+width."""
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 _ONE_WINDOW = (None, "it has its window in every layer")
 _BIASED = {

@@ -1,5 +1,5 @@
-"""What describes a Hugging Face architecture ("family"): its differences from a decoder like Llama.
-"Their" names are those in `transformers`.
+"""The description of a Hugging Face architecture ("family"): its differences from a decoder like
+Llama. "Their" names are those in `transformers`.
 
 Anything a table cannot express (one key in config.json that several `[model]` keys decide) is a
 `Rule` in `rules.py` or `expert_rules.py`. The families themselves are in `families.py`;

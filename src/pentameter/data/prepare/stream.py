@@ -140,9 +140,9 @@ def _known_by(file: InputFile) -> Any:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a stream has been written, as each part's header records it, so that any later
-    process can continue there. The unit is a passage: a piece of one document's text that is
-    encoded by itself."""
+    """The point up to which a stream has been written, as each part's header records it, so that
+    any later process can continue there. The unit is a passage: a piece of one document's text that
+    is encoded by itself."""
 
     file: int = 0
     """Index, in `Origin.files`, of the file with the last passage written."""
