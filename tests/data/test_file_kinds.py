@@ -5,6 +5,7 @@ import io
 import json
 import random
 import sqlite3
+import struct
 import tarfile
 import zipfile
 
@@ -134,3 +135,52 @@ def test_a_table_is_read_as_text_with_a_word(tmp_path):
     assert f"{tmp_path / 'a.csv'} is a table, and is read as plain text" in text.warnings[0]
     assert f"read_csv('{tmp_path / 'a.csv'}')" in text.warnings[0]
     assert corpus_at(tmp_path / "b.txt").warnings == ()
+
+
+def test_a_folder_is_read_without_its_binary_files(tmp_path):
+    """As the data of `strfile` beside fortunes, pictures beside the pages of a book."""
+    folder = tmp_path / "book"
+    (folder / "art").mkdir(parents=True)
+    (folder / "one").write_text("the first page")
+    (folder / "two").write_text("the second")
+    (folder / "one.dat").write_bytes(struct.pack(">9I", 2, 43, 1, 14, 0, 37 << 24, 0, 43, 57))
+    (folder / "two.dat").write_bytes(b"\0\0\0\x02\0\0\xd1")
+    (folder / "art" / "cover.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    corpus = corpus_at(folder)
+    assert "".join(corpus.chunks()) == "the first pagethe second"
+    (warning,) = corpus.warnings
+    assert warning == f"{folder}: 3 binary files are left out (2 × .dat, 1 × .png)"
+    with pytest.raises(CorruptError, match=r"one\.dat is .*: get its text with"):
+        [*corpus_at(folder / "one.dat").chunks()]  # named by itself, it was meant
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("paper.pdf", b"%PDF-1.7\0\0\0", "is a PDF document"),
+        ("train.bin", struct.pack("<4H", 0xFFFD, 0, 0, 0xFFFD), "are these token ids"),
+        ("latin.txt", "caf\xe9".encode("latin-1"), "name its encoding"),
+        ("marked.txt", "text".encode("utf-16"), "it begins as UTF-16 does"),
+    ],
+)
+def test_a_file_that_holds_text_in_another_form_is_never_left_out(tmp_path, name, content, reason):
+    (tmp_path / "page.txt").write_text("a page")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorruptError, match=reason):
+        [*corpus_at(tmp_path).chunks()]
+
+
+def test_a_folder_of_binary_files_alone_is_refused(tmp_path):
+    (tmp_path / "a.dat").write_bytes(b"\0\x01\x02\x03" * 40)
+    with pytest.raises(CorruptError, match=r"a\.dat is binary"):
+        [*corpus_at(tmp_path).chunks()]
+
+
+def test_a_file_and_a_link_to_it_are_read_once(tmp_path):
+    folder = tmp_path / "book"
+    folder.mkdir()
+    (folder / "page").write_text("a page")
+    (folder / "page.u8").symlink_to("page")
+    (tmp_path / "elsewhere").write_text(", another")
+    (folder / "then").symlink_to(tmp_path / "elsewhere")
+    assert "".join(corpus_at(folder).chunks()) == "a page, another"

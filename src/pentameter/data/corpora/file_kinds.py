@@ -6,6 +6,7 @@ text.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ START_BYTES = 512
 _PANDAS = "python -c \"import pandas; pandas.read_{}('{}')[['text']].to_json('text.jsonl', {})\""
 _AS_RECORDS = "orient='records', lines=True"
 _TO_JSONL = f"write the column of its text as JSONL: {_PANDAS}"
-_IMAGE = "leave it out; a model reads text, not pictures, sound or film"
+_LEAVE_OUT = "leave it out"
+_IMAGE = f"{_LEAVE_OUT}; a model reads text, not pictures, sound or film"
 _DOCUMENT = "save it as plain text (pandoc FILE -o FILE.txt), and name that"
 _UNPACK = "unpack it, and name the folder"
 _WEIGHTS = "these are weights or arrays, not text; name the text to train on"
@@ -72,10 +74,14 @@ _KINDS: tuple[tuple[re.Pattern[bytes], FileKind], ...] = tuple(
         (r"GGUF[\x01-\x09]\0\0\0", "a model's weights (GGUF)", _WEIGHTS),
         (_TENSORS, "a model's weights (safetensors)", _WEIGHTS),
         (r"\x80[\x02-\x05](c|\x95|\}|\]|X|q)", "a Python pickle", _WEIGHTS),
-        (r"\x7fELF|MZ[\x00-\xff]\0|\xcf\xfa\xed\xfe|\0asm", "a program", "leave it out"),
+        (r"\x7fELF|MZ[\x00-\xff]\0|\xcf\xfa\xed\xfe|\0asm", "a program", _LEAVE_OUT),
     )
 )
 
+_MARKS = (
+    *(codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    *(codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+)
 _NOT_OF_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 _TABLES = {
@@ -97,6 +103,15 @@ def is_binary(start: bytes) -> bool:
     character other than white space and escape. Text does not look so, unless it is UTF-16 or
     UTF-32."""
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
+
+
+def lacks_text(start: bytes) -> bool:
+    """Return True if a file's first bytes, `start`, are those of a picture, a recording, a program
+    or unknown binary data: a file that a user would leave out. False for kinds that hold text in
+    another form (PDF, ZIP, …) and for UTF-16 and UTF-32 with their marks."""
+    if (kind := detect_kind(start)) is not None:
+        return kind.remedy.startswith(_LEAVE_OUT)
+    return is_binary(start) and not start.startswith(_MARKS)
 
 
 def table_warning(files: Sequence[object]) -> str | None:

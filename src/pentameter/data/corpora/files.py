@@ -28,7 +28,12 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import TAR_SUFFIX, members
-from pentameter.data.corpora.file_kinds import detect_kind, is_binary
+from pentameter.data.corpora.file_kinds import (
+    START_BYTES,
+    detect_kind,
+    is_binary,
+    lacks_text,
+)
 from pentameter.data.corpora.tables import columns_of, is_table, read_rows
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -36,6 +41,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
 CHUNK_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+TOKEN_SUFFIX = ".bin"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
@@ -114,6 +120,19 @@ class LocalFile:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
         is_small = bool(_compression(self.name)) or self.name.lower().endswith(".parquet")
         return size * USUAL_COMPRESSION if is_small else size
+
+    def lacks_text(self) -> bool:
+        """Whether its beginning is that of a picture, a program or other binary data. False where
+        its suffix says how to read it (table, archive, compressed), for token ids (`.bin`), and if
+        it cannot be read."""
+        name = self.name.lower()
+        if is_table(name) or _compression(name) or name.endswith((TAR_SUFFIX, TOKEN_SUFFIX)):
+            return False
+        try:
+            with self.path.open("rb") as stream:
+                return lacks_text(stream.read(START_BYTES))
+        except OSError:  # reading it says why
+            return False
 
     def sha256(self) -> str:
         """Return its sha256, in hex, reading all of it."""
@@ -254,7 +273,7 @@ def _undecodable(
             hint = _BINARY_HINT
     if "BOM" in position:  # as Python names UTF-16 and UTF-32 without a mark
         hint = f"name the order of its bytes: {name}-le or {name}-be"
-    if file.endswith(".bin"):
+    if file.endswith(TOKEN_SUFFIX):
         hint = (
             "are these token ids? `pentameter prepare FILE.bin --tokenizer gpt2 --out DIR` "
             "imports them; prepared shards are a data.path of their own"

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,7 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import is_remote
 from pentameter.data.corpora.conversations import Conversations, hold_conversations, hold_records
 from pentameter.data.corpora.file_kinds import table_warning
-from pentameter.data.corpora.files import FileContents, InputFile, LocalFile
+from pentameter.data.corpora.files import UTF8, FileContents, InputFile, LocalFile
 from pentameter.data.corpora.remote import remote_files
 from pentameter.data.corpora.tables import is_table, split_in, split_of
 from pentameter.data.corpora.text import Text
@@ -60,9 +61,13 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     StorageError for one that cannot be read, CorruptError if text is held out beside conversations.
     """
     contents = FileContents(data.encoding, data.text_field)
-    inputs = inputs_at(paths)
+    inputs = inputs_at(paths, contents)
     given = {"val": data.validation_path, "test": data.test_path}
-    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
+    beside = {
+        split: inputs_at([path], contents).files
+        for split, path in given.items()
+        if path is not None
+    }
     inputs = replace(inputs, held_out=beside or inputs.held_out)
     if not hold_conversations(inputs.files, contents):
         warning = table_warning(inputs.files)
@@ -87,14 +92,16 @@ def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: Data
     return kind(name, inputs.files, contents, data.max_bytes, held_out, inputs.warnings)
 
 
-def inputs_at(paths: Sequence[str | Path]) -> Inputs:
+def inputs_at(paths: Sequence[str | Path], contents: FileContents = UTF8) -> Inputs:
     """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs.
 
     A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
-    links to folders and special files (pipes, sockets) are left out; in a folder with tables
-    (Parquet, Arrow), so is everything else. If all files are tables and some are named for
-    training, those named for validation and test are held out. Raises ConfigError for a path that
-    does not exist or holds no file, StorageError for one that cannot be read.
+    links to folders, links to files that are in it anyway and special files (pipes, sockets) are
+    left out; in a folder with tables (Parquet, Arrow), so is everything else; in one without,
+    binary files, unless `contents` names another encoding than UTF-8. If all files are tables and
+    some are named for training, those named for validation and test are held out. Raises
+    ConfigError for a path that does not exist or holds no file, StorageError for one that cannot be
+    read.
     """
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
@@ -110,6 +117,10 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
                     "them to read them"
                 )
             files = tables = list(_without_remains(tables))
+        elif root and contents.is_utf8:
+            files, left_out = _with_text(files)
+            if left_out:
+                warnings.append(_left_out_warning(path, left_out))
         found += files
         named += [(file, PurePosixPath(str(file).removeprefix(root))) for file in tables]
     if len(named) < len(found):  # text has no split by its name
@@ -117,9 +128,32 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
     return _by_split(named, warnings)
 
 
+def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputFile]]:
+    """Divide a folder's files into those to read and those left out, which hold binary data. If all
+    do, none is left out: reading the first then says what it is."""
+    binary = {file for file in files if isinstance(file, LocalFile) and file.lacks_text()}
+    if len(binary) == len(files):
+        return list(files), []
+    return [file for file in files if file not in binary], [
+        file for file in files if file in binary
+    ]
+
+
+def _left_out_warning(folder: str | Path, files: Sequence[InputFile]) -> str:
+    """Return a sentence for the user: how many binary `files` in `folder` are not read, and of
+    which suffixes."""
+    counts = Counter(PurePosixPath(file.name).suffix or file.name for file in files)
+    kinds = ", ".join(f"{n:,} × {kind}" for kind, n in counts.most_common(4))
+    rest = ", …" if len(counts) > 4 else ""
+    return (
+        f"{folder}: {len(files):,} binary {'file is' if len(files) == 1 else 'files are'} left "
+        f"out ({kinds}{rest})"
+    )
+
+
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
     """List the regular files below a folder, sorted by the parts of their path, without hidden
-    ones; links to folders are not followed.
+    ones; links to folders are not followed, nor are links to files that are listed anyway.
 
     Folders named in `skip` are not entered. Raises ConfigError if there is no file, StorageError if
     a folder cannot be listed.
@@ -139,6 +173,9 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
                 found.append(path)
     if not found:
         raise ConfigError(f"no text file below {folder}; hidden files do not count")
+    if any(path.is_symlink() for path in found):  # resolving each path costs more than this
+        listed = {path.resolve() for path in found if not path.is_symlink()}
+        found = [path for path in found if not path.is_symlink() or path.resolve() not in listed]
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
