@@ -83,6 +83,29 @@ def test_as_many_processes_as_experts_need():
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=2, data=2, zero=3, tensor=2),
+        Layout(data=4, zero=3, context=2, expert=2, expert_tensor=2),
+        Layout(tensor=8, tensor_mode="3d"),
+    ],
+    ids=str,
+)
+def test_ranks_along_a_placement_dimension_differ_in_nothing_else(layout):
+    coordinates = [layout.parameter_coordinates(rank) for rank in range(layout.world_size)]
+    for rank, own in enumerate(coordinates):
+        meshes = layout.placement_ranks(rank)
+        assert len(meshes) == 1 + layout.shards_experts
+        for names in meshes:
+            for name, ranks in names.items():
+                alike = {each: own[each] for each in names if each != name}
+                assert ranks == sorted(
+                    (other for other, at in enumerate(coordinates) if alike.items() <= at.items()),
+                    key=lambda other: coordinates[other][name],
+                )
+
+
+@pytest.mark.parametrize(
     ("layout", "model", "reason"),
     [
         ("data=4,expert=3", {}, r"parallel.expert=3 must divide the 4 processes of .*: 1, 2, 4,"),

@@ -17,7 +17,7 @@ from pentameter.estimating.operation_communication import (
 )
 from pentameter.planning.architecture import CollectiveKind, Operation, ParameterSpec
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
-from pentameter.planning.layout import shard_size
+from pentameter.planning.sharding import shard_size
 
 TOKEN_BYTES = 8
 NUMBERS_OF_A_NORM = {"layernorm": 2, "rmsnorm": 1}

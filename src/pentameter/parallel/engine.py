@@ -88,19 +88,19 @@ class Engine:
         self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
-        self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
-        self.expert_loads = ExpertLoads(self.models, plan, mesh, device)
         self._rounded = _rounded_weights(stage_modules, plan)
         self._shard = BatchShard(
             plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
         )
         self._tied = tied
         self._stages: Pipeline | SingleStage
-        if self.meshes and plan.layout.pipeline > 1:
+        if plan.layout.pipeline == 1 or not self.meshes:
+            self._stages = SingleStage(stage_modules[0], wrapped, plan)
+        else:
             group, collect = self.meshes[0]["pipeline"].get_group(), self._rounded.collect
             self._stages = Pipeline(wrapped, stage_modules[0], plan, group, collect)
-        else:
-            self._stages = SingleStage(stage_modules[0], wrapped, plan)
+        self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
+        self.expert_loads = ExpertLoads(self.models, plan, mesh, device)
         self._summed = gradients.summed_copies(
             self._named, plan, mesh.along, by_dtensor=source.computes_with_dtensors
         )

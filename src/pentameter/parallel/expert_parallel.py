@@ -42,7 +42,7 @@ from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import Forward
 from pentameter.parallel.mesh import Mesh, group_named
 from pentameter.parallel.tensor.collectives import gathered_shards
-from pentameter.planning.layout import shard_size
+from pentameter.planning.sharding import shard_size
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn.Module, Forward]:

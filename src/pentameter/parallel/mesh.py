@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import (
-    EXPERT_DIMENSIONS,
-    PARAMETER_DIMENSIONS,
-    Layout,
-    exchange_ranks,
-)
+from pentameter.planning.layout import Layout
 from pentameter.processes.world import World
 
 
@@ -66,7 +61,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     """Build the Mesh, with a DeviceMesh unless a single process shards nothing, and a second one
-    for sharded experts. Each rank's position in them is `layout.parameter_coordinates(rank)`.
+    for sharded experts. Each rank's groups in them are `layout.placement_ranks(rank)`.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -87,45 +82,26 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
             "command line, or pentameter.processes.join.joined_world, with always_group=True for "
             "one process"
         )
-    in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
-    activation_members = {
-        dimension: layout.ranks_along(dimension, world.rank)
-        for dimension in ("context", *in_grid)
-        if layout.sizes[dimension] > 1
-    }
-    if layout.shards_experts:
-        activation_members["expert"] = exchange_ranks(layout, world.rank)
+    sharing, placed = layout.activation_ranks(world.rank), layout.placement_ranks(world.rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    parameters = _device_mesh(PARAMETER_DIMENSIONS, layout, device_type, world, created)
-    experts = None
-    if layout.shards_experts:
-        experts = _device_mesh(EXPERT_DIMENSIONS, layout, device_type, world, created)
-    found = {
-        dimension: _new_group(members, world) for dimension, members in activation_members.items()
-    }
+    parameters, *more = [_device_mesh(along, device_type, world, created) for along in placed]
+    found = {dimension: _new_group(members, world) for dimension, members in sharing.items()}
     if not layout.is_grid:  # by which DTensor communicates, too
         found["tensor"] = parameters["tensor"].get_group()
     _NAMED.update({group.group_name: group for group in found.values()})
-    return Mesh(layout, world, parameters, found, experts)
+    return Mesh(layout, world, parameters, found, *more)
 
 
 def _device_mesh(
-    dimensions: tuple[str, ...],
-    layout: Layout,
+    along: Mapping[str, Sequence[int]],
     device_type: str,
     world: World,
     created: dict[tuple[int, ...], dist.ProcessGroup],
 ) -> DeviceMesh:
-    """Return the DeviceMesh with these dimensions, PARAMETER_DIMENSIONS or EXPERT_DIMENSIONS, over
-    all ranks in row-major order. Its groups are taken from `created` (ranks → group), to which new
-    ones are added. Collective."""
-    shape = tuple(layout.placement_sizes[name] for name in dimensions)
-    coordinates = layout.parameter_coordinates(world.rank)
-    ranks = torch.arange(layout.world_size).reshape(shape)
-    groups_of_ranks = []
-    for name in dimensions:
-        along = tuple(slice(None) if each == name else coordinates[each] for each in dimensions)
-        groups_of_ranks.append(tuple(ranks[along].tolist()))
+    """Return the DeviceMesh over all ranks, in row-major order, whose dimensions are the keys of
+    `along`, outermost first; each value has the ranks in this rank's group along it. Groups are
+    taken from `created` (ranks → group), to which new ones are added. Collective."""
+    groups_of_ranks = [tuple(members) for members in along.values()]
     # PyTorch names a group after its ranks and the number of groups before it, and DTensor caches
     # names by equal meshes for as long as the process lives. Innermost dimensions come first, so
     # that a tensor group has the same name in the next layout that these processes run.
@@ -134,7 +110,8 @@ def _device_mesh(
         if members not in created:
             created[members] = make_group(members, world)
     groups = [created[members] for members in groups_of_ranks]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=dimensions)
+    ranks = torch.arange(world.size).reshape([len(members) for members in groups_of_ranks])
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(along))
 
 
 _NAMED: dict[str, dist.ProcessGroup] = {}

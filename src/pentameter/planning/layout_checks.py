@@ -12,9 +12,9 @@ from pentameter.planning.architecture import (
     Axis,
 )
 from pentameter.planning.gpt import sub_layers
-from pentameter.planning.layout import Layout, shard_size
+from pentameter.planning.layout import Layout
 from pentameter.planning.outline import ModelOutline
-from pentameter.planning.sharding import Sharding, sharding_of
+from pentameter.planning.sharding import Sharding, shard_size, sharding_of
 
 MOST_PASSES = 1 << 16
 """Maximum forward passes to fill a pipeline: its ranks × stages. Planning simulates about eight

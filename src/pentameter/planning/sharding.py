@@ -20,7 +20,6 @@ from pentameter.planning.layout import (
     EXPERT_DIMENSIONS,
     PARAMETER_DIMENSIONS,
     Layout,
-    shard_size,
 )
 
 AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
@@ -365,3 +364,11 @@ def sharding_of(layout: Layout, model: ModelConfig) -> Sharding:
     """Return the Sharding (how activations and parameters are sharded) for a model under a
     layout."""
     return _sharding(layout, model.kv_heads)
+
+
+def shard_size(n: int, n_shards: int, coordinate: int) -> int:
+    """Return the shard size at `coordinate` when n elements are split into `n_shards` shards with
+    up to ⌈n / n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or
+    empty."""
+    most = -(-n // n_shards)
+    return min(most, max(0, n - coordinate * most))

@@ -78,11 +78,8 @@ def read_hf(
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
-    content = read_json(path / CONFIG)
-    is_split = not (path / WEIGHTS).is_file() and (path / INDEX).is_file()
-    index = read_json(path / INDEX) if is_split else None
+    files, content = _weight_files(path), read_json(path / CONFIG)
     section = from_their_config(content, path / CONFIG)
-    files = _weight_files(path, index)
     if tokenizer is None:
         tokenizer = read_tokenizer(path, warnings, content.get("eos_token_id"))
     if tokenizer is None:
@@ -136,23 +133,21 @@ def hub_name(folder: Path) -> str:
     return str(resolved)
 
 
-def _weight_files(path: Path, index: Mapping[str, Any] | None) -> tuple[Path, ...]:
-    """List the folder's safetensors files: model.safetensors, else the files that `index` names.
-    `index` is the content of model.safetensors.index.json; None if the folder has no such file or
-    has model.safetensors.
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    """List the folder's safetensors files: model.safetensors, else the files that its index names.
 
     Raises ConfigError if there are none (explaining how to convert a pickle), CorruptError if the
     index is malformed or a named file is missing.
     """
     if (path / WEIGHTS).is_file():
         return (path / WEIGHTS,)
-    if index is None:
+    if not (path / INDEX).is_file():
         if next(path.glob("pytorch_model*.bin"), None) is not None:
             raise ConfigError(_pickle(path))
         raise ConfigError(
             f"{path} has a {CONFIG} but no weights; {WEIGHTS} is expected, or {INDEX} and its files"
         )
-    file_of = index.get("weight_map")
+    file_of = read_json(path / INDEX).get("weight_map")
     if not (isinstance(file_of, dict) and file_of and all(map(is_plain_name, file_of.values()))):
         raise CorruptError(f"{path / INDEX} is malformed: its weight_map is not names → files")
     files = tuple(path / name for name in sorted(set(file_of.values())))

@@ -27,7 +27,7 @@ from torch import Tensor
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.collectives import product_operation
-from pentameter.planning.layout import shard_size
+from pentameter.planning.sharding import shard_size
 
 
 class Summa(NamedTuple):
