@@ -24,7 +24,7 @@ from pentameter.checkpoint.store import CheckpointStore
 from pentameter.optim.build import JointOptimizer
 from pentameter.processes.world import World
 
-V, D, F = 65, 8, 12  # 65 divides by neither 2 nor 4
+V, D, F, E = 65, 8, 12, 3  # 65 divides by neither 2 nor 4, nor do 3 experts
 
 TABLE = {
     "embedding.weight": (V, D),
@@ -34,6 +34,7 @@ TABLE = {
     "down.weight": (D, F),
     "down.bias": (D,),
     "head.weight": (V, D),
+    "experts.weight": (E, F, D),
 }
 MUON = {"up.weight", "down.weight"}
 STEP = 7.0
@@ -48,6 +49,10 @@ class Shape:
     shard: int = 1
     row: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Of the processes of data × shard × tensor, so many hold different experts."""
+    expert_tensor: int = 1
+    """And so many different rows of an expert's matrix."""
 
     @property
     def size(self) -> int:
@@ -70,6 +75,10 @@ LAYOUTS = {
     "grid": Shape(row=2, tensor=2),
     "data-grid": Shape(data=2, row=2, tensor=2),
     "grid-pipeline": Shape(pipeline=2, row=2, tensor=2),
+    "expert": Shape(data=2, expert=2),
+    "expert-tensor": Shape(tensor=2, expert_tensor=2),
+    "expert-zero": Shape(shard=4, expert=2),
+    "expert-pipeline": Shape(pipeline=2, data=2, tensor=2, expert=2, expert_tensor=2),
 }
 """What divides time, or the depth of a grid, divides no parameter: to a checkpoint it is data."""
 GRID = {
@@ -113,6 +122,8 @@ class Toy(nn.Module):
         if first:
             self.norm = nn.LayerNorm(D, bias=False)
             self.up = nn.Linear(D, F)
+            self.experts = nn.Module()
+            self.experts.weight = nn.Parameter(torch.empty(E, F, D))
         if last:
             self.down = nn.Linear(F, D)
             self.head = nn.Linear(D, V, bias=False)
@@ -142,6 +153,7 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
     """This process's part, cut by torch itself; without `filled` all numbers are zero."""
     place = rank // (shape.size // shape.pipeline)
     model, mesh = Toy(first=place == 0, last=place == shape.pipeline - 1), None
+    of_experts: DeviceMesh | None = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(true_value(name) if filled else torch.zeros(TABLE[name]))
@@ -160,13 +172,35 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
             }
             own = {name: how for name, how in cut.items() if hasattr(model, name)}
             parallelize_module(model, mesh["tensor"], own)
+        if shape.expert * shape.expert_tensor > 1:
+            of_experts = share_experts(model, shape)
         if shape.shard > 1:
             fully_shard(model, mesh=mesh["data", "shard"] if shape.data > 1 else mesh["shard"])
     copies = {"embedding.weight"} if place > 0 else set()
     optimizer = build(model)
     if filled:
         fill(optimizer)
-    return Held(model, optimizer, copies, [] if mesh is None else [mesh])
+    meshes = [each for each in (mesh, of_experts) if each is not None]
+    return Held(model, optimizer, copies, meshes)
+
+
+def share_experts(model: nn.Module, shape: Shape) -> DeviceMesh:
+    """Divide the experts over a mesh of their own, which factors the same processes otherwise; what
+    is left of them holds copies, or shards with `shard`."""
+    n_ranks = shape.expert * shape.expert_tensor
+    left = shape.size // shape.pipeline // n_ranks
+    names = ("pipeline", "rest", "expert", "expert_tensor")
+    sizes = (shape.pipeline, left, shape.expert, shape.expert_tensor)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if hasattr(model, "experts"):
+        along = mesh["expert", "expert_tensor"]
+        part = distribute_tensor(
+            model.experts.weight.detach(), along, (Shard(0), Shard(1)), src_data_rank=None
+        )
+        model.experts.weight = nn.Parameter(part)
+        if shape.shard > 1:
+            fully_shard(model.experts, mesh=mesh["rest"])
+    return mesh
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:

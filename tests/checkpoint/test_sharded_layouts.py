@@ -14,6 +14,7 @@ from pentameter.checkpoint.opening import open_checkpoint
 KINDS = (
     *("one process", "data", "tensor", "pipeline", "zero"),
     *("zero-copies", "zero-tensor-uneven", "grid", "grid-pipeline", "data-tensor-pipeline"),
+    *("expert-tensor", "expert-zero"),
 )
 """Layouts with each kind of shard and each place of it; the others combine the same in fewer ways.
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -70,6 +72,52 @@ def test_sigkill_at_random_moments(reference, tmp_path):
             process.join()
         finish(config, run)
         assert_same_run(run, undisturbed)
+
+
+EXPERTS = {
+    "model.n_experts": 4,
+    "model.experts_per_token": 2,
+    "model.d_expert": 8,
+    "model.feed_forward": "swiglu",
+    "model.balance": "bias",
+    "parallel.expert": 2,
+    "parallel.zero": 3,
+}
+
+
+@pytest.mark.slow
+def test_sigkill_of_two_processes_with_half_the_experts_each(tmp_path):
+    """Both die at once, at any moment; balance and counts are state like the weights."""
+    config = tiny_config(tmp_path, **EXPERTS)
+    undisturbed = tmp_path / "undisturbed"
+    start = time.monotonic()
+    launched(config, undisturbed).communicate(timeout=120)
+    seconds = time.monotonic() - start
+    moments, n_killed = random.Random(28), 0
+    for trial in range(4):
+        run = tmp_path / f"run-{trial}"
+        process = launched(config, run)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0.4, 1.0) * seconds)
+        n_killed += process.poll() is None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        process = launched(config, run)
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors
+        assert_same_run(run, undisturbed)
+    assert n_killed
+
+
+def launched(config, run):
+    """A started `train --nproc 2`, the leader of a process group with all its children."""
+    command = [sys.executable, "-m", "pentameter", "train", str(config), "--nproc", "2"]
+    return subprocess.Popen(
+        [*command, "--run-dir", str(run)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])

@@ -47,11 +47,14 @@ def test_half_a_last_line_is_skipped(make_run, run_events):
 def test_a_resumed_run(make_run, run_events, run_end):
     events = run_events(200)
     # as after a crash: the first session's end is gone, a step stands there twice
-    again = {**events[-1], "event": "resume", "step": 100, "device": "Other CPU"}
+    changed = {"device": "Other CPU", "steps": 1000, "layout": ["damaged"]}
+    again = {**events[-1], "event": "resume", "step": 100, **changed}
     repeated = next(e for e in events if e["event"] == "train" and e["step"] == 150)
     record = read_run(make_run([*events, again, {**repeated, "loss": 1.5}]))
     assert record.end is None
-    assert record.marks == ((100, "resume", ""),)
+    before = record.starts[0]
+    reason = f"{before['steps']} → 1,000 steps, {before['device']} → Other CPU"
+    assert record.marks == ((100, "resume", reason),)
     assert record.start["device"] == "Other CPU"
     loss = record.train["loss"]
     assert list(loss.steps) == sorted(set(loss.steps))

@@ -211,6 +211,13 @@ def test_a_run_that_appears_or_goes(runs):
     assert "third" in rows(second)
 
 
+def test_a_folder_that_the_first_run_will_make(runs, tmp_path):
+    board = Board(tmp_path / "later")
+    assert board.news("", -1)["names"] == []
+    runs.rename(tmp_path / "later")
+    assert board.news("", -1)["names"] == ["half", "whole"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("nowhere", "there is no such folder"), ("runs/whole", "is itself a run; watch the folder")],

@@ -10,6 +10,8 @@ import tyro
 
 from pentameter.cli.arguments import parse
 
+RUNS = Path("runs")
+
 
 @dataclass(frozen=True)
 class WatchArguments:
@@ -19,8 +21,8 @@ class WatchArguments:
     anybody but browsers on this machine.
     """
 
-    runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUNS]")] = Path("runs")
-    """Folder with run folders in it."""
+    runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUNS]")] = RUNS
+    """Folder with run folders in it; `runs`, where `train` puts them, need not exist yet."""
     host: str = "127.0.0.1"
     """Address to listen on. There is no login: with 0.0.0.0 everybody in the network may read."""
     port: int = 8001
@@ -34,7 +36,8 @@ def run(arguments: list[str]) -> int:
     from pentameter.report.board import check_runs_folder
     from pentameter.report.watch_server import WatchServer
 
-    check_runs_folder(asked.runs)
+    if asked.runs != RUNS or RUNS.exists():  # a first run may be started after this
+        check_runs_folder(asked.runs)
     with WatchServer(asked.runs, asked.host, asked.port) as server:
         try:
             print(f"{server.url}  (the runs in {asked.runs}; Ctrl-C ends)", flush=True)

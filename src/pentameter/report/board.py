@@ -201,8 +201,10 @@ def check_runs_folder(folder: Path) -> None:
 
 
 def _run_names(folder: Path) -> list[str]:
-    """Return the run folders' names in `folder`, broken ones included, sorted, at most MOST_RUNS.
-    Raises StorageError."""
+    """Return the run folders' names in `folder`, broken ones included, sorted, at most MOST_RUNS;
+    none if it does not exist. Raises StorageError."""
+    if not folder.exists():
+        return []
     with storage_errors(folder, "read"):
         names = [name for name in os.listdir(folder) if name[0] != "."]
     return sorted(name for name in names if _looks_like_run(folder / name))[:MOST_RUNS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ from pentameter.report.expert_loads import LayerLoads, layer_loads
 
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
+CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}
+"""Values of start and resume events that a resume may change, each with its unit."""
 RUN_FILES = ("config.toml", "metrics.jsonl")
 """Files that mark a run folder; one is enough."""
 JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
@@ -135,6 +137,33 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
     return _recorded(files, reader.all(), reader.n_unreadable)
 
 
+def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
+    """Yield (step, "resume" or "skip", reason) for each such event in `events`, in file order. A
+    resume's reason is what it changed: "712 → 1,923 steps"."""
+    before: dict[str, Any] = {}
+    for event in events:
+        kind, reason = str(event["event"]), str(event.get("reason") or "")
+        if kind in ("start", "resume"):
+            now = {
+                key: event[key]
+                for key in CHANGED_BY_RESUME
+                if isinstance(event.get(key), int | str)
+            }
+            if kind == "resume" and not reason:
+                reason = ", ".join(
+                    f"{_grouped(before[key])} → {_grouped(value)}{CHANGED_BY_RESUME[key]}"
+                    for key, value in now.items()
+                    if before.get(key, value) != value
+                )
+            before |= now
+        if kind in ("resume", "skip"):
+            yield _integer(event.get("step")), kind, reason
+
+
+def _grouped(value: object) -> str:
+    return f"{value:,}" if type(value) is int else str(value)
+
+
 def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
     """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
     skipped."""
@@ -176,13 +205,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         | {"elapsed_seconds": elapsed},
         expert_loads=layer_loads(_latest(events, "experts", "layer")),
         evaluations=evaluations,
-        marks=tuple(
-            sorted(
-                (_integer(e.get("step")), str(e["event"]), str(e.get("reason") or ""))
-                for e in events
-                if e["event"] in ("resume", "skip")
-            )
-        ),
+        marks=tuple(sorted(_marks(events))),
         checkpoints=tuple(_checkpoints(folder, events)),
         end=end,
         last_step=last_step,
