@@ -7,7 +7,13 @@ import pytest
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.layout import Layout, exchange_ranks, make_layout, parse_layout
+from pentameter.planning.layout import (
+    Layout,
+    exchange_ranks,
+    make_layout,
+    parse_layout,
+    placement_ranks,
+)
 from pentameter.planning.plan import Plan, make_plan
 
 MODEL = {"n_experts": 4, "d_expert": 6, "n_layers": 2, "d_model": 8, "n_heads": 2, "vocab_size": 13}
@@ -94,7 +100,7 @@ def test_as_many_processes_as_experts_need():
 def test_ranks_along_a_placement_dimension_differ_in_nothing_else(layout):
     coordinates = [layout.parameter_coordinates(rank) for rank in range(layout.world_size)]
     for rank, own in enumerate(coordinates):
-        meshes = layout.placement_ranks(rank)
+        meshes = placement_ranks(layout, rank)
         assert len(meshes) == 1 + layout.shards_experts
         for names in meshes:
             for name, ranks in names.items():

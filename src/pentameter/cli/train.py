@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -346,6 +347,8 @@ def _print_next_steps(run: TrainingRun) -> None:
     command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
     folder = shlex.quote(str(run.run_dir))
     lines = [f"{command} sample {folder}{_prompt_options(run)} --max-new-tokens 500"]
+    if find_spec("uvicorn") is not None:  # the extra `serve`
+        lines.append(f"{command} serve {folder}")
     if run.dataset.split("val").n_tokens > 1:
         lines.append(f"{command} eval {folder}")
     if run.config.log.tensorboard:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout
+from pentameter.planning.layout import Layout, activation_ranks, placement_ranks
 from pentameter.processes.world import World
 
 
@@ -61,7 +61,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     """Build the Mesh, with a DeviceMesh unless a single process shards nothing, and a second one
-    for sharded experts. Each rank's groups in them are `layout.placement_ranks(rank)`.
+    for sharded experts. Each rank's groups in them are `placement_ranks(layout, rank)`.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -82,7 +82,7 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
             "command line, or pentameter.processes.join.joined_world, with always_group=True for "
             "one process"
         )
-    sharing, placed = layout.activation_ranks(world.rank), layout.placement_ranks(world.rank)
+    sharing, placed = activation_ranks(layout, world.rank), placement_ranks(layout, world.rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
     parameters, *more = [_device_mesh(along, device_type, world, created) for along in placed]
     found = {dimension: _new_group(members, world) for dimension, members in sharing.items()}

@@ -188,34 +188,6 @@ class Layout:
         own = self.coordinates(rank)
         return [self.rank_of(**{**own, dimension: each}) for each in range(self.sizes[dimension])]
 
-    def activation_ranks(self, rank: int) -> dict[str, list[int]]:
-        """Return the ranks with which `rank` shares activations along each dimension that shards
-        them over several ranks, ordered by their coordinate there: `context`, a grid's `depth`,
-        `row` and `tensor`, and `expert`, for `exchange_ranks`. The one-dimensional `tensor` is
-        among `placement_ranks`."""
-        in_grid = ("depth", "row", "tensor") if self.is_grid else ()
-        found = {
-            dimension: self.ranks_along(dimension, rank)
-            for dimension in ("context", *in_grid)
-            if self.sizes[dimension] > 1
-        }
-        return found | ({"expert": exchange_ranks(self, rank)} if self.shards_experts else {})
-
-    def placement_ranks(self, rank: int) -> list[dict[str, list[int]]]:
-        """Return, for each dimension along which parameters are placed, the ranks that differ from
-        `rank` only along it, ordered by their coordinate there: one dict for PARAMETER_DIMENSIONS
-        and, if the layout shards experts, one for EXPERT_DIMENSIONS."""
-        found: list[dict[str, list[int]]] = []
-        for sizes in (self.parameter_sizes, *([self.expert_sizes] if self.shards_experts else [])):
-            ranks_along: dict[str, list[int]] = {}
-            stride = 1  # distance between neighbours along a dimension, the innermost first
-            for name, size in reversed(sizes.items()):
-                first = rank - rank // stride % size * stride
-                ranks_along[name] = [first + index * stride for index in range(size)]
-                stride *= size
-            found.append({name: ranks_along[name] for name in sizes})
-        return found
-
     def data_index(self, rank: int) -> int:
         """Return the number of the batch shard that a rank computes, in 0 … n_batch_shards - 1."""
         coordinates, index = self.coordinates(rank), 0
@@ -507,6 +479,39 @@ def exchange_ranks(layout: Layout, rank: int) -> list[int]:
     n_ranks = layout.expert * layout.expert_tensor
     first = rank - rank % n_ranks
     return list(range(first, first + n_ranks))
+
+
+def activation_ranks(layout: Layout, rank: int) -> dict[str, list[int]]:
+    """Return the ranks with which `rank` shares activations along each dimension that shards
+    them over several ranks, ordered by their coordinate there: `context`, a grid's `depth`,
+    `row` and `tensor`, and `expert`, for `exchange_ranks`. The one-dimensional `tensor` is
+    among `placement_ranks`."""
+    in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
+    found = {
+        dimension: layout.ranks_along(dimension, rank)
+        for dimension in ("context", *in_grid)
+        if layout.sizes[dimension] > 1
+    }
+    return found | ({"expert": exchange_ranks(layout, rank)} if layout.shards_experts else {})
+
+
+def placement_ranks(layout: Layout, rank: int) -> list[dict[str, list[int]]]:
+    """Return, for each dimension along which parameters are placed, the ranks that differ from
+    `rank` only along it, ordered by their coordinate there: one dict for PARAMETER_DIMENSIONS
+    and, if the layout shards experts, one for EXPERT_DIMENSIONS."""
+    found: list[dict[str, list[int]]] = []
+    for sizes in (
+        layout.parameter_sizes,
+        *([layout.expert_sizes] if layout.shards_experts else []),
+    ):
+        ranks_along: dict[str, list[int]] = {}
+        stride = 1  # distance between neighbours along a dimension, the innermost first
+        for name, size in reversed(sizes.items()):
+            first = rank - rank // stride % size * stride
+            ranks_along[name] = [first + index * stride for index in range(size)]
+            stride *= size
+        found.append({name: ranks_along[name] for name in sizes})
+    return found
 
 
 def stage_layers(

@@ -442,7 +442,8 @@ def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds
     is_local = bound.getsockname()[0] in LOOPBACK
     app = create_app(worker, limits, LOOPBACK if is_local else None)
     bound.listen()  # whoever reads the line may connect
-    print(f"serving {', '.join(worker.models)} on {url_of(bound)}v1", flush=True)
+    url = url_of(bound)
+    print(f"serving {', '.join(worker.models)} on {url}v1\na page to write with: {url}", flush=True)
     server = _Server(app, worker, grace_seconds)
     server.run(sockets=[bound])
     return 1 if server.force_exit else 0
