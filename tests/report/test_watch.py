@@ -258,6 +258,16 @@ def test_a_report_follows_its_run(runs, run_events):
         assert f"{new[-1]['step']}" in text_of(ask(server, "/run/half")[1])
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), BrokenPipeError("it left")])
+def test_an_error_in_answering_is_printed_unless_the_browser_left(runs, capsys, error):
+    with served(runs) as server:
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, ("127.0.0.1", 1))
+    assert ("a fault" in capsys.readouterr().err) == isinstance(error, RuntimeError)
+
+
 def test_frozen_pages_connect_to_nothing(runs):
     from pentameter.report.page import render_page
 

@@ -28,7 +28,7 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.generation.loop import generate
 from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
-from pentameter.serve.continuation import Asked, Continuation
+from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
 from pentameter.serve.requests import Limits
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker
@@ -375,7 +375,7 @@ def test_cancelled_jobs_free_their_slots_and_stopping_refuses() -> None:
         worker = Worker(most_waiting=100)
         worker.add(model)
         worker.use_running_loop()
-        long, short = Asked(np.array([1]), 10**6), Asked(np.array([1]), 5)
+        long, short = TextRequest(np.array([1]), 10**6), TextRequest(np.array([1]), 5)
         jobs = [worker.submit(model, [long, long]) for _ in range(10)]
         assert model.n_texts == 20
         for job in jobs:
@@ -407,14 +407,14 @@ def test_characters_of_several_tokens_are_shown_whole() -> None:
             return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     text = "aé€😀b"
-    asked = Asked(np.array([97]), len(text.encode()), follows_text=False)
+    asked = TextRequest(np.array([97]), len(text.encode()), follows_text=False)
     continuation = Continuation(asked, Bytes("ab"))
     pieces = [continuation.push(byte, np.zeros(256)).text for byte in text.encode()]
     assert [piece for piece in pieces if piece] == list(text)
 
 
 def test_a_stop_string_over_several_tokens_is_held_back() -> None:
-    asked = Asked(np.array([0]), 50, stop=("abc", "bd"))
+    asked = TextRequest(np.array([0]), 50, stop=("abc", "bd"))
     continuation = Continuation(asked, TOKENIZER)
     shown = [continuation.push(int(TOKENIZER.encode(c)[0]), np.zeros(V)).text for c in "eabeabd"]
     assert shown == ["e", "", "", "abe", "", "", "a"]

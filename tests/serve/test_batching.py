@@ -21,7 +21,7 @@ from pentameter.errors import CorruptError
 from pentameter.generation.loop import stream_tokens
 from pentameter.generation.sampling import Sampling
 from pentameter.serve.batching import Batcher
-from pentameter.serve.continuation import Asked, Continuation, Piece
+from pentameter.serve.continuation import Continuation, Piece, TextRequest
 from pentameter.serve.passes import Shapes, Slots, n_read_in_pieces
 
 V = TOKENIZER.vocab_size
@@ -35,10 +35,10 @@ def make_slots(n_slots: int = 8, one_by_one: bool = False, **model: Any) -> Slot
     return slots
 
 
-def drawn_request(random: random.Random, context_length: int = 80) -> Asked:
+def drawn_request(random: random.Random, context_length: int = 80) -> TextRequest:
     """Any request: short or long, greedy or not, past the context or not."""
     n = random.choice([1, 2, 3, 5, 16, 40, 63, 64, 66, 80, 120])
-    return Asked(
+    return TextRequest(
         np.array([random.randrange(V) for _ in range(n)]),
         max_tokens=random.choice([1, 3, 20, 60]),
         sampling=Sampling(
@@ -61,7 +61,7 @@ def finished(pieces: list[Piece]) -> tuple[Any, ...]:
     return "".join(p.text for p in pieces), chances, last.finish_reason, last.n_tokens
 
 
-def alone(slots: Slots, asked: Asked) -> tuple[Any, ...]:
+def alone(slots: Slots, asked: TextRequest) -> tuple[Any, ...]:
     batcher, pieces = Batcher(slots), []
     batcher.add(Continuation(asked, TOKENIZER))
     while not batcher.is_idle:
@@ -69,7 +69,7 @@ def alone(slots: Slots, asked: Asked) -> tuple[Any, ...]:
     return finished(pieces)
 
 
-def among_others(slots: Slots, asked: list[Asked], random: random.Random) -> list[Any]:
+def among_others(slots: Slots, asked: list[TextRequest], random: random.Random) -> list[Any]:
     """The answers of requests that come one after another, some of them cancelled on the way."""
     batcher = Batcher(slots)
     everyone = [Continuation(each, TOKENIZER) for each in asked]
@@ -137,7 +137,7 @@ def test_the_text_is_that_of_sample(n_prompt: int, temperature: float) -> None:
     )
     expected = np.stack(list(steps), axis=1)
     batcher = Batcher(Slots(model, V, 4))
-    asked = [Asked(prompt, 100, Sampling(temperature), seed=7, sample=n) for n in range(2)]
+    asked = [TextRequest(prompt, 100, Sampling(temperature), seed=7, sample=n) for n in range(2)]
     texts = [Continuation(each, TOKENIZER) for each in asked]
     for each in texts:
         batcher.add(each)
@@ -162,7 +162,7 @@ def test_more_texts_than_slots_wait_their_turn() -> None:
 
 def test_a_cancelled_text_frees_its_slot_at_once() -> None:
     batcher = Batcher(make_slots(n_slots=1))
-    first, second = (Continuation(Asked(np.array([1]), 50), TOKENIZER) for _ in range(2))
+    first, second = (Continuation(TextRequest(np.array([1]), 50), TOKENIZER) for _ in range(2))
     batcher.add(first)
     batcher.add(second)
     batcher.step()
@@ -177,10 +177,10 @@ def test_what_is_not_finite_ends_its_own_text_alone() -> None:
     slots = Slots(make_model(tied_head=False), V - 1, 8)
     with torch.no_grad():  # the character "h", which is never drawn, poisons whoever reads it
         slots._model.token_embedding.weight[V - 1] = float("nan")
-    good = Asked(np.array([1, 2]), 30, Sampling(top_k=1))
+    good = TextRequest(np.array([1, 2]), 30, Sampling(top_k=1))
     expected = alone(slots, good)
     batcher, pieces = Batcher(slots), []
-    bad = Continuation(Asked(np.array([V - 1]), 30), TOKENIZER)
+    bad = Continuation(TextRequest(np.array([V - 1]), 30), TOKENIZER)
     beside = Continuation(good, TOKENIZER)
     batcher.add(bad)
     batcher.add(beside)

@@ -29,7 +29,7 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     without_marks,
 )
-from pentameter.data.tokenizers.rendering import Asked, render
+from pentameter.data.tokenizers.rendering import RenderRequest, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
@@ -299,7 +299,9 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    render: Callable[[RenderRequest], str],
 ) -> Tokens:
     """Return the ids (n,) for a conversation, up to the next answer's start. Each message is a
     mapping with "role" and "content"; `render` turns them into text by the tokenizer's chat
@@ -309,7 +311,7 @@ def encode_messages(
     """
     special = tokenizer.special_tokens
     messages = escaped(messages, special)
-    text = without_marks(render(Asked(messages, add_generation_prompt=True)))
+    text = without_marks(render(RenderRequest(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in ids_and_texts(text, special)

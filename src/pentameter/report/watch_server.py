@@ -12,6 +12,7 @@ import ipaddress
 import json
 import re
 import socket
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -60,8 +61,10 @@ class WatchServer(ThreadingHTTPServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing if answering a request fails, as it does whenever a browser closes its
-        connection."""
+        """Print the traceback of an error in answering a request, but nothing if the browser closed
+        its connection, as it does whenever a page is left."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """One requested text: everything that determines it besides the model. `max_tokens` bounds its
     length; equal `seed` and `sample` draw equal tokens."""
 
@@ -99,7 +99,7 @@ class CachedDecoder:
 class Continuation:
     """One requested text (`asked`) while it is written; `tokenizer` decodes it."""
 
-    def __init__(self, asked: Asked, tokenizer: Decodes) -> None:
+    def __init__(self, asked: TextRequest, tokenizer: Decodes) -> None:
         self.asked = asked
         self.tokens: list[int] = []
         self.finish_reason: str | None = None

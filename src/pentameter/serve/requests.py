@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pentameter.errors import ConfigError, did_you_mean, printable
 from pentameter.generation.loop import encode_messages, encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
-from pentameter.serve.continuation import Asked
+from pentameter.serve.continuation import TextRequest
 from pentameter.serve.worker import ServedModel
 
 IGNORED = {
@@ -149,9 +149,9 @@ class _Request(BaseModel):
 
     def _asked(
         self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
-    ) -> list[Asked]:
+    ) -> list[TextRequest]:
         """Return the `n` texts requested for one prompt with token ids (n_tokens,); `fields` are
-        passed on to Asked. Raises RequestError if the prompt or max_tokens is too long."""
+        passed on to TextRequest. Raises RequestError if the prompt or max_tokens is too long."""
         if len(ids) > served.context_length:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
@@ -169,7 +169,7 @@ class _Request(BaseModel):
         sampling = Sampling(temperature, self.top_k, self.top_p)
         fields |= {"stop": self.stops(), "seed": self.seed or 0}
         return [
-            Asked(ids, max_tokens, sampling, sample=sample, **fields)
+            TextRequest(ids, max_tokens, sampling, sample=sample, **fields)
             for sample in range(self.n_each)
         ]
 
@@ -181,7 +181,7 @@ class CompletionRequest(_Request):
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
-    def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
+    def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
         """Return the requested texts, `n` for each prompt in turn. Raises RequestError beyond the
         limits, or for a prompt that cannot be encoded."""
         tokenizer = served.tokenizer
@@ -245,7 +245,7 @@ class ChatRequest(_Request):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
-    def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
+    def texts(self, served: ServedModel, limits: Limits) -> list[TextRequest]:
         """Return the `n` requested answers. Raises RequestError beyond the limits, if the tokenizer
         has no chat template, or for messages that the template refuses."""
         tokenizer = served.tokenizer

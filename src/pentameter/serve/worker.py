@@ -22,12 +22,11 @@ from typing import TypeVar
 from pentameter.checkpoint.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
-from pentameter.data.tokenizers.rendering import Asked as AskedText
-from pentameter.data.tokenizers.rendering import Rendering
+from pentameter.data.tokenizers.rendering import Rendering, RenderRequest
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
 from pentameter.serve.batching import Batcher
-from pentameter.serve.continuation import Asked, CachedDecoder, Continuation, Piece
+from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, TextRequest
 from pentameter.serve.passes import Slots
 
 STREAM_SECONDS = 0.05
@@ -77,7 +76,7 @@ class ServedModel:
             f"{how}; cache {cache}"
         )
 
-    def render(self, asked: AskedText) -> str:
+    def render(self, asked: RenderRequest) -> str:
         """Return the messages in `asked` as a prompt, rendered by the tokenizer's chat template in
         a child process that is kept. Raises ConfigError for messages that the template refuses.
         Safe for any thread."""
@@ -204,7 +203,7 @@ class Worker:
         for served in self.models.values():
             served.close()
 
-    def submit(self, served: ServedModel, asked: Sequence[Asked]) -> Job:
+    def submit(self, served: ServedModel, asked: Sequence[TextRequest]) -> Job:
         """Queue a request's texts and return them as a Job. Raises ServerBusyError if the server is
         stopping, or if more texts than the model's slots and `most_waiting` would then be queued or
         written."""

@@ -37,7 +37,12 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     unescaped,
 )
-from pentameter.data.tokenizers.rendering import Asked, Documents, Rendering, n_characters_of
+from pentameter.data.tokenizers.rendering import (
+    Documents,
+    Rendering,
+    RenderRequest,
+    n_characters_of,
+)
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
@@ -228,12 +233,12 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
     yield batch
 
 
-def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> Asked:
+def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> RenderRequest:
     """Return the request to render a chat, with special tokens escaped; CorruptError for reserved
     characters in its texts."""
     try:
         messages = escaped(chat.messages, special_tokens)
-        return Asked(messages, escaped(chat.tools, special_tokens), chat.targets)
+        return RenderRequest(messages, escaped(chat.tools, special_tokens), chat.targets)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
 

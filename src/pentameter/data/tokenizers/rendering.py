@@ -52,7 +52,7 @@ REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja f
 
 
 @dataclass(frozen=True)
-class Asked:
+class RenderRequest:
     """One request: messages (dicts with role and content) to render. `tools` are the functions that
     the model may call, as chat templates take them; None for none."""
 
@@ -101,7 +101,7 @@ class Rendering:
     def __exit__(self, *_: object) -> None:
         self._child.close()
 
-    def text(self, asked: Asked) -> str:
+    def text(self, asked: RenderRequest) -> str:
         """Return the messages in `asked` rendered to text; the output of a `{% generation %}` block
         is between BEGIN and END."""
         (found,) = self._ask("text", [asked])
@@ -109,7 +109,7 @@ class Rendering:
             raise found
         return str(found)
 
-    def documents(self, asked: Sequence[Asked]) -> list[Documents | TemplateRefusalError]:
+    def documents(self, asked: Sequence[RenderRequest]) -> list[Documents | TemplateRefusalError]:
         """Render several lists of messages; return, for each, its documents, or, if the template
         refuses it, the TemplateRefusalError, which is not raised.
 
@@ -122,7 +122,7 @@ class Rendering:
         """
         return self._ask("documents", asked)
 
-    def _ask(self, what: str, asked: Sequence[Asked]) -> list[Any]:
+    def _ask(self, what: str, asked: Sequence[RenderRequest]) -> list[Any]:
         """Have the process render all requests, to texts (`what` is "text") or to documents
         ("documents"). Errors have the template's origin in their messages. Raises ConfigError for
         an invalid template, TemplateBoundsError if the process is ended by its limits."""
@@ -145,7 +145,7 @@ class Rendering:
         return type(error)(f"{self._template.origin} {error}")
 
 
-def render(template: ChatTemplate, asked: Asked) -> str:
+def render(template: ChatTemplate, asked: RenderRequest) -> str:
     """Return messages rendered to text by a process started for this call. Raises
     TemplateRefusalError if the template fails, refuses the messages or exceeds its limits, and
     ConfigError if it is not valid Jinja."""
@@ -161,7 +161,7 @@ def check_template(template: ChatTemplate) -> None:
     """
     said = [{"role": role, "content": "2 + 2"} for role in ("user", "assistant")]
     with Rendering(template) as rendering:
-        for found in rendering.documents([Asked(said, targets=[1])]):
+        for found in rendering.documents([RenderRequest(said, targets=[1])]):
             if isinstance(found, TemplateBoundsError):
                 raise found
 
@@ -169,7 +169,7 @@ def check_template(template: ChatTemplate) -> None:
 # -- in the child -------------------------------------------------------------------------------
 
 
-def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], list[Any]]:
+def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[RenderRequest]]], list[Any]]:
     """Limit this process's memory to MEMORY_BYTES; return the function that answers its requests,
     each ("text" or "documents", the template's source, its special tokens' texts, the messages to
     render)."""
@@ -180,7 +180,7 @@ def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], l
     return _answer
 
 
-def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[Any]:
+def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -> list[Any]:
     """Render each list of messages to a text or to documents, by the request's first value ("text"
     or "documents"). Return the results in order; if the template refuses a list, its error takes
     the result's place.
@@ -229,7 +229,7 @@ class _Rendered:
 
     template: Any
     tokens: Mapping[str, str]
-    asked: Asked
+    asked: RenderRequest
 
     def text(self) -> str:
         """Render all messages to text."""
