@@ -65,6 +65,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "shared_expert_gate": {"n_experts": 4, "n_shared_experts": 1},
     "router_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
     "router_open_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
+    "router_group_scores": {"n_experts": 8, "router_groups": 2, "router_open_groups": 1},
     "balance_rate": {"n_experts": 4, "balance": "bias"},
     "balance_weight": {"n_experts": 4, "balance": "sequence"},
 }
@@ -83,6 +84,7 @@ NOT_PLANNED = {
     "router_scale": "as above",
     "router_groups": "decides which experts are chosen, not how many",
     "router_open_groups": "as above",
+    "router_group_scores": "as above",
     "balance_rate": "a number, which takes nothing",
     "balance_weight": "a number, which takes nothing",
     "router_z_loss": "a sum over the router's logits, next to matmuls nothing",
@@ -115,6 +117,7 @@ KEPT_BY_SHRINKING = {
         ("router", "router_top_k_first", "router_renormalize", "router_scale", "router_bias"),
         "as above",
     ),
+    "router_group_scores": "as above, as long as small groups have as many experts",
     **dict.fromkeys(
         ("balance", "balance_rate", "balance_weight", "router_z_loss", "expert_capacity"),
         "as above",
@@ -149,6 +152,7 @@ def other_value(key: str) -> Any:
         "dense_layers": (1,),
         "router_groups": 2,
         "router_open_groups": 1,
+        "router_group_scores": 1,
         "router_z_loss": 0.5,
         "expert_capacity": 0.5,
         "v_head_size": 6,

@@ -25,7 +25,7 @@ SIZES = {
         "sliding_window_pattern d_model d_ff context_length vocab_size vocab_multiple "
         "dropout attention_dropout embedding_dropout n_experts experts_per_token d_expert "
         "n_shared_experts dense_layers router_groups router_open_groups "
-        "kv_rank q_rank rope_head_size v_head_size"
+        "router_group_scores kv_rank q_rank rope_head_size v_head_size"
     ),
     "optimizer": "learning_rate eps weight_decay clip_norm",
 }

@@ -43,6 +43,7 @@ EXPERT_KEYS = (
     "router_bias",
     "router_groups",
     "router_open_groups",
+    "router_group_scores",
     "balance",
     "balance_rate",
     "balance_weight",
@@ -235,9 +236,12 @@ class ModelConfig(AttentionSizes, Section):
     """A bias on the router's logits (gpt-oss)."""
     router_groups: Positive | None = None
     """Groups that the experts form, in order; a token chooses within `router_open_groups` of them,
-    those whose two highest scores sum to the most (DeepSeek-V3)."""
+    those whose `router_group_scores` highest scores sum to the most."""
     router_open_groups: Positive | None = None
     """Groups within which a token chooses; needs router_groups."""
+    router_group_scores: Positive = 2
+    """Scores by whose sum a group is compared with others, its highest: 2 (DeepSeek-V3) or 1
+    (DeepSeek-V2)."""
     balance: Literal["none", "bias", "sequence", "batch"] = "none"
     """Method of balancing experts. `bias`: a number is added to each expert's score for
     choosing alone, and moves by balance_rate each step, up where the step's batch gave the expert
@@ -510,12 +514,18 @@ def _check_router(model: ModelConfig) -> None:
             "model.router_groups and model.router_open_groups say how many groups there are "
             "and how many a token chooses from; set both, or neither"
         )
+    if groups is None and not _is_default(model, "router_group_scores"):
+        raise ValueError(
+            f"model.router_group_scores={model.router_group_scores} compares groups, and "
+            "model.router_groups is not set; set it, or leave both out"
+        )
     if groups is not None and model.router_open_groups is not None:
-        if E % groups or E // groups < 2:
+        if E % groups or E // groups < model.router_group_scores:
             near = ", ".join(map(str, nearest_divisors(E, groups)))
             raise ValueError(
-                f"model.router_groups={groups} must divide model.n_experts={E} into groups of "
-                f"two or more; nearest possible: {near}"
+                f"model.router_groups={groups} must divide model.n_experts={E} into groups of at "
+                f"least model.router_group_scores={model.router_group_scores}; nearest possible: "
+                f"{near}"
             )
         if model.router_open_groups > groups or model.router_open_groups * E // groups < k:
             raise ValueError(

@@ -105,8 +105,8 @@ class Router(nn.Module):
 
         Experts are compared by `ranked` (B, T, E), or by `scores` (B, T, E) plus the balance state
         if `model.balance` is `bias`. With `router_groups`, only experts in the best
-        `router_open_groups` groups can be chosen; groups are compared by the sum over their two
-        best experts' scores, the balance state again added for `bias`.
+        `router_open_groups` groups can be chosen; groups are compared by the sum of their
+        `router_group_scores` highest scores, the balance state again added for `bias`.
         """
         config = self.config
         if config.balance == "bias":
@@ -115,7 +115,8 @@ class Router(nn.Module):
         if config.router_groups is not None:
             assert config.router_open_groups is not None
             of_group = ranked if config.balance == "bias" else scores
-            best = of_group.unflatten(-1, (config.router_groups, -1)).topk(2).values.sum(-1)
+            grouped = of_group.unflatten(-1, (config.router_groups, -1))
+            best = grouped.topk(config.router_group_scores).values.sum(-1)
             closed = _best(best, config.router_groups)[..., config.router_open_groups :]
             is_closed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, closed, True)
             n_each = ranked.shape[-1] // config.router_groups

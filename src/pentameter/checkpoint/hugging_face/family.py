@@ -76,6 +76,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("router_groups", "router_open_groups"), (None, "{} forms no groups of experts")
     ),
+    "router_group_scores": (2, "{} forms no groups of experts"),
     "expert_capacity": (None, "{} leaves out no token"),
 }
 """pentameter key → the only value that a family can express if its description omits the key, and
