@@ -22,7 +22,8 @@ from pentameter.checkpoint.hugging_face.config_json import (
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_record

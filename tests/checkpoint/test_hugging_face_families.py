@@ -41,6 +41,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
 
 FORMS = [
@@ -91,6 +99,8 @@ FORMS = [
         "qwen2_moe",
         {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "qkv_bias": False},
     ),
+    ("qwen3", {**GROUPED, "rope_parameters": {**YARN, "truncate": False}}),
+    ("llama", {"head_dim": 6, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
 ]
 
 
@@ -166,7 +176,8 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
     [
         ("llama", {"attention_bias": True}, "attention_bias=true beside mlp_bias=false"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' .* possible: silu, swish, gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' .* possible"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' .* possib"),
+        ("llama", {"rope_parameters": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling: rope_type='dynamic'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         ("llama", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),

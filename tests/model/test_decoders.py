@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pentameter.config.model_schema import ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import ModelConfig
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT, build_model

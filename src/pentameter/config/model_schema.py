@@ -13,6 +13,7 @@ from pentameter.config.choices import (
     POSITION_TABLE,
     look_up,
 )
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.config.section import (
     Depth,
     Factor,
@@ -51,31 +52,6 @@ EXPERT_KEYS = (
     "expert_capacity",
 )
 """Keys that act with `n_experts` only."""
-
-
-class RopeScalingConfig(Section):
-    """Rotary frequencies for a longer context than the one a model was first trained on."""
-
-    type: Literal["linear", "llama3"] | None = None
-    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
-    by factor, fast ones kept, those between interpolated (Llama 3.1). None ("none") leaves them."""
-    factor: PositiveFloat = 8.0
-    """Factor by which frequencies fall."""
-    low_frequency_factor: PositiveFloat = 1.0
-    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
-    high_frequency_factor: PositiveFloat = 4.0
-    """`llama3`: one that rotates more often than this is fast."""
-    original_context_length: Width = 8192
-    """`llama3`: tokens of the context before it was extended."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError(
-                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
-                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
-            )
-        return self
 
 
 class AttentionSizes:
@@ -562,7 +538,18 @@ def _check_positions(model: ModelConfig) -> None:
 
 def _check_rotary(model: ModelConfig) -> None:
     """Raise ValueError unless head size · `rotary_fraction`, or latent attention's
-    `rope_head_size`, is even: rotated channels are pairs."""
+    `rope_head_size`, is even (rotated channels are pairs), and `rope_scaling` fits the model."""
+    scaling = model.rope_scaling
+    if scaling.type == "yarn" and model.rope_theta <= 1:
+        raise ValueError(
+            f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling.type="
+            "'yarn': frequencies fall from one pair of channels to the next"
+        )
+    if scaling.mscale_all_dim and model.attention != "latent":
+        raise ValueError(
+            f"model.rope_scaling.mscale_all_dim={scaling.mscale_all_dim} is of latent attention, "
+            f"and model.attention={model.attention!r}; leave it out, and set attention_factor"
+        )
     if model.attention == "latent":
         if model.rope_channels % 2 or not model.rope_channels:
             raise ValueError(

@@ -25,6 +25,11 @@ from pentameter.checkpoint.hugging_face.family import (
     Family,
     Projections,
 )
+from pentameter.checkpoint.hugging_face.rotary_rules import (
+    PART_OF_A_HEAD_TURNS,
+    WHOLE_HEADS_TURN,
+    WHOLE_HEADS_TURN_SLOWLY,
+)
 from pentameter.checkpoint.hugging_face.rules import (
     CONTEXT_BY_ITS_OLD_NAME,
     EVERY_OTHER_WITH_A_WINDOW,
@@ -32,9 +37,6 @@ from pentameter.checkpoint.hugging_face.rules import (
     LAYERS_WITH_A_WINDOW,
     ONE_SWITCH_FOR_BIASES,
     ONE_SWITCH_FOR_WINDOWS,
-    PART_OF_A_HEAD_TURNS,
-    WHOLE_HEADS_TURN,
-    WHOLE_HEADS_TURN_SLOWLY,
 )
 
 

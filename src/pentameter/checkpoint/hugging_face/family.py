@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pentameter.checkpoint.hugging_face.rules import Rule
-from pentameter.config.model_schema import RopeScalingConfig
+from pentameter.config.rope_scaling import RopeScalingConfig
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",

@@ -1,6 +1,6 @@
 """Conversion rules for keys in config.json that several `[model]` keys decide, or that must be
-computed: rotary positions, attention windows by layer, switches for biases. `families.py` assigns
-rules to families."""
+computed: attention windows by layer, switches for biases. `families.py` assigns rules to
+families."""
 
 from __future__ import annotations
 
@@ -27,103 +27,6 @@ class Rule:
     read: Callable[[Content, Content], dict[str, Any]]
     """The content of config.json, and the model section as far as the family's tables give it →
     values for `keys`."""
-
-
-_SCALING = {
-    "factor": "factor",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "original_context_length": "original_max_position_embeddings",
-}
-_TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
-    "default": (None, ()),
-    "linear": ("linear", ("factor",)),
-    "llama3": ("llama3", tuple(_SCALING)),
-}
-"""`rope_type` in config.json → pentameter's type, and the keys in `model.rope_scaling` that belong
-to it."""
-
-
-def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
-    """Return the entries for rotary positions, in the form for transformers 5 (`rope_parameters`)
-    and the form for earlier versions. `partly`: the family turns only a fraction
-    (`rotary_fraction`) of each head."""
-    scaling = model.rope_scaling
-    name, keys = next(
-        (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
-    )
-    values = {_SCALING[key]: getattr(scaling, key) for key in keys}
-    fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
-    old = {"rotary_emb_base": model.rope_theta, "rotary_pct": model.rotary_fraction}
-    return {
-        **(old if partly else {"rope_theta": model.rope_theta}),
-        "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
-        "rope_parameters": {
-            "rope_type": name,
-            "rope_theta": model.rope_theta,
-            **fraction,
-            **values,
-        },
-    }
-
-
-def _read_rope(
-    content: Content, section: Content, *, partly: bool, default_theta: float = 10000.0
-) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and, if `partly`, `rotary_fraction` from config.json, in
-    the form for transformers 5 or an earlier one. `partly`: the family turns only a fraction of
-    each head. `default_theta` is the base if config.json gives none. Raises ValueError for a type
-    or key that is not supported."""
-    where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = content.get(where) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}={shown(found)} is not an object")
-    theirs = found.get("rope_type", found.get("type", "default"))
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING.values()}
-    if not isinstance(theirs, str) or theirs not in _TYPES:
-        raise ValueError(
-            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(_TYPES)}"
-        )
-    if unknown := sorted(found.keys() - known):
-        raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
-    ours, keys = _TYPES[theirs]
-    values: dict[str, Any] = {"type": ours}
-    for key in keys:
-        default = section["context_length"] if key == "original_context_length" else None
-        values[key] = found.get(_SCALING[key], default)
-        if values[key] is None:
-            raise ValueError(f"{where} has no {_SCALING[key]}, which rope_type={theirs!r} needs")
-    base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
-    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))
-    fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
-    fraction = found.get("partial_rotary_factor", fraction)
-    if not partly and fraction != 1:
-        raise ValueError(
-            f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
-            "channels of a head"
-        )
-    read = {"rope_theta": theta, "rope_scaling": values}
-    return {**read, "rotary_fraction": fraction} if partly else read
-
-
-WHOLE_HEADS_TURN = Rule(
-    ("rope_theta", "rope_scaling"),
-    partial(_write_rope, partly=False),
-    partial(_read_rope, partly=False),
-)
-"""For a family that turns all channels of each head; the rotation's base is 10,000 by default."""
-WHOLE_HEADS_TURN_SLOWLY = Rule(
-    WHOLE_HEADS_TURN.keys,
-    WHOLE_HEADS_TURN.write,
-    partial(_read_rope, partly=False, default_theta=1e6),
-)
-"""As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
-PART_OF_A_HEAD_TURNS = Rule(
-    ("rope_theta", "rope_scaling", "rotary_fraction"),
-    partial(_write_rope, partly=True),
-    partial(_read_rope, partly=True),
-)
-"""For a family that turns only a fraction of each head's channels."""
 
 
 def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
