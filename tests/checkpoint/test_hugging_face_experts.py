@@ -228,7 +228,7 @@ def test_presets_have_the_tensors_that_are_published(preset, family, n_tensors, 
     assert len(shapes) == n_tensors
     assert sum(map(math.prod, shapes.values())) == n_elements
     assert shapes[f"model.layers.{last}.weight"] == (model.d_model, model.expert_width)
-    assert sum(strip.n_rows for strip in found.strips) == sum(s[0] for s in shapes.values())
+    assert sum(len(strip.rows) for strip in found.strips) == sum(s[0] for s in shapes.values())
 
 
 def test_qwen_1_5_has_the_tensors_that_are_published():
