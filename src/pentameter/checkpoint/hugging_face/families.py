@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pentameter.checkpoint.hugging_face.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pentameter.checkpoint.hugging_face.expert_rules import (
     CHOSEN_BY_SCORE,
     EXPERTS_IN_EVERY_LAYER,
@@ -360,11 +361,12 @@ FAMILIES: Mapping[str, Family] = {
         other_names=_OTHER_NAMES,
         stacked=STACKED,
     ),
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 """Keyed by `model_type` in config.json. If several can express a model, the first is written."""
 
 NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
-    "quantization_config": (None, "quantised weights are not read; save it dequantised"),
 }
 """Entries that every family has in addition to its own `not_ours`."""

@@ -37,11 +37,13 @@ class Projections:
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
     values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
-    rows (H, 3, K).
+    rows (H, 3, K). `latent`: the tensors of latent attention that compute rotated channels, which
+    are pairs of neighbors: queries from the stream, queries from a latent (a model has one of
+    both), and the keys' and values' latent with the rotated key.
     """
 
     names: tuple[str, ...]
-    order: Literal["apart", "parts", "heads"]
+    order: Literal["apart", "parts", "heads", "latent"]
 
 
 AS_ABOVE = "as above"
@@ -145,9 +147,9 @@ class Family:
     """Conversions for keys that no table can express."""
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Replacements for entries in NEUTRAL."""
-    read: Mapping[str, bool] = field(default_factory=dict)
+    read: Mapping[str, bool | str] = field(default_factory=dict)
     """pentameter key that only the weights express → its value for weights that are read. If a key
-    for biases has an entry, biases that a model lacks are written as zeros."""
+    for biases has an entry, or `balance`, biases that a model lacks are written as zeros."""
     not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Key in config.json → its default, the only value that is accepted, and the reason for
     refusing another."""
@@ -161,7 +163,8 @@ class Family:
     """Name of the output projection's weight."""
     names: Mapping[str, str] = field(default_factory=NAMES.copy)
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer. `{expert}` stands for an expert's number: its matrix is a tensor by itself."""
+    layer, or a parameter → its tensor. `{expert}` stands for an expert's number: its matrix is a
+    tensor by itself."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """`STACKED`, the second naming in which a folder may hold experts; empty if the family has
     none."""
@@ -173,6 +176,10 @@ class Family:
     """Key in config.json → another name under which it is read."""
     transposed: bool = False
     """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
+    extra_layers: tuple[str, int] | None = None
+    """Key in config.json, and its default there, with the number of layers that a folder may hold
+    after the model's, and that predict further tokens (multi-token prediction). They are passed
+    over. None if the family has none."""
     passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
     """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
 

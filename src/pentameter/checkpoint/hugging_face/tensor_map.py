@@ -75,9 +75,8 @@ class TensorMap:
         """Build the map between the tensors of `model` and those of the family that expresses it.
         With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
         otherwise each expert's matrix is a tensor by itself."""
-        biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
-        # No family here holds the state of balancing, which is of training.
-        whole = model.model_copy(update={**biases, "vocab_multiple": 1, "balance": "none"})
+        # The state of balancing is of training, unless the family says otherwise.
+        whole = model.model_copy(update={"vocab_multiple": 1, "balance": "none", **family.read})
         table = parameter_table(whole)
         stacked = family.stacked if is_stacked else {}
         strips: list[Strip] = []
@@ -208,12 +207,16 @@ def _strips(
     prefix = f"{family.body}{family.layers}{spec.layer}."
     if module in family.names:
         parameter = f"{module}.{kind}"
-        name = prefix + stacked.get(parameter, f"{family.names[module]}.{kind}")
+        apart = family.names.get(parameter, f"{family.names[module]}.{kind}")
+        name = prefix + stacked.get(parameter, apart)
         if _has_experts(spec):
             together = [key for key in stacked if stacked[key] == stacked.get(parameter)]
             yield from _expert_strips(spec, name, parameter, together or [parameter])
         else:
             yield _same_rows(spec, name)
+        return
+    if family.projections.order == "latent":
+        yield from _latent_strips(family, model, spec, module, prefix)
         return
     K, order = model.head_channels, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
@@ -233,6 +236,27 @@ def _same_rows(spec: ParameterSpec, name: str) -> Strip:
     order."""
     rows = range(spec.shape[0])
     return Strip(spec.name, rows, name, rows)
+
+
+def _latent_strips(
+    family: Family, model: ModelConfig, spec: ParameterSpec, module: str, prefix: str
+) -> Iterator[Strip]:
+    """Yield the strips for `module`, one of latent attention's two projections with rotated
+    channels: `latent_attention.q`, whose rows are those of each head, or
+    `latent_attention.kv_down`. The last R rows, of each head or of all, are rotated in pairs: (i, i
+    + R / 2) here, neighbors in the family's tensor."""
+    from_stream, from_latent, kv_down = family.projections.names
+    if module == "latent_attention.q":
+        name, n_plain = from_stream if model.q_rank is None else from_latent, model.head_channels
+    else:
+        name, n_plain = kv_down, model.latent_channels
+    theirs, R = f"{prefix}{name}.{spec.name.rpartition('.')[2]}", model.rope_channels
+    for start in range(0, spec.shape[0], n_plain + R):
+        first, stop = start + n_plain, start + n_plain + R
+        plain, half = range(start, first), first + R // 2
+        yield Strip(spec.name, plain, theirs, plain)
+        yield Strip(spec.name, range(first, half), theirs, range(first, stop, 2))
+        yield Strip(spec.name, range(half, stop), theirs, range(first + 1, stop, 2))
 
 
 def _expert_strips(
