@@ -160,10 +160,9 @@ def in_fp8(folder, *, block=BLOCK, stacked=False):
 )
 def test_fp8_weights_are_their_values_times_their_scales(family, form, tmp_path):
     """Sizes that are no multiples of a block, rows of rotated channels, single experts."""
+    options, apart = {"num_key_value_heads": 4}, form == "apart"
     for name in ("fp8", "twin"):
-        their_model(
-            tmp_path / name, family, {}, torch.float32, save_original_format=form == "apart"
-        )
+        their_model(tmp_path / name, family, options, torch.float32, save_original_format=apart)
     plain = in_fp8(tmp_path / "fp8")
     save_file(plain, tmp_path / "twin" / "model.safetensors")
     found, expected = (read_hf(tmp_path / name, tokenizer=BPE) for name in ("fp8", "twin"))

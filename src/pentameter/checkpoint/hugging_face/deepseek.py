@@ -54,18 +54,18 @@ _EVERY_HEAD_HAS_KEYS = Rule(("n_kv_heads",), _write_every_head, _read_every_head
 """For latent attention, whose heads share no keys and values beyond the latent."""
 
 
-def _write_shared(model: ModelConfig) -> dict[str, Any]:
+def _write_experts_for_all(model: ModelConfig) -> dict[str, Any]:
     if not model.n_shared_experts:
         raise ValueError("model.n_shared_experts=0 (it always has shared experts)")
     return {"n_shared_experts": model.n_shared_experts}
 
 
-def _shared_experts(default: int) -> Rule:
+def _experts_for_all(default: int) -> Rule:
     """Return the rule for a family that always has shared experts, without a gate; `default` is
     their number if config.json does not give it."""
     return Rule(
         ("n_shared_experts",),
-        _write_shared,
+        _write_experts_for_all,
         lambda content, _section: {"n_shared_experts": content.get("n_shared_experts", default)},
     )
 
@@ -199,7 +199,7 @@ DEEPSEEK_V2 = Family(
         _EVERY_HEAD_HAS_KEYS,
         _NUMBER_CHOSEN_IS_GIVEN,
         _first_layers_without(0),
-        _shared_experts(2),
+        _experts_for_all(2),
         _GROUPS_BY_THEIR_BEST,
         CHOSEN_BY_SCORE,
     ),
@@ -246,7 +246,7 @@ DEEPSEEK_V3 = Family(
         _EVERY_HEAD_HAS_KEYS,
         _NUMBER_CHOSEN_IS_GIVEN,
         _first_layers_without(3),
-        _shared_experts(1),
+        _experts_for_all(1),
         _GROUPS_BY_THEIR_TWO_BEST,
     ),
     differs={
