@@ -150,8 +150,9 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
         return values
     if scales_scores and "mscale" in numbers:
         return {**values, "mscale": numbers["mscale"]}
-    ratio = {} if "mscale" not in numbers else {key: numbers[key] for key in _SHARPENING[1:]}
-    given = RopeScalingConfig(type="yarn", factor=numbers["factor"], **ratio)
+    given = RopeScalingConfig(type="yarn", factor=numbers["factor"])
+    if "mscale" in numbers:
+        given = given.model_copy(update={key: numbers[key] for key in _SHARPENING[1:]})
     return {**values, "attention_factor": given.rotation_factor}
 
 
