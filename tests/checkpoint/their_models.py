@@ -39,6 +39,7 @@ EXPERTS = {
         "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 16,
     },
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6},
 }
 """Sizes of families with experts: an odd number of them, and widths that their products take."""
 
@@ -67,10 +68,11 @@ class Router(torch.nn.Module):
     def __init__(self, theirs):
         super().__init__()
         self.weight, self.n_chosen = theirs.weight, theirs.top_k
+        self.bias = getattr(theirs, "bias", None)  # gpt-oss's
         self.sums_to_one = getattr(theirs, "norm_topk_prob", True)  # Mixtral's always
 
     def forward(self, x):
-        logits = x.flatten(0, -2) @ self.weight.T
+        logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight, self.bias)
         scores, experts = logits.softmax(-1).topk(self.n_chosen)
         if self.sums_to_one:
             scores = scores / scores.sum(-1, keepdim=True)

@@ -83,13 +83,13 @@ def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             return (1 - kept) * frequencies / scaling.factor + kept * frequencies
         case "yarn":
-            kept = 1 - _divided_by_yarn(config, device)
+            kept = 1 - _lowered_by_yarn(config, device)
             return (1 - kept) * (1.0 / (scaling.factor * radians)) + kept * frequencies
         case unknown:
             refuse_unknown(unknown, "model.rope_scaling.type", "the model")
 
 
-def _divided_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
+def _lowered_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
     """Return how far YaRN divides each rotary frequency by its factor, fp32 (R / 2,): 0 up to the
     channel pair that rotates `beta_fast` times in the original context, 1 from the one that rotates
     `beta_slow` times, and linear in between (Peng et al. 2023, "YaRN", section 3.2)."""

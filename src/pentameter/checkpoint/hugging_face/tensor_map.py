@@ -77,7 +77,7 @@ class TensorMap:
         """Build the map between the tensors of `model` and those of the family that expresses it.
         With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
         otherwise each expert's matrix is a tensor by itself."""
-        biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
+        biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias", "router_bias"}, True)
         # No family here holds the state of balancing, which is of training.
         whole = model.model_copy(update={**biases, "vocab_multiple": 1, "balance": "none"})
         table = parameter_table(whole)
@@ -94,7 +94,8 @@ class TensorMap:
                 if family.transposed and spec.is_block_matrix:
                     transposed.add(strip.theirs)
                 if _has_experts(spec):
-                    names = (strip.ours, strip.theirs) if is_stacked else (strip.ours,)
+                    is_common = is_stacked or family.stacks_experts
+                    names = (strip.ours, strip.theirs) if is_common else (strip.ours,)
                     n_experts |= dict.fromkeys(names, spec.shape[0])
         for name in transposed:
             shapes[name] = shapes[name][::-1]
