@@ -122,6 +122,16 @@ FORMS = [
         "qwen2_moe",
         {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "qkv_bias": False},
     ),
+    ("gpt_oss", {**GROUPED, "sliding_window": 5, "swiglu_limit": 0.7, "rope_parameters": YARN}),
+    (
+        "gpt_oss",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention"] * 3,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": True,
+        },
+    ),
     ("qwen3", {**GROUPED, "rope_parameters": {**YARN, "truncate": False}}),
     ("llama", {"head_dim": 6, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
 ]
@@ -251,6 +261,10 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
             "quantization_config=.* dequantised",
         ),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false .* both or neither"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' .* possible: silu"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
     ],
     ids=str,
 )

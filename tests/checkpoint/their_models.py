@@ -61,6 +61,7 @@ EXPERTS = {
         "topk_group": 2,
         "num_nextn_predict_layers": 0,
     },
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6},
 }
 """Sizes of families with experts: an odd number of them, and widths that their products take."""
 
@@ -92,8 +93,9 @@ class Router(torch.nn.Module):
     def __init__(self, theirs):
         super().__init__()
         self.weight, self.n_chosen = theirs.weight, theirs.top_k
-        if (bias := getattr(theirs, "e_score_correction_bias", None)) is not None:
-            self.register_buffer("e_score_correction_bias", bias)
+        self.bias = getattr(theirs, "bias", None)  # gpt-oss's
+        if (correction := getattr(theirs, "e_score_correction_bias", None)) is not None:
+            self.register_buffer("e_score_correction_bias", correction)
         is_greedy = getattr(theirs, "topk_method", None) == "greedy"
         self.n_groups = None if is_greedy else getattr(theirs, "num_group", None)
         self.n_open = getattr(theirs, "topk_group", None)
@@ -103,13 +105,13 @@ class Router(torch.nn.Module):
 
     def forward(self, x):
         x = x.flatten(0, -2)
-        logits = x @ self.weight.to(x.dtype).T
-        bias = getattr(self, "e_score_correction_bias", None)
-        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
-        ranked = scores if bias is None else scores + bias
+        logits = torch.nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+        correction = getattr(self, "e_score_correction_bias", None)
+        scores = logits.softmax(-1) if correction is None else logits.sigmoid()
+        ranked = scores if correction is None else scores + correction
         if self.n_groups is not None:
             groups = ranked.unflatten(-1, (self.n_groups, -1))
-            best = groups.topk(1 if bias is None else 2).values.sum(-1)
+            best = groups.topk(1 if correction is None else 2).values.sum(-1)
             closed = best < best.topk(self.n_open).values[:, -1:]
             ranked = groups.masked_fill(closed[..., None], -1).flatten(-2)
         experts = ranked.topk(self.n_chosen).indices

@@ -83,8 +83,7 @@ def by_definition(experts: Experts, x: Tensor) -> Tensor:
                 if linear is not None:
                     inputs[name] = linear.weight[expert] @ token_x
                     inputs[name] += 0 if linear.bias is None else linear.bias[expert]
-            inner = experts.activation(inputs.get("gate", inputs["up"]))
-            inner = inner * inputs["up"] if "gate" in inputs else inner
+            inner = experts.activation(*inputs.values())
             bias = 0 if experts.down.bias is None else experts.down.bias[expert]
             y = y + weight * (experts.down.weight[expert] @ inner + bias)
         rows.append(y)

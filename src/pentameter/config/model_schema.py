@@ -172,6 +172,9 @@ class ModelConfig(AttentionSizes, Section):
     qk_norm: Literal["head", "width"] | None = None
     """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
     `width` of all heads' together (OLMo 2). None ("none") has none."""
+    attention_sinks: Switch = False
+    """A learned number per head takes part in the softmax of its attention scores, as one more key
+    without a value, so that a head's weights may sum to less than 1 (gpt-oss)."""
     sliding_window: Positive | None = None
     """Tokens that a query sees, itself included; all earlier ones when absent."""
     sliding_window_pattern: Positive | None = None
@@ -180,10 +183,18 @@ class ModelConfig(AttentionSizes, Section):
     """Width of the residual stream (D)."""
     d_ff: Width | None = None
     """Width of the feed-forward layer; 4 × d_model when absent."""
-    activation: Literal["relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    activation: Literal[
+        "relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"
+    ] = "gelu"
     """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
     square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
-    the layer's inner width (Shazeer 2020)."""
+    the layer's inner width (Shazeer 2020). `swiglu_clamped`: gate · sigmoid(swiglu_alpha · gate) ·
+    (inner width + 1), the gate at most swiglu_limit, the inner width within ± swiglu_limit
+    (gpt-oss)."""
+    swiglu_alpha: PositiveFloat = 1.702
+    """`swiglu_clamped`: factor of the gate in the sigmoid."""
+    swiglu_limit: PositiveFloat = 7.0
+    """`swiglu_clamped`: bound of the gate and the inner width."""
     n_experts: Positive | None = None
     """Experts (E) in a layer: feed-forward layers, of which a router chooses some for each token;
     one feed-forward layer for all tokens when absent."""
@@ -292,6 +303,7 @@ class ModelConfig(AttentionSizes, Section):
             )
         _check_latent(self)
         _check_positions(self)
+        _check_activation(self)
         if self.parallel_residual and self.norm_position != "pre":
             raise ValueError(
                 "model.parallel_residual=true adds both layers of a block at once, and "
@@ -344,7 +356,7 @@ class ModelConfig(AttentionSizes, Section):
     @property
     def has_gate(self) -> bool:
         """Whether the feed-forward layer has a gate, a further matrix with the shape of `up`: with
-        the activations `swiglu` and `geglu`."""
+        the activations `swiglu`, `geglu` and `swiglu_clamped`."""
         return look_up(GATES, self.activation, "model.activation", "the parameter table")
 
     @property
@@ -414,6 +426,7 @@ def _check_latent(model: ModelConfig) -> None:
     reasons = {
         "n_kv_heads": "computes keys and values of each head from the same numbers",
         "qk_norm": "norms the numbers that keys and queries are computed from",
+        "attention_sinks": "has no sinks beside its keys",
         "rotary_fraction": "says by model.rope_head_size how many channels rotate",
     }
     for key, reason in reasons.items():
@@ -429,6 +442,16 @@ def _check_latent(model: ModelConfig) -> None:
 def _is_default(model: ModelConfig, key: str) -> bool:
     """Return whether a key has its default value."""
     return bool(getattr(model, key) == ModelConfig.model_fields[key].default)
+
+
+def _check_activation(model: ModelConfig) -> None:
+    """Raise ValueError if a key of the clamped SwiGLU is set with another activation."""
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if model.activation != "swiglu_clamped" and not _is_default(model, key):
+            raise ValueError(
+                f"model.{key} is of a clamped SwiGLU, and model.activation="
+                f"{model.activation!r}; set model.activation='swiglu_clamped', or leave it out"
+            )
 
 
 def _check_experts(model: ModelConfig) -> None:

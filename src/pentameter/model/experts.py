@@ -25,7 +25,7 @@ from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
-from pentameter.model.feed_forward import ACTIVATIONS, FeedForward
+from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions
@@ -323,10 +323,7 @@ class Experts(nn.Module):
         super().__init__()
         E, D, width = config.n_experts, config.d_model, config.expert_width
         assert E is not None
-        name = config.activation
-        self.activation: Callable[[Tensor], Tensor] = look_up(
-            ACTIVATIONS, name, "model.activation", "the model"
-        )
+        self.activation = activation_of(config)
         self.router = Router(config)
         self.gate = GroupedLinear(E, D, width, bias=config.bias) if config.has_gate else None
         self.up = GroupedLinear(E, D, width, bias=config.bias)
@@ -372,6 +369,6 @@ class Experts(nn.Module):
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,)."""
-        up = self.up(rows, ends)  # (R, F)
-        inner = self.activation(up if self.gate is None else self.gate(rows, ends))
-        return self.down(inner if self.gate is None else inner * up, ends)
+        linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        inner = self.activation(*(linear(rows, ends) for linear in linears))  # (R, F)
+        return self.down(inner, ends)

@@ -128,6 +128,13 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         value = content.get(key, default)
         if value not in (default, None):
             raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")
+    quantization = content.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in family.quantizations:
+        raise ConfigError(
+            f"{path}: quantization_config={shown(quantization)} is not supported: quantised "
+            "weights are not read; save it dequantised"
+        )
     section = {
         ours: content.get(key, content.get(family.other_names.get(key, key), default))
         for ours, (key, default) in family.written.items()

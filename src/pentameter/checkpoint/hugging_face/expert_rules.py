@@ -94,6 +94,14 @@ SCORES_SUM_TO_ONE = Rule(
 """For a family in which a token's scores always sum to 1; refuses a model in which they need
 not."""
 
+SOFTMAX_OF_THE_CHOSEN = Rule(
+    SCORES_SUM_TO_ONE.keys,
+    _write_summing_to_one,
+    lambda _content, _section: {"router_renormalize": False, "router_top_k_first": True},
+)
+"""As SCORES_SUM_TO_ONE, and read as a softmax of the chosen experts' logits, which is the same
+function."""
+
 
 def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
     if not (model.n_shared_experts and model.shared_expert_gate):

@@ -8,12 +8,13 @@ Anything a table cannot express (one key in config.json that several `[model]` k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from pentameter.checkpoint.hugging_face.rules import Rule
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.config.rope_scaling import RopeScalingConfig
 
 ACTIVATIONS = {
@@ -28,6 +29,29 @@ ACTIVATIONS = {
 written."""
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 """Activation name in config.json → pentameter's, for a feed-forward layer with a gate."""
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """The tensors that a folder must have."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name → shape."""
+    in_bytes: frozenset[str]
+    """Names of tensors that hold bytes (uint8); the others hold floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Conversions for a family whose tensors are computed from those that its names tables
+    describe (its parameters), such as several of these in one, or numbers in 4 bits."""
+
+    pack: Callable[[Mapping[str, LazyTensor]], dict[str, LazyTensor]]
+    """Parameters by name → the tensors of a folder."""
+    unpack: Callable[[Mapping[str, LazyTensor], Iterable[str]], dict[str, LazyTensor]]
+    """The tensors of a folder, and names of parameters → these."""
+    form_of: Callable[[Mapping[str, tuple[int, ...]], Iterable[str]], StoredForm]
+    """Shapes of parameters, and the names that a folder has → the tensors that it must have."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +188,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=NAMES.copy)
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
     layer, or a parameter → its tensor. `{expert}` stands for an expert's number: its matrix is a
-    tensor by itself."""
+    tensor by itself; without it, all experts are in one, (E experts, outputs, inputs)."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """`STACKED`, the second naming in which a folder may hold experts; empty if the family has
     none."""
@@ -180,8 +204,18 @@ class Family:
     """Key in config.json, and its default there, with the number of layers that a folder may hold
     after the model's, and that predict further tokens (multi-token prediction). They are passed
     over. None if the family has none."""
+    packing: Packing | None = None
+    """Computes a folder's tensors from those that `names` describes, and back; None if they are the
+    same."""
+    quantizations: tuple[str, ...] = ("fp8",)
+    """Values for `quant_method` in config.json that are read; weights are dequantised."""
     passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
     """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether `names` has one tensor for all experts of a layer."""
+        return "{expert}" not in self.names["experts.gate"]
 
     @cached_property
     def not_needed(self) -> frozenset[str]:

@@ -25,7 +25,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     to_their_config,
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
-from pentameter.checkpoint.hugging_face.family import Family
+from pentameter.checkpoint.hugging_face.family import Family, StoredForm
 from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
@@ -73,10 +73,10 @@ def read_hf(
 ) -> StoredModel:
     """Open the model in a Hugging Face folder: config.json, safetensors, tokenizer files.
 
-    fp16 and bf16 weights become fp32, exactly, and FP8 ones are multiplied by their scales; they
-    are read region by region, at access. `tokenizer` replaces the folder's own. `warnings` gets a
-    line for each added token that text never becomes, and one for layers that are passed over.
-    Raises ConfigError for unsupported content (another architecture, a pickle, a
+    fp16, bf16 and 4-bit weights become fp32, exactly, and FP8 ones are multiplied by their scales;
+    they are read region by region, at access. `tokenizer` replaces the folder's own. `warnings`
+    gets a line for each added token that text never becomes, and one for layers that are passed
+    over. Raises ConfigError for unsupported content (another architecture, a pickle, a
     setting that pentameter cannot express), CorruptError for damaged or incomplete files.
     """
     path = Path(path)
@@ -242,8 +242,11 @@ def _weights(
             f"{where}: {head} differs from {embedding}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    tensor_map = _map_of(family, model, tensors.keys())
-    expected = tensor_map.their_shapes
+    tensor_map, packing = _map_of(family, model, tensors.keys()), family.packing
+    form = StoredForm(tensor_map.their_shapes, frozenset())
+    if packing is not None:
+        form = packing.form_of(tensor_map.their_shapes, tensors)
+    expected = form.shapes
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
@@ -252,13 +255,17 @@ def _weights(
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
-        if tensors[name].shape != shape or not tensors[name].dtype.is_floating_point:
+        found, is_bytes = tensors[name], name in form.in_bytes
+        is_right = found.dtype == torch.uint8 if is_bytes else found.dtype.is_floating_point
+        if found.shape != shape or not is_right:
             raise CorruptError(
-                f"{where}: {name} is {tensors[name].shape} of {tensors[name].dtype}, its "
-                f"{CONFIG} asks for {shape} of floating-point numbers"
+                f"{where}: {name} is {found.shape} of {found.dtype}, its {CONFIG} asks for "
+                f"{shape} of {'bytes' if is_bytes else 'floating-point numbers'}"
             )
     # fp32 holds every tensor exactly, unless one is fp64.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    if packing is not None:
+        tensors = packing.unpack(tensors, tensor_map.their_shapes)
     return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
 
 
@@ -307,7 +314,10 @@ def export_hf(
     written = {
         spec.name: stored.weights[spec.name] for spec in parameter_table(whole) if not spec.is_state
     }
-    weights = TensorMap.of(FAMILIES[name], whole).to_theirs(written)
+    family = FAMILIES[name]
+    weights = TensorMap.of(family, whole).to_theirs(written)
+    if family.packing is not None:
+        weights = family.packing.pack(weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = to_their_config(
         name, model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype

@@ -25,25 +25,23 @@ SCALES = "_scale_inv"
 
 def block_size(content: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     """Return the rows and columns of a block, from `quantization_config` in config.json (`content`,
-    its JSON object); None if the weights are not quantized. `path` is for messages.
+    its JSON object); None if the weights are not in FP8. `path` is for messages.
 
-    Raises ConfigError for any other quantization than FP8 by blocks.
+    Raises ConfigError for FP8 that is not e4m3 with scales by blocks.
     """
     found = content.get("quantization_config")
-    if found is None:
+    if found is None or found["quant_method"] != "fp8":
         return None
-    size = found.get("weight_block_size") if isinstance(found, dict) else None
+    size = found.get("weight_block_size")
     if (
-        not isinstance(found, dict)
-        or (found.get("quant_method"), found.get("fmt", "e4m3")) != ("fp8", "e4m3")
+        found.get("fmt", "e4m3") != "e4m3"
         or not isinstance(size, list)
         or len(size) != 2
         or not all(type(n) is int and n > 0 for n in size)
     ):
         raise ConfigError(
-            f"{path}: quantization_config={shown(found)} is not supported: of quantised weights "
-            "those in FP8 (e4m3) with a scale for each block (weight_block_size) are read; save "
-            "others dequantised"
+            f"{path}: quantization_config={shown(found)} is not supported: FP8 weights are read as "
+            "e4m3 with a scale for each block (weight_block_size); save others dequantised"
         )
     return size[0], size[1]
 

@@ -164,6 +164,22 @@ WHOLE_HEADS_TURN_SLOWLY = Rule(
     WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, default_theta=1e6)
 )
 """As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
+WHOLE_HEADS_TURN_BY_YARN = Rule(
+    WHOLE_HEADS_TURN.keys,
+    WHOLE_HEADS_TURN.write,
+    partial(
+        _read_rope,
+        default_theta=150000.0,
+        default={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+)
+"""As WHOLE_HEADS_TURN, but a config.json without an entry means gpt-oss's own: YaRN, from 4,096
+tokens to 32 times as many, and a base of 150,000."""
 PART_OF_A_HEAD_TURNS = Rule(
     ("rope_theta", "rope_scaling", "rotary_fraction"),
     partial(_write_rope, partly=True),

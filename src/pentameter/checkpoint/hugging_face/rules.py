@@ -59,16 +59,25 @@ def _read_windows(
     layers (`layer_types`), `has_window(layer, number)` says whether a layer has a window, `number`
     being its `max_window_layers`. Raises ValueError unless all layers have a window, or none, or
     all but every nth."""
+    size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
+    n = content.get("max_window_layers", 28)
+    return _windows(content, section, size, lambda layer: has_window(layer, n))
+
+
+def _windows(
+    content: Content, section: Content, size: int | None, has_window: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Return `sliding_window` and `sliding_window_pattern` for windows of `size` tokens (None:
+    none) in the layers that config.json lists, or else in those for which `has_window` is true.
+    Raises ValueError as `_read_windows` does."""
     n_layers = section["n_layers"]
     if not isinstance(n_layers, int):
         return {}  # the schema refuses it later
-    size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
-    n = content.get("max_window_layers", 28)
     key, types = "layer_types", content.get("layer_types")
     if types is None:
         key = "max_window_layers"
         types = [
-            "sliding_attention" if size is not None and has_window(layer, n) else "full_attention"
+            "sliding_attention" if size is not None and has_window(layer) else "full_attention"
             for layer in range(n_layers)
         ]
     if types == _layer_types(n_layers, None, None):
@@ -96,6 +105,24 @@ EVERY_OTHER_WITH_A_WINDOW = Rule(
 )
 """As LAYERS_WITH_A_WINDOW, but a config.json without a list gives a window to every other layer
 below `max_window_layers`."""
+
+
+def _write_alternating(model: ModelConfig) -> dict[str, Any]:
+    size, every = model.sliding_window, model.sliding_window_pattern
+    return {  # their code asks for a size, also where no layer has a window
+        "sliding_window": model.context_length if size is None else size,
+        "layer_types": _layer_types(model.n_layers, size, every),
+    }
+
+
+def _read_alternating(content: Content, section: Content) -> dict[str, Any]:
+    size = content.get("sliding_window", 128)
+    return _windows(content, section, size, lambda layer: layer % 2 == 0)
+
+
+ALTERNATING_WINDOWS = Rule(LAYERS_WITH_A_WINDOW.keys, _write_alternating, _read_alternating)
+"""For a family without a switch for windows: a config.json without a list of layers gives one, of
+128 tokens, to every other layer, the first included."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
     ("sliding_window",),
     lambda model: {

@@ -91,7 +91,8 @@ class TensorMap:
                 if family.transposed and spec.is_block_matrix:
                     transposed.add(strip.theirs)
                 if _has_experts(spec):
-                    names = (strip.ours, strip.theirs) if is_stacked else (strip.ours,)
+                    is_common = is_stacked or family.stacks_experts
+                    names = (strip.ours, strip.theirs) if is_common else (strip.ours,)
                     n_experts |= dict.fromkeys(names, spec.shape[0])
         for name in transposed:
             shapes[name] = shapes[name][::-1]
