@@ -306,7 +306,7 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--train.zzqq", "4"], "train has steps, epochs, batch_size"),
         (
             ["--model.activation", "gleu"],
-            "gelu_tanh, swiglu, geglu; did you mean gelu?",
+            "geglu, swiglu_clamped; did you mean gelu?",
         ),
         (["--model.n_heads", "5"], "model.n_heads=5 must divide model.d_model=128"),
         (["--optimizer.betas", "0.9"], "optimizer.betas=[0.9] must be 2 values"),

@@ -163,6 +163,8 @@ def test_the_softcap_bounds_logits():
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position='post'"),
         ({"sliding_window_pattern": 2}, "sliding_window is not set"),
         ({"n_heads": 5}, "or set model.head_size"),
+        ({"swiglu_limit": 3.0}, "swiglu_limit is of a clamped SwiGLU, and model.activation='gelu'"),
+        ({"attention": "latent", "attention_sinks": True}, "leave model.attention_sinks out"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(values, reason):
