@@ -22,7 +22,8 @@ from pentameter.checkpoint.hugging_face.config_json import (
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_record
@@ -58,6 +59,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "rope_theta": {"positions": "rotary"},
     "rotary_fraction": {"positions": "rotary"},
     "rope_scaling": {"positions": "rotary"},
+    "swiglu_alpha": {"activation": "swiglu_clamped"},
+    "swiglu_limit": {"activation": "swiglu_clamped"},
     "sliding_window_pattern": {"sliding_window": 4},
     "attention": {"positions": "rotary"},
     **{key: {"attention": "latent", "positions": "rotary"} for key in LATENT_KEYS},
@@ -65,6 +68,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "shared_expert_gate": {"n_experts": 4, "n_shared_experts": 1},
     "router_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
     "router_open_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
+    "router_group_scores": {"n_experts": 8, "router_groups": 2, "router_open_groups": 1},
     "balance_rate": {"n_experts": 4, "balance": "bias"},
     "balance_weight": {"n_experts": 4, "balance": "sequence"},
 }
@@ -77,12 +81,15 @@ NOT_PLANNED = {
     "rope_theta": "a number, which takes nothing",
     "rotary_fraction": "what turns and what does not are copied together",
     "rope_scaling": "a number, which takes nothing",
+    "swiglu_alpha": "as above",
+    "swiglu_limit": "as above",
     "router": "one function per score, of which none is kept more",
     "router_top_k_first": "as above",
     "router_renormalize": "as above",
     "router_scale": "as above",
     "router_groups": "decides which experts are chosen, not how many",
     "router_open_groups": "as above",
+    "router_group_scores": "as above",
     "balance_rate": "a number, which takes nothing",
     "balance_weight": "a number, which takes nothing",
     "router_z_loss": "a sum over the router's logits, next to matmuls nothing",
@@ -92,6 +99,9 @@ NOT_PLANNED = {
 
 KEPT_BY_SHRINKING = {
     "activation": "decides how a step is computed",
+    "swiglu_alpha": "as above",
+    "swiglu_limit": "as above",
+    "attention_sinks": "as above",
     "norm": "as above",
     "norm_position": "as above",
     "positions": "as above",
@@ -115,6 +125,7 @@ KEPT_BY_SHRINKING = {
         ("router", "router_top_k_first", "router_renormalize", "router_scale", "router_bias"),
         "as above",
     ),
+    "router_group_scores": "as above, as long as small groups have as many experts",
     **dict.fromkeys(
         ("balance", "balance_rate", "balance_weight", "router_z_loss", "expert_capacity"),
         "as above",
@@ -142,6 +153,7 @@ def other_value(key: str) -> Any:
         "sliding_window": 4,
         "sliding_window_pattern": 2,
         "logit_softcap": 2.0,
+        "swiglu_limit": 0.25,
         "rope_scaling": RopeScalingConfig(type="linear"),
         "rotary_fraction": 0.25,
         "experts_per_token": 3,
@@ -149,6 +161,7 @@ def other_value(key: str) -> Any:
         "dense_layers": (1,),
         "router_groups": 2,
         "router_open_groups": 1,
+        "router_group_scores": 1,
         "router_z_loss": 0.5,
         "expert_capacity": 0.5,
         "v_head_size": 6,
@@ -236,7 +249,8 @@ def test_hugging_faces_families_know_a_key_once(name):
     accounted = accounted_keys(family)
     assert len(set(accounted)) == len(accounted)
     assert set(accounted) <= set(KEYS)
-    read = from_their_config({"model_type": name}, Path("config.json"))
+    content = {"model_type": name, "num_experts_per_tok": 2}  # which some have no default for
+    read = from_their_config(content, Path("config.json"))
     assert read.keys() == set(accounted) - (family.not_needed - family.read.keys())
 
 

@@ -32,12 +32,39 @@ from pentameter.model.gpt import build_model
 from pentameter.report.model_card import CARD, card_files
 
 WIDE = {"hidden_size": 24, "num_key_value_heads": 2}  # heads of an even size
-
+LATENT = {
+    "attention": "latent",
+    "kv_rank": 10,
+    "rope_head_size": 6,
+    "v_head_size": 5,
+    "norm_eps": 1e-6,
+    "dense_layers": 1,
+    "d_ff": 20,
+    "n_shared_experts": 2,
+    "router_scale": 1.5,
+    "n_experts": 6,
+}
 OURS = {
     "qwen3_moe": {"qk_norm": "head", "router_renormalize": True, "dense_layers": (1,), "d_ff": 20},
     "mixtral": {"router_top_k_first": True, "balance": "batch", "n_kv_heads": 2},
     "olmoe": {"qk_norm": "width", "balance": "sequence", "router_z_loss": 0.1},
     "qwen2_moe": {"n_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True},
+    "deepseek_v2": {
+        **LATENT,
+        "balance": "batch",
+        "router_groups": 3,
+        "router_open_groups": 2,
+        "router_group_scores": 1,
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "q_rank": 14,
+        "router": "sigmoid",
+        "router_renormalize": True,
+        "balance": "bias",
+        "router_groups": 3,
+        "router_open_groups": 2,
+    },
 }
 """A model that each family is written for."""
 
@@ -65,16 +92,24 @@ def model_of(**model):
     built = build_model(config.model, seed=5, dtype=torch.float64).eval()
     generator = torch.Generator().manual_seed(1)
     for name, tensor in model_state(built).items():
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith(("bias", "balance")):
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        if ".router." in name:
+            tensor.copy_(tensor.float())  # as theirs are kept
     return StoredModel(None, config, BPE, model_state(built), (), None), built
+
+
+def wide(family):
+    """WIDE, but for latent attention, whose heads share no keys."""
+    n_kv_heads = 4 if family.startswith("deepseek") else 2
+    return {**WIDE, "num_key_value_heads": n_kv_heads}
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_stacked_experts_are_read_as_those_apart(family, tmp_path):
-    theirs = their_model(tmp_path / "apart", family, WIDE)
+    theirs = their_model(tmp_path / "apart", family, wide(family))
     theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(
         tmp_path / "stacked" / "model.safetensors"
     )
     apart, stacked = (read_hf(tmp_path / form, tokenizer=BPE) for form in ("apart", "stacked"))
@@ -86,7 +121,7 @@ def test_stacked_experts_are_read_as_those_apart(family, tmp_path):
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_routers_in_float32_agree_to_1e_6(family, tmp_path):
-    theirs = exact(their_model(tmp_path, family, WIDE), routers=False)
+    theirs = exact(their_model(tmp_path, family, wide(family)), routers=False)
     found, expected = both_logits(theirs, load_model(tmp_path).model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
@@ -98,13 +133,18 @@ def test_a_model_of_ours_goes_out_and_comes_back_bit_for_bit(family, tmp_path, m
     assert choose_family(stored.config.model) == family
     card = card_files(stored, "transformers")[CARD].decode()
     assert f"A language model: {FAMILIES[family].label}, " in card
-    assert "| experts | 5 in a layer, 2 for each token" in card
+    assert f"| experts | {stored.config.model.n_experts} in a layer, 2 for each token" in card
     folder = export_hf(stored, tmp_path / "hf").path
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 2
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert not any(name.endswith("experts.gate_up_proj") for name in held)  # as published
-    own = {name: t for name, t in stored.weights.items() if not name.endswith("router.balance")}
+    is_bias = stored.config.model.balance == "bias"  # another balance is of training
+    own = {
+        name: tensor
+        for name, tensor in stored.weights.items()
+        if is_bias or not name.endswith("router.balance")
+    }
     n_padding = 2 * (own["head.weight"].shape[0] - BPE.vocab_size) * 24
     assert sum(t.numel() for t in held.values()) == sum(t.numel() for t in own.values()) - n_padding
     theirs = exact(open_there(folder))
@@ -114,6 +154,16 @@ def test_a_model_of_ours_goes_out_and_comes_back_bit_for_bit(family, tmp_path, m
     assert again.weights.keys() == own.keys()
     for name, tensor in again.weights.items():
         assert torch.equal(tensor[...], own[name][: tensor.shape[0]]), name
+
+
+@pytest.mark.parametrize("balance", ["none", "batch"])
+def test_a_router_without_a_bias_is_written_with_zeros(balance, tmp_path):
+    stored, built = model_of(**{**OURS["deepseek_v3"], "balance": balance})
+    theirs = exact(open_there(export_hf(stored, tmp_path / "hf").path))
+    assert not theirs.model.layers[1].mlp.gate.e_score_correction_bias.any()
+    ours = both_logits(theirs, built)[0][..., : BPE.vocab_size]
+    torch.testing.assert_close(ours, both_logits(theirs, built)[1], rtol=0, atol=1e-10)
+    assert load_model(tmp_path / "hf").config.model.balance == "bias"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +268,8 @@ def test_no_expert_of_ours_is_left_out(part, tmp_path):
         ("mixtral-8x7b", "mixtral", 995, 46_702_792_704, "31.block_sparse_moe.experts.7.w2"),
         ("qwen3-30b-a3b", "qwen3_moe", 18_867, 30_532_122_624, "47.mlp.experts.127.down_proj"),
         ("olmoe-1b-7b", "olmoe", 3_219, 6_919_161_856, "15.mlp.experts.63.down_proj"),
+        ("deepseek-v2-lite", "deepseek_v2", 5_291, 15_706_484_224, "26.mlp.experts.63.down_proj"),
+        ("deepseek-v3", "deepseek_v3", 45_395, 671_026_419_200, "60.mlp.experts.255.down_proj"),
     ],
 )
 def test_presets_have_the_tensors_that_are_published(preset, family, n_tensors, n_elements, last):
@@ -228,7 +280,7 @@ def test_presets_have_the_tensors_that_are_published(preset, family, n_tensors, 
     assert len(shapes) == n_tensors
     assert sum(map(math.prod, shapes.values())) == n_elements
     assert shapes[f"model.layers.{last}.weight"] == (model.d_model, model.expert_width)
-    assert sum(strip.n_rows for strip in found.strips) == sum(s[0] for s in shapes.values())
+    assert sum(len(strip.rows) for strip in found.strips) == sum(s[0] for s in shapes.values())
 
 
 def test_qwen_1_5_has_the_tensors_that_are_published():
@@ -283,24 +335,37 @@ NOT_OF_THE_MODEL = {
     "use_cache": "of `generate`",
     "output_router_logits": "what is given back beside the logits; of training",
     "router_aux_loss_coef": "of training; the configuration here says how it balances",
+    "pretraining_tp": "how products are cut, which leaves their results",
+    "head_dim": "theirs is qk_rope_head_dim, whatever config.json says",
+    "num_mtp_layers": "asked for where layers are passed over",
 }
 """Their keys that nothing reads, and why not."""
+ASKED = {
+    "num_experts_per_tok": 2,
+    "topk_method": "group_limited_greedy",
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""Settings of DeepSeek-V2 without which others are not asked for, or have no default."""
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_every_setting_of_theirs_is_read_or_for_a_reason_not(family):
     kind = getattr(theirs_library, FAMILIES[family].architecture.replace("ForCausalLM", "Config"))
     content = Recorded({"model_type": family, "use_sliding_window": True, "max_window_layers": 0})
+    if family == "deepseek_v2":
+        content.update(ASKED)
     from_their_config(content, "config.json")
-    assert kind.__annotations__.keys() - content.asked == NOT_OF_THE_MODEL.keys()
+    assert kind.__annotations__.keys() - content.asked <= NOT_OF_THE_MODEL.keys()
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_setting_that_is_left_out_has_their_default(family):
     kind = getattr(theirs_library, FAMILIES[family].architecture.replace("ForCausalLM", "Config"))
+    given = ASKED if family == "deepseek_v2" else {}
     alone, whole = (
         ModelConfig.model_validate(from_their_config(content, "config.json"))
-        for content in ({"model_type": family}, kind().to_dict())
+        for content in ({"model_type": family, **given}, kind(**given).to_dict())
     )
     assert alone.resolved == whole.resolved
 

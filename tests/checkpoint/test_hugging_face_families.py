@@ -41,6 +41,30 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+GROUPS = {
+    "n_routed_experts": 6,
+    "topk_method": "group_limited_greedy",
+    "n_group": 3,
+    "topk_group": 2,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
 
 FORMS = [
@@ -86,11 +110,30 @@ FORMS = [
     ("mixtral", {**GROUPED, "sliding_window": 5, "tie_word_embeddings": True}),
     ("olmoe", {"hidden_size": 24, "num_key_value_heads": 2}),
     ("olmoe", {"hidden_size": 24, "norm_topk_prob": True, "hidden_act": "gelu"}),
+    ("deepseek_v2", {"rope_parameters": YARN}),
+    (
+        "deepseek_v2",
+        {**GROUPS, "q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
+    ("deepseek_v3", {"rope_parameters": YARN, "hidden_size": 18}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}),
     ("qwen2_moe", {"hidden_size": 24, "num_key_value_heads": 2, "mlp_only_layers": [2, 0]}),
     (
         "qwen2_moe",
         {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "qkv_bias": False},
     ),
+    ("gpt_oss", {**GROUPED, "sliding_window": 5, "swiglu_limit": 0.7, "rope_parameters": YARN}),
+    (
+        "gpt_oss",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention"] * 3,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("qwen3", {**GROUPED, "rope_parameters": {**YARN, "truncate": False}}),
+    ("llama", {"head_dim": 6, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.5}}),
 ]
 
 
@@ -112,7 +155,7 @@ def test_a_model_computes_the_same_here_and_back_there(family, options, tmp_path
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 def test_greedy_text_is_the_same_there_and_here(family, tmp_path):
     options = {"vocab_size": BPE.vocab_size, "max_position_embeddings": 64, "hidden_size": 32}
-    if family != "gpt_neox":
+    if family not in ("gpt_neox", "deepseek_v2", "deepseek_v3"):
         options["num_key_value_heads"] = 2
     theirs = their_model(tmp_path / "hf", family, options, torch.float32)
     loaded = load_model(tmp_path / "hf")
@@ -166,7 +209,8 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
     [
         ("llama", {"attention_bias": True}, "attention_bias=true beside mlp_bias=false"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' .* possible: silu, swish, gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' .* possible"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' .* possib"),
+        ("llama", {"rope_parameters": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling: rope_type='dynamic'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         ("llama", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),
@@ -198,6 +242,29 @@ def test_both_forms_of_rotary_settings_are_written(tmp_path):
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: .* not clipped"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 12}, "=12 beside moe_.*=8 .* a multiple"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "rotary_fraction=0.3"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads=2 beside .*=4"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' .* possible: greedy"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "needs n_group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true .* own program divides"),
+        ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 .* norms of latents have 1e-6"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, "model.dense_layers=3 leaves none"),
+        ("deepseek_v3", {"topk_group": 4}, "model.router_open_groups=4 of 3 groups"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, "=-1 must be a whole number from 0"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "quantization_config=.* dequantised",
+        ),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false .* both or neither"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' .* possible: silu"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
     ],
     ids=str,
 )
@@ -231,7 +298,16 @@ def test_large_weights_are_written_in_parts_with_an_index(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [FORMS[0], FORMS[4], FORMS[9], ("gpt2", {}), FORMS[14], ("mixtral stacked", FORMS[15][1])],
+    [
+        FORMS[0],
+        FORMS[4],
+        FORMS[9],
+        ("gpt2", {}),
+        FORMS[14],
+        ("mixtral stacked", FORMS[15][1]),
+        ("deepseek_v2", {}),
+        ("deepseek_v3 stacked", {"q_lora_rank": None}),
+    ],
     ids=str,
 )
 def test_a_region_reads_its_own_rows_and_no_more(family, options, tmp_path, monkeypatch):

@@ -306,7 +306,7 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--train.zzqq", "4"], "train has steps, epochs, batch_size"),
         (
             ["--model.activation", "gleu"],
-            "gelu_tanh, swiglu, geglu; did you mean gelu?",
+            "geglu, swiglu_clamped; did you mean gelu?",
         ),
         (["--model.n_heads", "5"], "model.n_heads=5 must divide model.d_model=128"),
         (["--optimizer.betas", "0.9"], "optimizer.betas=[0.9] must be 2 values"),
@@ -447,6 +447,11 @@ def test_other_programs_words_for_experts_are_understood(key):
             },
             "must hold model.experts_per_token=4",
         ),
+        (
+            {"n_experts": 4, "router_groups": 2, "router_open_groups": 1, "router_group_scores": 3},
+            "into groups of at least model.router_group_scores=3",
+        ),
+        ({"n_experts": 4, "router_group_scores": 1}, "model.router_group_scores=1 compares groups"),
         ({"n_experts": 4, "balance_rate": 0.1}, "model.balance_rate is of model.balance='bias'"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pentameter.config.model_schema import ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import ModelConfig
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT, build_model
@@ -88,7 +89,8 @@ def test_the_pattern_leaves_some_layers_the_whole_context():
 @pytest.mark.parametrize("n_shared", [1, 2, 4])
 @pytest.mark.parametrize("size", [None, 1, 3, 4, 5, 16, 20])
 @pytest.mark.parametrize("n_queries", [1, 3, 16])
-def test_attention_is_that_of_its_definition(n_shared, size, n_queries):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_is_that_of_its_definition(n_shared, size, n_queries, has_sinks):
     torch.manual_seed(n_queries)
     q = torch.randn(2, 4, n_queries, 6, dtype=torch.float64, requires_grad=True)
     k, v = (
@@ -99,12 +101,17 @@ def test_attention_is_that_of_its_definition(n_shared, size, n_queries):
     seen = (key <= query) & (key > query - (size or T))
     each = [x.repeat_interleave(4 // n_shared, 1) for x in (k, v)]
     scores = (q @ each[0].mT / 6**0.5).masked_fill(~seen, float("-inf"))
-    expected = scores.softmax(-1) @ each[1]
-    grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(2, -1, n_queries, 1)
+        scores = torch.cat((scores, sink), -1)
+    expected = scores.softmax(-1)[..., :T] @ each[1]
+    grads = torch.autograd.grad(expected.square().sum(), inputs)
     for form in (attend, attend_explicitly):
-        found = form(q, k, v, window=size)
+        found = form(q, k, v, window=size, sinks=sinks)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        own = torch.autograd.grad(found.square().sum(), (q, k, v))
+        own = torch.autograd.grad(found.square().sum(), inputs)
         torch.testing.assert_close(own, grads, rtol=1e-10, atol=1e-11)
 
 
@@ -156,6 +163,8 @@ def test_the_softcap_bounds_logits():
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position='post'"),
         ({"sliding_window_pattern": 2}, "sliding_window is not set"),
         ({"n_heads": 5}, "or set model.head_size"),
+        ({"swiglu_limit": 3.0}, "swiglu_limit is of a clamped SwiGLU, and model.activation='gelu'"),
+        ({"attention": "latent", "attention_sinks": True}, "leave model.attention_sinks out"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(values, reason):

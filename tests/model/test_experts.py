@@ -83,8 +83,7 @@ def by_definition(experts: Experts, x: Tensor) -> Tensor:
                 if linear is not None:
                     inputs[name] = linear.weight[expert] @ token_x
                     inputs[name] += 0 if linear.bias is None else linear.bias[expert]
-            inner = experts.activation(inputs.get("gate", inputs["up"]))
-            inner = inner * inputs["up"] if "gate" in inputs else inner
+            inner = experts.activation(*inputs.values())
             bias = 0 if experts.down.bias is None else experts.down.bias[expert]
             y = y + weight * (experts.down.weight[expert] @ inner + bias)
         rows.append(y)
@@ -127,13 +126,17 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
     assert routing.experts.tolist() == [[0, 1]] * (B * T)
 
 
-def test_a_group_is_opened_by_its_two_best_and_bounds_the_choice() -> None:
-    experts = experts_of(**VARIANTS["groups of sigmoids"])
+@pytest.mark.parametrize("n_scores", [1, 2])
+def test_a_group_is_opened_by_its_best_and_bounds_the_choice(n_scores: int) -> None:
+    keys = {**VARIANTS["groups of sigmoids"], "router_groups": 2, "router_open_groups": 1}
+    experts = experts_of(**keys, router_group_scores=n_scores)
     experts.router.balance.zero_()
     x = stream()
     scores = (x @ experts.router.weight.t()).sigmoid().flatten(0, 1)
-    best = scores.unflatten(1, (4, 2)).sum(2).topk(2).indices
-    groups = experts.router(x).experts // 2
+    best = scores.unflatten(1, (2, 4)).topk(n_scores).values.sum(2).topk(1).indices
+    other = scores.unflatten(1, (2, 4)).topk(3 - n_scores).values.sum(2).topk(1).indices
+    assert not torch.equal(best, other)
+    groups = experts.router(x).experts // 4
     for found, own in zip(groups.tolist(), best.tolist(), strict=True):
         assert set(found) <= set(own)
 

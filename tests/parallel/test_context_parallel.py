@@ -29,12 +29,21 @@ class Asked:
     dropout: float = 0.0
     tile: int = 1024
     explicit: bool = False
+    sinks: bool = False
 
 
 def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v and the gradient of their result, (B, H, T, K)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(B, H, T, K, generator=generator, dtype=dtype) for _ in range(4)]
+
+
+def given(asked: Asked, tokens: torch.Tensor | slice) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v at these tokens and, if asked, sinks, (H,), to be differentiated; and the gradient of
+    the result."""
+    *qkv, grad = (each[:, :, tokens].contiguous() for each in tensors(asked.dtype))
+    sinks = [torch.linspace(-1, 2, H, dtype=asked.dtype)] if asked.sinks else []
+    return [each.requires_grad_() for each in (*qkv, *sinks)], grad
 
 
 def weights_dropout(p: float) -> AttentionDropout:
@@ -47,11 +56,12 @@ def keys() -> torch.Tensor:
 
 
 def whole(asked: Asked) -> list[torch.Tensor]:
-    """The result of one process, and the gradients of q, k and v."""
-    *qkv, grad = tensors(asked.dtype)
-    qkv = [each.requires_grad_() for each in qkv]
-    y = attend(*qkv, dropout=weights_dropout(asked.dropout), dropout_keys=keys())
-    return [y, *torch.autograd.grad(y, qkv, grad)]
+    """The result of one process, and the gradients of q, k and v, and of sinks if there are."""
+    inputs, grad = given(asked, slice(None))
+    q, k, v, *sinks = inputs
+    dropout = weights_dropout(asked.dropout)
+    y = attend(q, k, v, dropout=dropout, dropout_keys=keys(), sinks=sinks[0] if sinks else None)
+    return [y, *torch.autograd.grad(y, inputs, grad)]
 
 
 def part(world, asked: Asked) -> list[torch.Tensor]:
@@ -64,21 +74,24 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
         model, build_mesh(asked.layout, "cpu", world), sharding_of(asked.layout, model.config)
     )
     own = own_positions(asked.layout, world.rank, torch.arange(T))
-    *qkv, grad = (each[:, :, own].contiguous() for each in tensors(asked.dtype))
-    qkv = [each.requires_grad_() for each in qkv]
+    inputs, grad = given(asked, own)
+    q, k, v, *sinks = inputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentameter.parallel.context.ring_attention.TILE", asked.tile)
         if asked.explicit:
             always = "pentameter.parallel.context.ring_attention._is_explicit"
             patch.setattr(always, lambda q, dropout, window: True)
         y = attention.attend(
-            *qkv,
+            q,
+            k,
+            v,
             dropout=attention.weights_dropout,
             dropout_keys=keys(),
             positions=own,
             window=None,
+            sinks=sinks[0] if sinks else None,
         )
-        return [y.detach(), *torch.autograd.grad(y, qkv, grad)]
+        return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
 CASES = [
@@ -88,6 +101,8 @@ CASES = [
     Asked(Layout(context=2), explicit=True, tile=3),
     Asked(Layout(context=2), explicit=True, dtype=torch.float32),
     Asked(Layout(context=4), dtype=torch.float32),
+    *(Asked(Layout(context=2, context_mode=mode), sinks=True) for mode in MODES),
+    Asked(Layout(context=2), dropout=0.3, tile=3, sinks=True),
 ]
 
 
@@ -100,9 +115,11 @@ def test_results_and_gradients_are_those_of_one_process(processes, asked):
     assert sorted(order.tolist()) == list(range(T))
     tolerance = 1e-13 if asked.dtype == torch.float64 else 1e-5
     for expected, *got in zip(whole(asked), *parts, strict=True):
-        together = torch.cat(got, dim=2)
+        is_whole = expected.ndim == 1  # of sinks, which each has the gradient of its queries for
+        together = torch.stack(got).sum(0) if is_whole else torch.cat(got, dim=2)
+        one = expected if is_whole else expected[:, :, order]
         torch.testing.assert_close(
-            together, expected[:, :, order], rtol=tolerance, atol=tolerance, check_stride=False
+            together, one, rtol=tolerance, atol=tolerance, check_stride=False
         )
 
 

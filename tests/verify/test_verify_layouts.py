@@ -109,6 +109,28 @@ def test_experts_sharded_over_other_ranks_than_the_rest(workers):
         assert outcome.worst.error <= TOLERANCE / 100
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        "tensor=2,expert=2,sequence=1;context=2,activation_checkpoint=full",
+        pytest.param("all", marks=pytest.mark.slow),
+    ],
+)
+def test_sinks_windows_and_biases_of_experts_on_every_kind_of_layout(layouts, workers):
+    config = load_config("gpt-oss-20b")
+    cases = chosen_cases(config, layouts)
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        # The widest of 116 layouts was 1.5e-12, a gradient of queries.
+        assert outcome.worst.error <= TOLERANCE / 20
+
+
+def test_a_grid_takes_no_sinks():
+    config = load_config("qwen3-0.6b", {"model.attention_sinks": True})
+    with pytest.raises(ConfigError, match=r"attention_sinks=true is not possible with .*'2d'"):
+        shrunk_cases(config, "tensor=4,tensor_mode=2d")
+
+
 def test_all_layouts_shard_experts_if_there_are_any():
     config = load_config("qwen3-0.6b", {"model.n_experts": 4})
     cases = [each for each in chosen_cases(config, "all") if each.layout.shards_experts]

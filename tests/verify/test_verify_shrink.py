@@ -10,7 +10,8 @@ from pentameter.verify.shrink import case_config, described_changes, shrink
 
 STRUCTURE = {
     "model": (
-        "activation attention norm norm_position norm_eps qk_norm positions rope_theta "
+        "activation swiglu_alpha swiglu_limit attention attention_sinks norm norm_position "
+        "norm_eps qk_norm positions rope_theta "
         "rope_scaling parallel_residual logit_softcap tied_head head_bias qkv_bias bias "
         "embedding_scale shared_expert_gate router router_top_k_first router_renormalize "
         "router_scale router_bias balance balance_rate balance_weight router_z_loss "
@@ -25,7 +26,7 @@ SIZES = {
         "sliding_window_pattern d_model d_ff context_length vocab_size vocab_multiple "
         "dropout attention_dropout embedding_dropout n_experts experts_per_token d_expert "
         "n_shared_experts dense_layers router_groups router_open_groups "
-        "kv_rank q_rank rope_head_size v_head_size"
+        "router_group_scores kv_rank q_rank rope_head_size v_head_size"
     ),
     "optimizer": "learning_rate eps weight_decay clip_norm",
 }

@@ -70,7 +70,7 @@ POSITION_TABLE = {"learned": True, "sinusoidal": False, "rotary": False}
 
 GATES = {
     **dict.fromkeys(("relu", "relu2", "gelu", "gelu_tanh"), False),
-    **dict.fromkeys(("swiglu", "geglu"), True),
+    **dict.fromkeys(("swiglu", "geglu", "swiglu_clamped"), True),
 }
 """`model.activation` → True if a third matrix gates the feed-forward layer."""
 

@@ -13,6 +13,7 @@ from pentameter.config.choices import (
     POSITION_TABLE,
     look_up,
 )
+from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.config.section import (
     Depth,
     Factor,
@@ -43,6 +44,7 @@ EXPERT_KEYS = (
     "router_bias",
     "router_groups",
     "router_open_groups",
+    "router_group_scores",
     "balance",
     "balance_rate",
     "balance_weight",
@@ -50,31 +52,6 @@ EXPERT_KEYS = (
     "expert_capacity",
 )
 """Keys that act with `n_experts` only."""
-
-
-class RopeScalingConfig(Section):
-    """Rotary frequencies for a longer context than the one a model was first trained on."""
-
-    type: Literal["linear", "llama3"] | None = None
-    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
-    by factor, fast ones kept, those between interpolated (Llama 3.1). None ("none") leaves them."""
-    factor: PositiveFloat = 8.0
-    """Factor by which frequencies fall."""
-    low_frequency_factor: PositiveFloat = 1.0
-    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
-    high_frequency_factor: PositiveFloat = 4.0
-    """`llama3`: one that rotates more often than this is fast."""
-    original_context_length: Width = 8192
-    """`llama3`: tokens of the context before it was extended."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError(
-                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
-                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
-            )
-        return self
 
 
 class AttentionSizes:
@@ -195,6 +172,9 @@ class ModelConfig(AttentionSizes, Section):
     qk_norm: Literal["head", "width"] | None = None
     """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
     `width` of all heads' together (OLMo 2). None ("none") has none."""
+    attention_sinks: Switch = False
+    """A learned number per head takes part in the softmax of its attention scores, as one more key
+    without a value, so that a head's weights may sum to less than 1 (gpt-oss)."""
     sliding_window: Positive | None = None
     """Tokens that a query sees, itself included; all earlier ones when absent."""
     sliding_window_pattern: Positive | None = None
@@ -203,10 +183,18 @@ class ModelConfig(AttentionSizes, Section):
     """Width of the residual stream (D)."""
     d_ff: Width | None = None
     """Width of the feed-forward layer; 4 × d_model when absent."""
-    activation: Literal["relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    activation: Literal[
+        "relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"
+    ] = "gelu"
     """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
     square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
-    the layer's inner width (Shazeer 2020)."""
+    the layer's inner width (Shazeer 2020). `swiglu_clamped`: gate · sigmoid(swiglu_alpha · gate) ·
+    (inner width + 1), the gate at most swiglu_limit, the inner width within ± swiglu_limit
+    (gpt-oss)."""
+    swiglu_alpha: PositiveFloat = 1.702
+    """`swiglu_clamped`: factor of the gate in the sigmoid."""
+    swiglu_limit: PositiveFloat = 7.0
+    """`swiglu_clamped`: bound of the gate and the inner width."""
     n_experts: Positive | None = None
     """Experts (E) in a layer: feed-forward layers, of which a router chooses some for each token;
     one feed-forward layer for all tokens when absent."""
@@ -235,9 +223,12 @@ class ModelConfig(AttentionSizes, Section):
     """A bias on the router's logits (gpt-oss)."""
     router_groups: Positive | None = None
     """Groups that the experts form, in order; a token chooses within `router_open_groups` of them,
-    those whose two highest scores sum to the most (DeepSeek-V3)."""
+    those whose `router_group_scores` highest scores sum to the most."""
     router_open_groups: Positive | None = None
     """Groups within which a token chooses; needs router_groups."""
+    router_group_scores: Positive = 2
+    """Scores by whose sum a group is compared with others, its highest: 2 (DeepSeek-V3) or 1
+    (DeepSeek-V2)."""
     balance: Literal["none", "bias", "sequence", "batch"] = "none"
     """Method of balancing experts. `bias`: a number is added to each expert's score for
     choosing alone, and moves by balance_rate each step, up where the step's batch gave the expert
@@ -312,6 +303,7 @@ class ModelConfig(AttentionSizes, Section):
             )
         _check_latent(self)
         _check_positions(self)
+        _check_activation(self)
         if self.parallel_residual and self.norm_position != "pre":
             raise ValueError(
                 "model.parallel_residual=true adds both layers of a block at once, and "
@@ -364,7 +356,7 @@ class ModelConfig(AttentionSizes, Section):
     @property
     def has_gate(self) -> bool:
         """Whether the feed-forward layer has a gate, a further matrix with the shape of `up`: with
-        the activations `swiglu` and `geglu`."""
+        the activations `swiglu`, `geglu` and `swiglu_clamped`."""
         return look_up(GATES, self.activation, "model.activation", "the parameter table")
 
     @property
@@ -434,6 +426,7 @@ def _check_latent(model: ModelConfig) -> None:
     reasons = {
         "n_kv_heads": "computes keys and values of each head from the same numbers",
         "qk_norm": "norms the numbers that keys and queries are computed from",
+        "attention_sinks": "has no sinks beside its keys",
         "rotary_fraction": "says by model.rope_head_size how many channels rotate",
     }
     for key, reason in reasons.items():
@@ -449,6 +442,16 @@ def _check_latent(model: ModelConfig) -> None:
 def _is_default(model: ModelConfig, key: str) -> bool:
     """Return whether a key has its default value."""
     return bool(getattr(model, key) == ModelConfig.model_fields[key].default)
+
+
+def _check_activation(model: ModelConfig) -> None:
+    """Raise ValueError if a key of the clamped SwiGLU is set with another activation."""
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        if model.activation != "swiglu_clamped" and not _is_default(model, key):
+            raise ValueError(
+                f"model.{key} is of a clamped SwiGLU, and model.activation="
+                f"{model.activation!r}; set model.activation='swiglu_clamped', or leave it out"
+            )
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -510,12 +513,18 @@ def _check_router(model: ModelConfig) -> None:
             "model.router_groups and model.router_open_groups say how many groups there are "
             "and how many a token chooses from; set both, or neither"
         )
+    if groups is None and not _is_default(model, "router_group_scores"):
+        raise ValueError(
+            f"model.router_group_scores={model.router_group_scores} compares groups, and "
+            "model.router_groups is not set; set it, or leave both out"
+        )
     if groups is not None and model.router_open_groups is not None:
-        if E % groups or E // groups < 2:
+        if E % groups or E // groups < model.router_group_scores:
             near = ", ".join(map(str, nearest_divisors(E, groups)))
             raise ValueError(
-                f"model.router_groups={groups} must divide model.n_experts={E} into groups of "
-                f"two or more; nearest possible: {near}"
+                f"model.router_groups={groups} must divide model.n_experts={E} into groups of at "
+                f"least model.router_group_scores={model.router_group_scores}; nearest possible: "
+                f"{near}"
             )
         if model.router_open_groups > groups or model.router_open_groups * E // groups < k:
             raise ValueError(
@@ -552,7 +561,18 @@ def _check_positions(model: ModelConfig) -> None:
 
 def _check_rotary(model: ModelConfig) -> None:
     """Raise ValueError unless head size · `rotary_fraction`, or latent attention's
-    `rope_head_size`, is even: rotated channels are pairs."""
+    `rope_head_size`, is even (rotated channels are pairs), and `rope_scaling` fits the model."""
+    scaling = model.rope_scaling
+    if scaling.type == "yarn" and model.rope_theta <= 1:
+        raise ValueError(
+            f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling.type="
+            "'yarn': frequencies fall from one pair of channels to the next"
+        )
+    if scaling.mscale_all_dim and model.attention != "latent":
+        raise ValueError(
+            f"model.rope_scaling.mscale_all_dim={scaling.mscale_all_dim} is of latent attention, "
+            f"and model.attention={model.attention!r}; leave it out, and set attention_factor"
+        )
     if model.attention == "latent":
         if model.rope_channels % 2 or not model.rope_channels:
             raise ValueError(

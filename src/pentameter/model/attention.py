@@ -24,6 +24,7 @@ from pentameter.model.dropout import (
     attention_weights_site,
 )
 from pentameter.model.positions import Positions, Rotation
+from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 
 
 class Attend(Protocol):
@@ -40,13 +41,15 @@ class Attend(Protocol):
         dropout_keys: Tensor | None,
         positions: Tensor,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return each query's weighted mean value, (B, H, Q, K), from q (B, H, Q, K), k and v
         (B, G, S, K).
 
         dropout: the module that drops weights, in training, if `dropout_keys`, int32
         (B, n_sites, 2), are given; None means no dropout. positions: the keys' (S,). window: how
-        many keys a query sees, its own included; None for all.
+        many keys a query sees, its own included; None for all. sinks: each head's score (H,) for
+        one more key, whose value is 0; None for none.
         """
 
 
@@ -78,10 +81,16 @@ class CausalAttention(nn.Module):
         self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
     def means(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, dropout_keys: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        dropout_keys: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return each query's weighted mean value, (B, T, H, K), from q (B, H, T, K), k and v
-        (B, G, S, K), which include cached ones."""
+        (B, G, S, K), which include cached ones. Other arguments are as for `Attend`."""
         y = self.attend(
             q,
             k,
@@ -90,6 +99,7 @@ class CausalAttention(nn.Module):
             dropout_keys=dropout_keys,
             positions=positions.attention,
             window=self.window,
+            sinks=sinks,
         )
         return y.transpose(1, 2)
 
@@ -99,9 +109,28 @@ class CausalAttention(nn.Module):
         return self.dropout(self.out(y.flatten(2)), dropout_keys, positions.stream)
 
 
+class Sinks(nn.Module):
+    """A learned score per head for one more key, whose value is 0, in the softmax over its keys:
+    the weights of the others then sum to less than 1."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores (H,), in the parameter's dtype."""
+        return sink_scores(self.weight)
+
+
+def sink_scores(weight: Tensor) -> Tensor:
+    """Return a copy of the sinks' scores (H,): ZeRO frees what is gathered after a module's forward
+    pass, and attention reads them later."""
+    return weight.to(weight.dtype, copy=True)
+
+
 class Attention(CausalAttention):
     """Causal multi-head self-attention, with optional grouped KV heads, query and key norms, rotary
-    positions and a sliding window.
+    positions, a sliding window and sinks.
 
     The fused projection `qkv` has weight rows (H, 3, K): query, key and value, head by head. With
     grouped KV heads there are instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
@@ -131,6 +160,7 @@ class Attention(CausalAttention):
                 self.k_norm = nn.RMSNorm(G * K, eps=config.norm_eps)
             case unknown:
                 refuse_unknown(unknown, "model.qk_norm", "the model")
+        self.sinks = Sinks(H) if config.attention_sinks else None
         self.out = nn.Linear(H * K, D, bias=config.bias)
 
     def forward(
@@ -150,7 +180,8 @@ class Attention(CausalAttention):
         q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
-        y = self.means(q, k, v, positions, dropout_keys)
+        sinks = None if self.sinks is None else self.sinks()
+        y = self.means(q, k, v, positions, dropout_keys, sinks)
         return self.project_out(y, positions, dropout_keys)
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,6 +233,7 @@ def attend(
     dropout_keys: Tensor | None = None,
     positions: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return each query's weighted mean value, (B, H, Q, K). A query sees keys up to its own
     position; with a `window`, only the last `window` keys, its own included.
@@ -209,10 +241,13 @@ def attend(
     q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a cache.
     `dropout` is applied to the attention weights in training if `dropout_keys`, int32
     (B, n_sites, 2), are given. `positions` (S,) are the keys' positions, by default 0 … S - 1.
+    `sinks` (H,) are each head's score for one more key, whose value is 0; None for none.
     """
     Q, S = q.shape[2], k.shape[2]
     if dropout is not None and dropout.acts(dropout_keys):
         drop = attend_explicitly if dropout.kernel is None or Q != S else dropout.kernel
+        if sinks is not None:
+            drop = partial(attend_explicitly, sinks=sinks)
         return drop(
             q,
             k,
@@ -223,6 +258,8 @@ def attend(
             window=window,
         )
     attention = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] != q.shape[1])
+    if sinks is not None:
+        attention = partial(_attend_beside_sinks, sinks)
     if window is not None and window < S:
         if Q == S and S % window == 0 and 2 * window < S:
             return _attend_in_windows(q, k, v, window, attention)
@@ -236,6 +273,38 @@ def attend(
         return attention(q, k, v)
     hidden = _hidden(Q, S, None, q.device)
     return attention(q, k, v, attn_mask=~hidden)
+
+
+def _attend_beside_sinks(
+    sinks: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` of q (B, H, Q, K), k and v (B, G, S, K) with a sink
+    for each head: one more key, which every query sees, with the score `sinks` (H,) and the value
+    0. Returns (B, H, Q, K).
+
+    A fused kernel gives no gradient for a mask. So the score is in a channel of its own, in which
+    this key is 1 and the others are 0. Kernels ask for multiples of SINK_CHANNELS.
+    """
+    K, n_keys = q.shape[-1], k.shape[2]
+    if is_causal:
+        attn_mask = ~_hidden(q.shape[2], n_keys, None, q.device)
+    scores = (sinks * K**0.5).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+    q = torch.cat((q, F.pad(scores, (0, SINK_CHANNELS - 1))), dim=-1)
+    sink_key = (torch.arange(K + SINK_CHANNELS, device=k.device) == K).to(k.dtype)
+    k = torch.cat((F.pad(k, (0, SINK_CHANNELS)), sink_key.expand(*k.shape[:2], 1, -1)), dim=2)
+    v = F.pad(v, (0, SINK_CHANNELS, 0, 1))
+    mask = None if attn_mask is None else F.pad(attn_mask, (0, 1), value=True)
+    is_grouped = k.shape[1] != q.shape[1]
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=K**-0.5, enable_gqa=is_grouped
+    )
+    return y[..., :K]
 
 
 def _attend_in_windows(
@@ -271,20 +340,26 @@ def attend_explicitly(
     dropout_keys: Tensor | None = None,
     positions: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return each query's weighted mean value, (B, H, Q, K), like `attend`, but with the attention
     weights (B, H, Q, S) in memory, so that dropout can act on them.
 
     q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q. `dropout` acts in training if
     `dropout_keys`, int32 (B, n_sites, 2), are given. `positions` (S,) are the keys', by default 0 …
-    S - 1. `window` is how many keys a query sees, its own included; None for all.
+    S - 1. `window` is how many keys a query sees, its own included; None for all. `sinks` (H,) are
+    each head's score for one more key, whose value is 0; None for none.
     """
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
     k, v = for_each_head(k, q), for_each_head(v, q)
     scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
     scores = scores.masked_fill(_hidden(Q, S, window, q.device), float("-inf"))
+    if sinks is not None:
+        sink_column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink_column), dim=-1)  # (B, H, Q, S + 1)
     # The sum of many exponentials needs fp32 even if the matmuls are bf16 or fp16.
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = weights[..., :S]
     if dropout is not None:
         positions = torch.arange(S, device=q.device) if positions is None else positions
         weights = dropout(weights, dropout_keys, positions[S - Q :], positions)

@@ -25,7 +25,7 @@ from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
-from pentameter.model.feed_forward import ACTIVATIONS, FeedForward
+from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions
@@ -105,8 +105,8 @@ class Router(nn.Module):
 
         Experts are compared by `ranked` (B, T, E), or by `scores` (B, T, E) plus the balance state
         if `model.balance` is `bias`. With `router_groups`, only experts in the best
-        `router_open_groups` groups can be chosen; groups are compared by the sum over their two
-        best experts' scores, the balance state again added for `bias`.
+        `router_open_groups` groups can be chosen; groups are compared by the sum of their
+        `router_group_scores` highest scores, the balance state again added for `bias`.
         """
         config = self.config
         if config.balance == "bias":
@@ -115,7 +115,8 @@ class Router(nn.Module):
         if config.router_groups is not None:
             assert config.router_open_groups is not None
             of_group = ranked if config.balance == "bias" else scores
-            best = of_group.unflatten(-1, (config.router_groups, -1)).topk(2).values.sum(-1)
+            grouped = of_group.unflatten(-1, (config.router_groups, -1))
+            best = grouped.topk(config.router_group_scores).values.sum(-1)
             closed = _best(best, config.router_groups)[..., config.router_open_groups :]
             is_closed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, closed, True)
             n_each = ranked.shape[-1] // config.router_groups
@@ -322,10 +323,7 @@ class Experts(nn.Module):
         super().__init__()
         E, D, width = config.n_experts, config.d_model, config.expert_width
         assert E is not None
-        name = config.activation
-        self.activation: Callable[[Tensor], Tensor] = look_up(
-            ACTIVATIONS, name, "model.activation", "the model"
-        )
+        self.activation = activation_of(config)
         self.router = Router(config)
         self.gate = GroupedLinear(E, D, width, bias=config.bias) if config.has_gate else None
         self.up = GroupedLinear(E, D, width, bias=config.bias)
@@ -371,6 +369,6 @@ class Experts(nn.Module):
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,)."""
-        up = self.up(rows, ends)  # (R, F)
-        inner = self.activation(up if self.gate is None else self.gate(rows, ends))
-        return self.down(inner if self.gate is None else inner * up, ends)
+        linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        inner = self.activation(*(linear(rows, ends) for linear in linears))  # (R, F)
+        return self.down(inner, ends)

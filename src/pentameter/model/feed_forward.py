@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,16 +19,36 @@ from pentameter.model.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.positions import Positions
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+Activation = Callable[..., Tensor]
+"""Returns the input (…, F) of a feed-forward layer's last linear for the outputs (…, F) of the
+others: for `up`, or with a gate for `gate` and `up`."""
+
+ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": lambda up: F.relu(up).square(),
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": F.silu,
-    "geglu": F.gelu,
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "swiglu_clamped": lambda gate, up, *, alpha, limit: _clamped_swiglu(gate, up, alpha, limit),
 }
-"""Value of `model.activation` → the function on the first linear's output; with a gate, on
-the gate's output."""
+"""Value of `model.activation` → its function; `activation_of` binds a model's numbers to it."""
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gate · sigmoid(alpha · gate) · (up + 1), for gate and up (…, F) clamped to at most
+    `limit`, and `up` also to at least -`limit` (OpenAI 2025, "gpt-oss")."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Return the model's activation function, which `model.activation` names."""
+    name = config.activation
+    function = look_up(ACTIVATIONS, name, "model.activation", "the model")
+    if name != "swiglu_clamped":
+        return function
+    return partial(function, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
 
 
 class FeedForward(nn.Module):
@@ -36,8 +57,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        D, name = config.d_model, config.activation
-        self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
+        D = config.d_model
+        self.activation = activation_of(config)
         self.gate = nn.Linear(D, width, bias=config.bias) if config.has_gate else None
         self.up = nn.Linear(D, width, bias=config.bias)
         self.down = nn.Linear(width, D, bias=config.bias)
@@ -46,11 +67,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, D) for x (B, T, D)."""
-        if self.gate is None:
-            (up,) = self.read(x, self.up)
-            return self.down(self.activation(up))
-        gate, up = self.read(x, self.gate, self.up)  # (B, T, width) each
-        return self.down(self.activation(gate) * up)
+        linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        return self.down(self.activation(*self.read(x, *linears)))
 
 
 class MLP(FeedForward):

@@ -42,6 +42,7 @@ class LatentAttention(CausalAttention):
         D, H, C = config.d_model, config.n_heads, config.latent_channels
         self.head_size, self.value_size = config.head_channels, config.value_channels
         self.n_rotated, self.n_latent = config.rope_channels, C
+        self.score_factor = config.rope_scaling.score_factor
         q_inputs = D if config.q_rank is None else config.q_rank
         self.q_down: nn.Linear | None = None
         if config.q_rank is not None:
@@ -78,6 +79,7 @@ class LatentAttention(CausalAttention):
         q_input, latent, key = self.gather(q_input, latent, down[..., self.n_latent :])
         key = rotation(key[:, :, None])  # (B, T, 1, R), for all heads
         q = self.q(q_input).unflatten(-1, (-1, self.head_size + self.n_rotated))
+        q = q if self.score_factor == 1.0 else q * self.score_factor
         q_plain, q_rotated = q[..., : self.head_size], rotation(q[..., self.head_size :])
         if cache is None:
             y = self._expanded(q_plain, q_rotated, latent, key, positions, dropout_keys)

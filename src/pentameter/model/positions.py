@@ -59,19 +59,19 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
     """
     if config.positions != "rotary":
         return None
-    R = config.turning_channels
-    pair = torch.arange(0, R, 2, device=positions.device, dtype=torch.float32)
-    frequencies = _scaled(1.0 / config.rope_theta ** (pair / R), config)
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    dtype = torch.promote_types(dtype, torch.float32)
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    angles = positions.to(torch.float32)[:, None] * _frequencies(config, positions.device)
+    dtype, factor = torch.promote_types(dtype, torch.float32), config.rope_scaling.rotation_factor
+    return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
-def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Return the rotary frequencies (R / 2,), in radians per token, lowered for a longer context as
-    `model.rope_scaling` says; unchanged without it. Type `linear` divides all by `factor`; `llama3`
-    divides low frequencies, keeps high ones, and interpolates between them."""
-    scaling = config.rope_scaling
+def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Return the rotary frequencies (R / 2,), in radians per token, fp32, lowered for a longer
+    context as `model.rope_scaling` says. Type `linear` divides all by `factor`; `llama3` and `yarn`
+    divide low frequencies, keep high ones, and interpolate between them."""
+    R, scaling = config.turning_channels, config.rope_scaling
+    pair = torch.arange(0, R, 2, device=device, dtype=torch.float32)
+    radians = config.rope_theta ** (pair / R)  # tokens for an angle of 1
+    frequencies = 1.0 / radians
     match scaling.type:
         case None:
             return frequencies
@@ -82,8 +82,31 @@ def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
             turns = scaling.original_context_length / (2 * math.pi / frequencies)
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+        case "yarn":
+            kept = 1 - _lowered_by_yarn(config, device)
+            return (1 - kept) * (1.0 / (scaling.factor * radians)) + kept * frequencies
         case unknown:
             refuse_unknown(unknown, "model.rope_scaling.type", "the model")
+
+
+def _lowered_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
+    """Return how far YaRN divides each rotary frequency by its factor, fp32 (R / 2,): 0 up to the
+    channel pair that rotates `beta_fast` times in the original context, 1 from the one that rotates
+    `beta_slow` times, and linear in between (Peng et al. 2023, "YaRN", section 3.2)."""
+    R, scaling = config.turning_channels, config.rope_scaling
+
+    def pair_that_turns(times: float) -> float:
+        tokens = scaling.original_context_length / (times * 2 * math.pi)
+        return R * math.log(tokens) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)  # R - 1, not R / 2 - 1, as models were trained
+    if first == last:
+        last += 0.001
+    pair = torch.arange(R // 2, device=device, dtype=torch.float32)
+    return ((pair - first) / (last - first)).clamp(0, 1)
 
 
 def sinusoidal_positions(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:

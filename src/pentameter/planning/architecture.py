@@ -35,20 +35,20 @@ ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
 `softmax` (the weights', but at least float32), or a fixed one."""
 
 Role = Literal[
-    "token_embedding", "position_embedding", "norm", "head_norm", "column_parallel", "row_parallel",
-    "head",
+    "token_embedding", "position_embedding", "norm", "head_norm", "sinks", "column_parallel",
+    "row_parallel", "head",
 ]  # fmt: skip
 """The part that an operation's module has in tensor parallelism. A `column_parallel` linear maps
 the residual stream to an inner width (heads, or the feed-forward width), which is sharded. A
 `row_parallel` linear maps that width back; its partial results are summed into the stream.
-`head_norm` normalizes queries or keys."""
+`head_norm` normalizes queries or keys; `sinks` gives each head its sink."""
 INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
 """A target id that no loss counts: padding, and tokens that the loss mask excludes."""
 
 OperationKind = Literal[
-    "look_up", "norm", "product", "rotation", "attention", "activation", "dropout", "head"
+    "look_up", "norm", "product", "rotation", "sinks", "attention", "activation", "dropout", "head"
 ]
 
 
@@ -194,8 +194,8 @@ class Operation:
         if not self.parameters:
             return None
         match self.kind:
-            case "head":
-                return "head"
+            case "head" | "sinks" as role:
+                return role
             case "look_up":
                 is_table = "vocab" in self.parameters[0].axes
                 return "token_embedding" if is_table else "position_embedding"

@@ -82,6 +82,8 @@ def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) 
     separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
+    if model.attention_sinks:
+        return "model.attention_sinks=true"
     size = model.head_channels
     if size > MOST_KERNEL_CHANNELS:
         return f"heads of {size} channels, more than {MOST_KERNEL_CHANNELS}"

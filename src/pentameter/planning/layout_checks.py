@@ -126,12 +126,17 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
 
 
 def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return why the model's experts or its latent attention cannot be trained under the layout, as
-    a sentence that names both settings; None if they can be. That a degree divides the sizes is
+    """Return why the model's experts, sinks or latent attention cannot be trained under the layout,
+    as a sentence that names both settings; None if they can be. That a degree divides the sizes is
     checked elsewhere."""
     if (obstacle := _experts_obstacle(model, layout)) is not None:
         has = " is not set, which" if model.n_experts is None else f"={model.n_experts}"
         return f"model.n_experts{has} is not possible with {obstacle}"
+    if model.attention_sinks and layout.is_grid:
+        return (
+            f"model.attention_sinks=true is not possible with {layout.grid_setting}, which would "
+            "shard the numbers of the heads in another way than the heads; use '1d'"
+        )
     if (obstacle := _latent_obstacle(model, layout)) is not None:
         return f"model.attention='latent' is not possible with {obstacle}"
     return None

@@ -56,10 +56,12 @@ class Shapes:
 def hiding(
     hidden_after: Tensor, distance: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the attention mask (T, S) to add to scores: -∞ for keys that `hidden_after` (T, S,
-    bool) hides, and for those at a `distance` (T, S) ≥ `window` (None: no window); else 0."""
+    """Return the attention mask (T, S) to add to scores, in `dtype` but at least fp32: -∞ for keys
+    that `hidden_after` (T, S, bool) hides, and for those at a `distance` (T, S) ≥ `window` (None:
+    no window); else 0."""
     hidden = hidden_after if window is None else hidden_after | (distance >= window)
-    zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
+    precise = torch.promote_types(dtype, torch.float32)
+    zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=precise)
     return zeros.masked_fill_(hidden, float("-inf"))
 
 
@@ -191,6 +193,7 @@ class Slots:
         dropout_keys: Tensor | None,
         positions: Tensor,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return attention's output (1, H, T, K). While `read` runs, all T tokens attend to one
         slot; while `write` runs, each attends to its own."""
@@ -200,14 +203,13 @@ class Slots:
         grouped = q.unflatten(1, (-1, n_sharing)).flatten(2, 3) * q.shape[3] ** -0.5
         # PyTorch's fused attention rounds by the thread that happens to compute a head.
         scores = (grouped @ k.transpose(2, 3)).unflatten(2, (n_sharing, T))
-        precise = torch.promote_types(scores.dtype, torch.float32)
-        weights = torch.softmax(scores.to(precise) + self._mask(window, precise), dim=-1)
+        weights = _softmax(scores + self._mask(window, scores.dtype), sinks)
         y = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (n_sharing, T)).flatten(1, 2)
         return y if self._is_piece else y.transpose(0, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask for layers with this window (None: none), which broadcasts to scores (B,
-        G, n, T, S), n the heads per KV head."""
+        """Return the mask for layers with this window (None: none), in `dtype` but at least fp32,
+        which broadcasts to scores (B, G, n, T, S), n the heads per KV head."""
         if window not in self._masks:
             mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
@@ -264,6 +266,15 @@ class Slots:
         for each, was in zip(stored, before, strict=True):
             each[slots, :, numbers] = was
         return logits
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax (B, G, n, T, S) of scores over S keys and, with `sinks` (H,), each head's
+    score for one more, whose weight is left out; H is G · n."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
 
 
 def _make_up(stored: Sequence[Tensor]) -> None:

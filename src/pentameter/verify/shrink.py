@@ -44,6 +44,7 @@ IDLE_EXPERTS = {
     "experts_per_token": 1,
     "router_groups": None,
     "router_open_groups": None,
+    "router_group_scores": 2,
     "router_top_k_first": False,
     "router_renormalize": False,
     "balance": "bias",
@@ -152,6 +153,7 @@ def _experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]:
         "model.dense_layers": 1 if model.dense_layers else 0,
         "model.router_groups": 4 if is_grouped else None,
         "model.router_open_groups": 2 if is_grouped else None,
+        "model.router_group_scores": min(2, model.router_group_scores),
     }
 
 

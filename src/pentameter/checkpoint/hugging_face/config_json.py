@@ -97,6 +97,8 @@ def to_their_config(
     }
     for rule in family.rules:
         content |= rule.write(model)
+    if family.extra_layers is not None:
+        content[family.extra_layers[0]] = 0
     return {
         **content,
         # Written even if None: an absent key would mean the family's own default.
@@ -126,6 +128,13 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         value = content.get(key, default)
         if value not in (default, None):
             raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")
+    quantization = content.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in family.quantizations:
+        raise ConfigError(
+            f"{path}: quantization_config={shown(quantization)} is not supported: quantised "
+            "weights are not read; save it dequantised"
+        )
     section = {
         ours: content.get(key, content.get(family.other_names.get(key, key), default))
         for ours, (key, default) in family.written.items()
@@ -144,3 +153,16 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
     return section
+
+
+def read_n_extra_layers(content: Mapping[str, Any], family: Family, path: Path) -> int:
+    """Return how many layers that predict further tokens a folder may hold after the model's, from
+    its config.json (`content`); 0 if the family has none. `path` is for messages. Raises
+    ConfigError if it is not a number from 0."""
+    if family.extra_layers is None:
+        return 0
+    key, default = family.extra_layers
+    found = content.get(key, content.get(family.other_names.get(key, key), default))
+    if type(found) is not int or found < 0:
+        raise ConfigError(f"{path}: {key}={shown(found)} must be a whole number from 0")
+    return found

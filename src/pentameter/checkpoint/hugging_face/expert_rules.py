@@ -11,7 +11,7 @@ from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 
 
-def _layers_without(model: ModelConfig) -> list[int]:
+def layers_without_experts(model: ModelConfig) -> list[int]:
     """List the layers without experts. Raises ValueError if no layer has any."""
     if model.n_experts is None:
         raise ValueError("model.n_experts=none (all its models have experts)")
@@ -19,7 +19,7 @@ def _layers_without(model: ModelConfig) -> list[int]:
 
 
 def _write_every_layer(model: ModelConfig) -> dict[str, Any]:
-    if _layers_without(model):
+    if layers_without_experts(model):
         raise ValueError(
             f"model.dense_layers={shown(model.dense_layers)} (every layer has experts)"
         )
@@ -56,7 +56,7 @@ def _read_layers(content: Content, section: Content) -> dict[str, Any]:
 
 LAYERS_WITH_EXPERTS = Rule(
     ("dense_layers",),
-    lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": _layers_without(model)},
+    lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": layers_without_experts(model)},
     _read_layers,
 )
 """For a family in which some layers may have one feed-forward layer instead of experts."""
@@ -93,6 +93,14 @@ SCORES_SUM_TO_ONE = Rule(
 )
 """For a family in which a token's scores always sum to 1; refuses a model in which they need
 not."""
+
+SOFTMAX_OF_THE_CHOSEN = Rule(
+    SCORES_SUM_TO_ONE.keys,
+    _write_summing_to_one,
+    lambda _content, _section: {"router_renormalize": False, "router_top_k_first": True},
+)
+"""As SCORES_SUM_TO_ONE, and read as a softmax of the chosen experts' logits, which is the same
+function."""
 
 
 def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:

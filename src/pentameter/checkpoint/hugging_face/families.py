@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pentameter.checkpoint.hugging_face.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pentameter.checkpoint.hugging_face.expert_rules import (
     CHOSEN_BY_SCORE,
     EXPERTS_IN_EVERY_LAYER,
@@ -16,6 +17,7 @@ from pentameter.checkpoint.hugging_face.expert_rules import (
     SCORES_MAY_SUM_TO_ONE,
     SCORES_SUM_TO_ONE,
     SHARED_EXPERT_WITH_A_GATE,
+    SOFTMAX_OF_THE_CHOSEN,
 )
 from pentameter.checkpoint.hugging_face.family import (
     ACTIVATIONS,
@@ -25,16 +27,21 @@ from pentameter.checkpoint.hugging_face.family import (
     Family,
     Projections,
 )
+from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
+from pentameter.checkpoint.hugging_face.rotary_rules import (
+    PART_OF_A_HEAD_TURNS,
+    WHOLE_HEADS_TURN,
+    WHOLE_HEADS_TURN_BY_YARN,
+    WHOLE_HEADS_TURN_SLOWLY,
+)
 from pentameter.checkpoint.hugging_face.rules import (
+    ALTERNATING_WINDOWS,
     CONTEXT_BY_ITS_OLD_NAME,
     EVERY_OTHER_WITH_A_WINDOW,
     HEADS_DIVIDE_WIDTH,
     LAYERS_WITH_A_WINDOW,
     ONE_SWITCH_FOR_BIASES,
     ONE_SWITCH_FOR_WINDOWS,
-    PART_OF_A_HEAD_TURNS,
-    WHOLE_HEADS_TURN,
-    WHOLE_HEADS_TURN_SLOWLY,
 )
 
 
@@ -92,6 +99,10 @@ _BIASED = {
         "here they have one both or neither",
     )
 }
+_ONE_FOR_BIASES = (
+    True,
+    "the experts would have biases and attention none; here they have them both or neither",
+)
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
@@ -358,11 +369,53 @@ FAMILIES: Mapping[str, Family] = {
         other_names=_OTHER_NAMES,
         stacked=STACKED,
     ),
+    "gpt_oss": Family(
+        label="gpt-oss",
+        architecture="GptOssForCausalLM",
+        written={
+            **_with_defaults(
+                _OF_EXPERTS,
+                vocab_size=201088,
+                context_length=131072,
+                n_layers=36,
+                n_heads=64,
+                n_kv_heads=8,
+                d_model=2880,
+                head_size=64,
+                norm_eps=1e-5,
+                experts_per_token=4,
+                d_expert=2880,
+            ),
+            "n_experts": ("num_local_experts", 128),
+            "swiglu_alpha": ("swiglu_alpha", 1.702),
+            "swiglu_limit": ("swiglu_limit", 7.0),
+        },
+        rules=(
+            WHOLE_HEADS_TURN_BY_YARN,
+            ALTERNATING_WINDOWS,
+            EXPERTS_IN_EVERY_LAYER,
+            SOFTMAX_OF_THE_CHOSEN,
+            CHOSEN_BY_SCORE,
+        ),
+        differs={"attention_sinks": (True, "gpt-oss has a sink in every head")},
+        read={"qkv_bias": True, "bias": True, "router_bias": True},
+        not_ours={"attention_bias": _ONE_FOR_BIASES},
+        activations={"silu": "swiglu_clamped"},
+        other_names=_OTHER_NAMES,
+        names={
+            **{key: name.replace(".{expert}", "") for key, name in NAMES.items()},
+            "attention.sinks": "self_attn.sinks",
+            "experts.router": "mlp.router",
+        },
+        packing=PACKED_EXPERTS,
+        quantizations=("mxfp4",),
+    ),
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 """Keyed by `model_type` in config.json. If several can express a model, the first is written."""
 
 NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
-    "quantization_config": (None, "quantised weights are not read; save it dequantised"),
 }
 """Entries that every family has in addition to its own `not_ours`."""

@@ -8,13 +8,14 @@ Anything a table cannot express (one key in config.json that several `[model]` k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from pentameter.checkpoint.hugging_face.rules import Rule
-from pentameter.config.model_schema import RopeScalingConfig
+from pentameter.checkpoint.lazy_tensors import LazyTensor
+from pentameter.config.rope_scaling import RopeScalingConfig
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -31,17 +32,42 @@ GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 
 @dataclass(frozen=True)
+class StoredForm:
+    """The tensors that a folder must have."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name → shape."""
+    in_bytes: frozenset[str]
+    """Names of tensors that hold bytes (uint8); the others hold floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Conversions for a family whose tensors are computed from those that its names tables
+    describe (its parameters), such as several of these in one, or numbers in 4 bits."""
+
+    pack: Callable[[Mapping[str, LazyTensor]], dict[str, LazyTensor]]
+    """Parameters by name → the tensors of a folder."""
+    unpack: Callable[[Mapping[str, LazyTensor], Iterable[str]], dict[str, LazyTensor]]
+    """The tensors of a folder, and names of parameters → these."""
+    form_of: Callable[[Mapping[str, tuple[int, ...]], Iterable[str]], StoredForm]
+    """Shapes of parameters, and the names that a folder has → the tensors that it must have."""
+
+
+@dataclass(frozen=True)
 class Projections:
     """Names of the tensors that hold the query, key and value projections (three, or a single one),
     and the order of their rows.
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
     values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
-    rows (H, 3, K).
+    rows (H, 3, K). `latent`: the tensors of latent attention that compute rotated channels, which
+    are pairs of neighbors: queries from the stream, queries from a latent (a model has one of
+    both), and the keys' and values' latent with the rotated key.
     """
 
     names: tuple[str, ...]
-    order: Literal["apart", "parts", "heads"]
+    order: Literal["apart", "parts", "heads", "latent"]
 
 
 AS_ABOVE = "as above"
@@ -76,6 +102,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("router_groups", "router_open_groups"), (None, "{} forms no groups of experts")
     ),
+    "router_group_scores": (2, "{} forms no groups of experts"),
     "expert_capacity": (None, "{} leaves out no token"),
 }
 """pentameter key → the only value that a family can express if its description omits the key, and
@@ -144,9 +171,9 @@ class Family:
     """Conversions for keys that no table can express."""
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Replacements for entries in NEUTRAL."""
-    read: Mapping[str, bool] = field(default_factory=dict)
+    read: Mapping[str, bool | str] = field(default_factory=dict)
     """pentameter key that only the weights express → its value for weights that are read. If a key
-    for biases has an entry, biases that a model lacks are written as zeros."""
+    for biases has an entry, or `balance`, biases that a model lacks are written as zeros."""
     not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Key in config.json → its default, the only value that is accepted, and the reason for
     refusing another."""
@@ -160,7 +187,8 @@ class Family:
     """Name of the output projection's weight."""
     names: Mapping[str, str] = field(default_factory=NAMES.copy)
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer. `{expert}` stands for an expert's number: its matrix is a tensor by itself."""
+    layer, or a parameter → its tensor. `{expert}` stands for an expert's number: its matrix is a
+    tensor by itself; without it, all experts are in one, (E experts, outputs, inputs)."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """`STACKED`, the second naming in which a folder may hold experts; empty if the family has
     none."""
@@ -172,8 +200,22 @@ class Family:
     """Key in config.json → another name under which it is read."""
     transposed: bool = False
     """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
+    extra_layers: tuple[str, int] | None = None
+    """Key in config.json, and its default there, with the number of layers that a folder may hold
+    after the model's, and that predict further tokens (multi-token prediction). They are passed
+    over. None if the family has none."""
+    packing: Packing | None = None
+    """Computes a folder's tensors from those that `names` describes, and back; None if they are the
+    same."""
+    quantizations: tuple[str, ...] = ("fp8",)
+    """Values for `quant_method` in config.json that are read; weights are dequantised."""
     passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
     """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether `names` has one tensor for all experts of a layer."""
+        return "{expert}" not in self.names["experts.gate"]
 
     @cached_property
     def not_needed(self) -> frozenset[str]:

@@ -20,11 +20,13 @@ from pydantic import ValidationError
 from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
+    read_n_extra_layers,
     simplest,
     to_their_config,
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
-from pentameter.checkpoint.hugging_face.family import Family
+from pentameter.checkpoint.hugging_face.family import Family, StoredForm
+from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
 from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, few
@@ -71,15 +73,18 @@ def read_hf(
 ) -> StoredModel:
     """Open the model in a Hugging Face folder: config.json, safetensors, tokenizer files.
 
-    fp16 and bf16 weights become fp32, exactly; they are read region by region, at access.
-    `tokenizer` replaces the folder's own. `warnings` gets a line for each added token that text
-    never becomes. Raises ConfigError for unsupported content (another architecture, a pickle, a
+    fp16, bf16 and 4-bit weights become fp32, exactly, and FP8 ones are multiplied by their scales;
+    they are read region by region, at access. `tokenizer` replaces the folder's own. `warnings`
+    gets a line for each added token that text never becomes, and one for layers that are passed
+    over. Raises ConfigError for unsupported content (another architecture, a pickle, a
     setting that pentameter cannot express), CorruptError for damaged or incomplete files.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
     files, content = _weight_files(path), read_json(path / CONFIG)
     section = from_their_config(content, path / CONFIG)
+    family, block = FAMILIES[content["model_type"]], block_size(content, path / CONFIG)
+    n_extra = read_n_extra_layers(content, family, path / CONFIG)
     if tokenizer is None:
         tokenizer = read_tokenizer(path, warnings, content.get("eos_token_id"))
     if tokenizer is None:
@@ -89,7 +94,10 @@ def read_hf(
             "DIR can be used"
         )
     config, base = _config(path, section, tokenizer), hub_name(path)
-    weights = _weights(files, FAMILIES[content["model_type"]], config.model)
+    where = files[0] if len(files) == 1 else path
+    layers = range(config.model.n_layers, config.model.n_layers + n_extra)
+    tensors = dequantized(_their_tensors(files, family, layers, where, warnings), block, where)
+    weights = _weights(tensors, family, config.model, where)
     return StoredModel(path, config, tokenizer, weights, files, checkpoint=None, base_model=base)
 
 
@@ -174,39 +182,66 @@ def _pickle(path: Path) -> str:
     )
 
 
-def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the weights, pentameter's name → tensor (fp32, or fp64 if any stored tensor is),
-    converted at access.
+def _their_tensors(
+    files: tuple[Path, ...],
+    family: Family,
+    passed_over: range,
+    where: Path,
+    warnings: list[str],
+) -> dict[str, LazyTensor]:
+    """Return the tensors in the files, the family's full name → tensor, without those of the layers
+    numbered `passed_over`, of which `warnings` then gets a line. `where`, the file or folder, is
+    for messages. Raises CorruptError for a tensor that is there twice."""
+    body = family.body
+    extra = tuple(f"{family.layers}{number}." for number in passed_over)
+    tensors: dict[str, LazyTensor] = {}
+    stored, n_passed_over = StoredTensors(files), 0
+    for name in stored:
+        full = name if name == family.head or name.startswith(body) else body + name
+        within = full.removeprefix(body)
+        if re.fullmatch(family.passed_over, within):
+            continue
+        if within.startswith(extra):
+            n_passed_over += 1
+            continue
+        if full in tensors:
+            raise CorruptError(f"{where} holds {name!r} a second time")
+        tensors[full] = stored.lazy(name)
+    if n_passed_over:
+        warnings.append(
+            f"{where}: {n_passed_over} tensors of layer {', '.join(map(str, passed_over))}, for "
+            "multi-token prediction, are passed over: the model here predicts the next token alone"
+        )
+    return tensors
+
+
+def _weights(
+    tensors: dict[str, LazyTensor], family: Family, model: ModelConfig, where: Path
+) -> dict[str, LazyTensor]:
+    """Return the weights, pentameter's name → tensor (fp32, or fp64 if any of the family's
+    `tensors` is), converted at access. `where`, their file or folder, is for messages.
 
     Raises CorruptError if a name or shape is not one that the family's `model` has, or a tied head
     differs from the embedding.
     """
     import torch
 
-    body, head = family.body, family.head
-    where = files[0] if len(files) == 1 else files[0].parent
-    stored, names = StoredTensors(files), dict[str, str]()
-    for name in stored:
-        full = name if name == head or name.startswith(body) else body + name
-        if re.fullmatch(family.passed_over, full.removeprefix(body)):
-            continue
-        if full in names:
-            raise CorruptError(f"{where} holds {name!r} a second time")
-        names[full] = name
-    embedding = f"{body}{family.names['token_embedding']}.weight"
+    head, embedding = family.head, f"{family.body}{family.names['token_embedding']}.weight"
     # Some programs save a copy of the embedding as the head's weight.
     if (
         model.tied_head
-        and {head, embedding} <= names.keys()
-        and not torch.equal(stored[names.pop(head)][...], stored[names[embedding]][...])
+        and {head, embedding} <= tensors.keys()
+        and not torch.equal(tensors.pop(head)[...], tensors[embedding][...])
     ):
         raise CorruptError(
             f"{where}: {head} differs from {embedding}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    tensor_map = _map_of(family, model, names.keys())
-    expected = tensor_map.their_shapes
-    tensors = {full: stored.lazy(name) for full, name in names.items()}
+    tensor_map, packing = _map_of(family, model, tensors.keys()), family.packing
+    form = StoredForm(tensor_map.their_shapes, frozenset())
+    if packing is not None:
+        form = packing.form_of(tensor_map.their_shapes, tensors)
+    expected = form.shapes
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
@@ -215,13 +250,17 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
-        if tensors[name].shape != shape or not tensors[name].dtype.is_floating_point:
+        found, is_bytes = tensors[name], name in form.in_bytes
+        is_right = found.dtype == torch.uint8 if is_bytes else found.dtype.is_floating_point
+        if found.shape != shape or not is_right:
             raise CorruptError(
-                f"{where}: {name} is {tensors[name].shape} of {tensors[name].dtype}, its "
-                f"{CONFIG} asks for {shape} of floating-point numbers"
+                f"{where}: {name} is {found.shape} of {found.dtype}, its {CONFIG} asks for "
+                f"{shape} of {'bytes' if is_bytes else 'floating-point numbers'}"
             )
     # fp32 holds every tensor exactly, unless one is fp64.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    if packing is not None:
+        tensors = packing.unpack(tensors, tensor_map.their_shapes)
     return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
 
 
@@ -267,7 +306,13 @@ def export_hf(
     whole = model.model_copy(update={"vocab_size": vocab_size})
     complete = {spec.name: (spec.shape, None) for spec in parameter_table(whole)}
     check_weights(stored.weights, complete, stored.path)
-    weights = TensorMap.of(FAMILIES[name], whole).to_theirs(stored.weights)
+    written = {
+        spec.name: stored.weights[spec.name] for spec in parameter_table(whole) if not spec.is_state
+    }
+    family = FAMILIES[name]
+    weights = TensorMap.of(family, whole).to_theirs(written)
+    if family.packing is not None:
+        weights = family.packing.pack(weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = to_their_config(
         name, model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype

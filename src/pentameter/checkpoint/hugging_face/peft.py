@@ -82,11 +82,9 @@ def _tensors(
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
         a, b = (tensor[...] for tensor in adapters.layers[path])
-        n_rows = max(strip.their_row + strip.n_rows for strip in strips)
-        b_rows = b.new_empty(n_rows, b.shape[1])
+        b_rows = b.new_empty(max(strip.their_rows[-1] for strip in strips) + 1, b.shape[1])
         for strip in strips:
-            rows = slice(strip.their_row, strip.their_row + strip.n_rows)
-            b_rows[rows] = b[strip.row : strip.row + strip.n_rows]
+            b_rows[list(strip.their_rows)] = b[strip.rows.start : strip.rows.stop]
         for name, tensor in (("A", a), ("B", b_rows)):
             yield f"{PREFIX}{theirs}.lora_{name}.weight", tensor.contiguous()
 

@@ -1,6 +1,6 @@
 """Conversion rules for keys in config.json that several `[model]` keys decide, or that must be
-computed: rotary positions, attention windows by layer, switches for biases. `families.py` assigns
-rules to families."""
+computed: attention windows by layer, switches for biases. `families.py` assigns rules to
+families."""
 
 from __future__ import annotations
 
@@ -27,103 +27,6 @@ class Rule:
     read: Callable[[Content, Content], dict[str, Any]]
     """The content of config.json, and the model section as far as the family's tables give it →
     values for `keys`."""
-
-
-_SCALING = {
-    "factor": "factor",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "original_context_length": "original_max_position_embeddings",
-}
-_TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
-    "default": (None, ()),
-    "linear": ("linear", ("factor",)),
-    "llama3": ("llama3", tuple(_SCALING)),
-}
-"""`rope_type` in config.json → pentameter's type, and the keys in `model.rope_scaling` that belong
-to it."""
-
-
-def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
-    """Return the entries for rotary positions, in the form for transformers 5 (`rope_parameters`)
-    and the form for earlier versions. `partly`: the family turns only a fraction
-    (`rotary_fraction`) of each head."""
-    scaling = model.rope_scaling
-    name, keys = next(
-        (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
-    )
-    values = {_SCALING[key]: getattr(scaling, key) for key in keys}
-    fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
-    old = {"rotary_emb_base": model.rope_theta, "rotary_pct": model.rotary_fraction}
-    return {
-        **(old if partly else {"rope_theta": model.rope_theta}),
-        "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
-        "rope_parameters": {
-            "rope_type": name,
-            "rope_theta": model.rope_theta,
-            **fraction,
-            **values,
-        },
-    }
-
-
-def _read_rope(
-    content: Content, section: Content, *, partly: bool, default_theta: float = 10000.0
-) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and, if `partly`, `rotary_fraction` from config.json, in
-    the form for transformers 5 or an earlier one. `partly`: the family turns only a fraction of
-    each head. `default_theta` is the base if config.json gives none. Raises ValueError for a type
-    or key that is not supported."""
-    where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = content.get(where) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}={shown(found)} is not an object")
-    theirs = found.get("rope_type", found.get("type", "default"))
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING.values()}
-    if not isinstance(theirs, str) or theirs not in _TYPES:
-        raise ValueError(
-            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(_TYPES)}"
-        )
-    if unknown := sorted(found.keys() - known):
-        raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
-    ours, keys = _TYPES[theirs]
-    values: dict[str, Any] = {"type": ours}
-    for key in keys:
-        default = section["context_length"] if key == "original_context_length" else None
-        values[key] = found.get(_SCALING[key], default)
-        if values[key] is None:
-            raise ValueError(f"{where} has no {_SCALING[key]}, which rope_type={theirs!r} needs")
-    base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
-    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))
-    fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
-    fraction = found.get("partial_rotary_factor", fraction)
-    if not partly and fraction != 1:
-        raise ValueError(
-            f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
-            "channels of a head"
-        )
-    read = {"rope_theta": theta, "rope_scaling": values}
-    return {**read, "rotary_fraction": fraction} if partly else read
-
-
-WHOLE_HEADS_TURN = Rule(
-    ("rope_theta", "rope_scaling"),
-    partial(_write_rope, partly=False),
-    partial(_read_rope, partly=False),
-)
-"""For a family that turns all channels of each head; the rotation's base is 10,000 by default."""
-WHOLE_HEADS_TURN_SLOWLY = Rule(
-    WHOLE_HEADS_TURN.keys,
-    WHOLE_HEADS_TURN.write,
-    partial(_read_rope, partly=False, default_theta=1e6),
-)
-"""As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
-PART_OF_A_HEAD_TURNS = Rule(
-    ("rope_theta", "rope_scaling", "rotary_fraction"),
-    partial(_write_rope, partly=True),
-    partial(_read_rope, partly=True),
-)
-"""For a family that turns only a fraction of each head's channels."""
 
 
 def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
@@ -156,16 +59,25 @@ def _read_windows(
     layers (`layer_types`), `has_window(layer, number)` says whether a layer has a window, `number`
     being its `max_window_layers`. Raises ValueError unless all layers have a window, or none, or
     all but every nth."""
+    size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
+    n = content.get("max_window_layers", 28)
+    return _windows(content, section, size, lambda layer: has_window(layer, n))
+
+
+def _windows(
+    content: Content, section: Content, size: int | None, has_window: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Return `sliding_window` and `sliding_window_pattern` for windows of `size` tokens (None:
+    none) in the layers that config.json lists, or else in those for which `has_window` is true.
+    Raises ValueError as `_read_windows` does."""
     n_layers = section["n_layers"]
     if not isinstance(n_layers, int):
         return {}  # the schema refuses it later
-    size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
-    n = content.get("max_window_layers", 28)
     key, types = "layer_types", content.get("layer_types")
     if types is None:
         key = "max_window_layers"
         types = [
-            "sliding_attention" if size is not None and has_window(layer, n) else "full_attention"
+            "sliding_attention" if size is not None and has_window(layer) else "full_attention"
             for layer in range(n_layers)
         ]
     if types == _layer_types(n_layers, None, None):
@@ -193,6 +105,24 @@ EVERY_OTHER_WITH_A_WINDOW = Rule(
 )
 """As LAYERS_WITH_A_WINDOW, but a config.json without a list gives a window to every other layer
 below `max_window_layers`."""
+
+
+def _write_alternating(model: ModelConfig) -> dict[str, Any]:
+    size, every = model.sliding_window, model.sliding_window_pattern
+    return {  # their code asks for a size, also where no layer has a window
+        "sliding_window": model.context_length if size is None else size,
+        "layer_types": _layer_types(model.n_layers, size, every),
+    }
+
+
+def _read_alternating(content: Content, section: Content) -> dict[str, Any]:
+    size = content.get("sliding_window", 128)
+    return _windows(content, section, size, lambda layer: layer % 2 == 0)
+
+
+ALTERNATING_WINDOWS = Rule(LAYERS_WITH_A_WINDOW.keys, _write_alternating, _read_alternating)
+"""For a family without a switch for windows: a config.json without a list of layers gives one, of
+128 tokens, to every other layer, the first included."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
     ("sliding_window",),
     lambda model: {

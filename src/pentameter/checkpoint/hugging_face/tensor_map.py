@@ -2,9 +2,9 @@
 tables of its `Family`.
 
 Tensors correspond in strips: rows in a pentameter tensor are rows in one of the family's. A fused
-matrix whose rows are in another order is many strips, head by head. A region is computed from the
-strips that overlap it, so nothing else is read. Rows that no strip fills are zero: biases that the
-family has and the model lacks.
+matrix whose rows are in another order is many strips, head by head; a strip may be every other row
+of a tensor. A region is computed from the strips that overlap it, so nothing else is read. Rows
+that no strip fills are zero: biases that the family has and the model lacks.
 
 A tensor with a matrix for each expert, (E experts, rows, columns), counts as its matrices one below
 the other, (E · rows, columns). So it corresponds to one tensor with as many rows, to a tensor for
@@ -15,7 +15,7 @@ Shapes: D d_model, H heads, G KV heads, K head size.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,24 +37,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strip:
-    """`n_rows` rows in the pentameter tensor `ours`, from `row` on, that equal rows in the family's
-    tensor `theirs` (before any transposition), from `their_row` on."""
+    """Rows in the pentameter tensor `ours` that equal as many rows in the family's tensor `theirs`
+    (before any transposition), in the same order."""
 
     ours: str
-    row: int
+    rows: range
     theirs: str
-    their_row: int
-    n_rows: int
+    their_rows: range
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows to copy from `tensor`, beginning at `source_row`, into the result, at `row`."""
+    """The rows `source_rows` of `tensor`, to be copied into as many `rows` of the result."""
 
-    row: int
+    rows: range
     tensor: torch.Tensor | LazyTensor
-    source_row: int
-    n_rows: int
+    source_rows: range
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,8 @@ class TensorMap:
         """Build the map between the tensors of `model` and those of the family that expresses it.
         With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
         otherwise each expert's matrix is a tensor by itself."""
-        biases = dict.fromkeys(family.not_needed & {"bias", "qkv_bias"}, True)
-        # No family here holds the state of balancing, which is of training.
-        whole = model.model_copy(update={**biases, "vocab_multiple": 1, "balance": "none"})
+        # The state of balancing is of training, unless the family says otherwise.
+        whole = model.model_copy(update={"vocab_multiple": 1, "balance": "none", **family.read})
         table = parameter_table(whole)
         stacked = family.stacked if is_stacked else {}
         strips: list[Strip] = []
@@ -89,12 +86,13 @@ class TensorMap:
         for spec in table:
             for strip in _strips(family, whole, spec, stacked):
                 strips.append(strip)
-                n_rows = max(strip.their_row + strip.n_rows, shapes.get(strip.theirs, (0,))[0])
+                n_rows = max(strip.their_rows[-1] + 1, shapes.get(strip.theirs, (0,))[0])
                 shapes[strip.theirs] = (n_rows, *spec.shape[1 + _has_experts(spec) :])
                 if family.transposed and spec.is_block_matrix:
                     transposed.add(strip.theirs)
                 if _has_experts(spec):
-                    names = (strip.ours, strip.theirs) if is_stacked else (strip.ours,)
+                    is_common = is_stacked or family.stacks_experts
+                    names = (strip.ours, strip.theirs) if is_common else (strip.ours,)
                     n_experts |= dict.fromkeys(names, spec.shape[0])
         for name in transposed:
             shapes[name] = shapes[name][::-1]
@@ -112,8 +110,7 @@ class TensorMap:
         for strip in self.strips:
             if strip.ours in weights:
                 found = self._as_rows(strip.ours, weights[strip.ours])
-                source = RowSource(strip.their_row, found, strip.row, strip.n_rows)
-                sources[strip.theirs].append(source)
+                sources[strip.theirs].append(RowSource(strip.their_rows, found, strip.rows))
         dtype = next(iter(weights.values())).dtype
         return self._assembled(self.their_shapes, sources, dtype)
 
@@ -126,7 +123,7 @@ class TensorMap:
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
             found = self._as_rows(strip.theirs, tensors[strip.theirs])
-            sources[strip.ours].append(RowSource(strip.row, found, strip.their_row, strip.n_rows))
+            sources[strip.ours].append(RowSource(strip.rows, found, strip.their_rows))
         return self._assembled(self.our_shapes, sources, dtype)
 
     def _as_rows(self, name: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
@@ -147,7 +144,7 @@ class TensorMap:
         shape and `dtype`. At access its rows are copied from `sources[name]`."""
         tensors: dict[str, LazyTensor] = {}
         for name, shape in shapes.items():
-            fill = partial(_fill, sorted(sources[name], key=lambda source: source.row))
+            fill = partial(_fill, sorted(sources[name], key=lambda source: source.rows.start))
             if name in self.n_experts:
                 E, n_rows, *columns = shape
                 rows = LazyTensor((E * n_rows, *columns), dtype, fill)
@@ -162,17 +159,32 @@ class TensorMap:
 def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slice, ...]) -> None:
     """Fill `target`, in place, with one region (start and stop per dimension), assembled from the
     rows in `sources`, which are in order. Rows without a source are zero."""
-    rows, *others = region
+    rows, *columns = region
     target.zero_()
-    first = bisect_right(sources, rows.start, key=lambda source: source.row + source.n_rows)
+    first = bisect_left(sources, rows.start, key=lambda source: source.rows[-1])
     for source in islice(sources, first, None):
-        if source.row >= rows.stop:
+        if source.rows.start >= rows.stop:
             break
-        start, stop = max(rows.start, source.row), min(rows.stop, source.row + source.n_rows)
-        shift = source.source_row - source.row
-        found = slice(start + shift, stop + shift)
-        part = target.narrow(0, start - rows.start, stop - start)
-        copy_region(part, source.tensor, (found, *others))
+        asked = slice(bisect_left(source.rows, rows.start), bisect_left(source.rows, rows.stop))
+        if filled := source.rows[asked]:
+            start, last = filled[0] - rows.start, filled[-1] - rows.start
+            part = target[start : last + 1 : filled.step]
+            _copy_rows(part, source.tensor, source.source_rows[asked], columns)
+
+
+def _copy_rows(
+    target: torch.Tensor,
+    source: torch.Tensor | LazyTensor,
+    rows: range,
+    columns: Sequence[slice],
+) -> None:
+    """Fill `target`, in place, with the given rows and columns (start and stop per dimension) of
+    `source`. Rows that are not adjacent are read one by one, and those between them not at all."""
+    if rows.step == 1:
+        copy_region(target, source, (slice(rows.start, rows.stop), *columns))
+        return
+    for number, row in enumerate(rows):
+        copy_region(target.narrow(0, number, 1), source, (slice(row, row + 1), *columns))
 
 
 def _has_experts(spec: ParameterSpec) -> bool:
@@ -190,18 +202,22 @@ def _strips(
     module, _, kind = spec.name.rpartition(".")
     if spec.layer is None:
         name = family.head if module == "head" else f"{family.body}{family.names[module]}.{kind}"
-        yield Strip(spec.name, 0, name, 0, spec.shape[0])
+        yield _same_rows(spec, name)
         return
     module = module.removeprefix(f"blocks.{spec.layer}.")
     prefix = f"{family.body}{family.layers}{spec.layer}."
     if module in family.names:
         parameter = f"{module}.{kind}"
-        name = prefix + stacked.get(parameter, f"{family.names[module]}.{kind}")
+        apart = family.names.get(parameter, f"{family.names[module]}.{kind}")
+        name = prefix + stacked.get(parameter, apart)
         if _has_experts(spec):
             together = [key for key in stacked if stacked[key] == stacked.get(parameter)]
             yield from _expert_strips(spec, name, parameter, together or [parameter])
         else:
-            yield Strip(spec.name, 0, name, 0, spec.shape[0])
+            yield _same_rows(spec, name)
+        return
+    if family.projections.order == "latent":
+        yield from _latent_strips(family, model, spec, module, prefix)
         return
     K, order = model.head_channels, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
@@ -212,7 +228,36 @@ def _strips(
                 names, their_block = family.projections.names[0], part * model.n_heads + head
             case "heads":
                 names, their_block = family.projections.names[0], 3 * head + part
-        yield Strip(spec.name, row * K, f"{prefix}{names}.{kind}", their_block * K, K)
+        theirs = range(their_block * K, their_block * K + K)
+        yield Strip(spec.name, range(row * K, row * K + K), f"{prefix}{names}.{kind}", theirs)
+
+
+def _same_rows(spec: ParameterSpec, name: str) -> Strip:
+    """Return the strip for a parameter that has all rows of the tensor `name`, in the same
+    order."""
+    rows = range(spec.shape[0])
+    return Strip(spec.name, rows, name, rows)
+
+
+def _latent_strips(
+    family: Family, model: ModelConfig, spec: ParameterSpec, module: str, prefix: str
+) -> Iterator[Strip]:
+    """Yield the strips for `module`, one of latent attention's two projections with rotated
+    channels: `latent_attention.q`, whose rows are those of each head, or
+    `latent_attention.kv_down`. The last R rows, of each head or of all, are rotated in pairs: (i, i
+    + R / 2) here, neighbors in the family's tensor."""
+    from_stream, from_latent, kv_down = family.projections.names
+    if module == "latent_attention.q":
+        name, n_plain = from_stream if model.q_rank is None else from_latent, model.head_channels
+    else:
+        name, n_plain = kv_down, model.latent_channels
+    theirs, R = f"{prefix}{name}.{spec.name.rpartition('.')[2]}", model.rope_channels
+    for start in range(0, spec.shape[0], n_plain + R):
+        first, stop = start + n_plain, start + n_plain + R
+        plain, half = range(start, first), first + R // 2
+        yield Strip(spec.name, plain, theirs, plain)
+        yield Strip(spec.name, range(first, half), theirs, range(first, stop, 2))
+        yield Strip(spec.name, range(half, stop), theirs, range(first + 1, stop, 2))
 
 
 def _expert_strips(
@@ -226,7 +271,9 @@ def _expert_strips(
     for expert in range(E):
         theirs = name.format(expert=expert)
         row = (expert * len(together) + together.index(parameter)) * n_rows
-        yield Strip(spec.name, expert * n_rows, theirs, row if theirs == name else 0, n_rows)
+        row = row if theirs == name else 0
+        rows = range(expert * n_rows, (expert + 1) * n_rows)
+        yield Strip(spec.name, rows, theirs, range(row, row + n_rows))
 
 
 def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:

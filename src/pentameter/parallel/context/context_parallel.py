@@ -46,7 +46,7 @@ def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
                 ]
                 attention.attend = RingAttention(group, starts)
             case "all-to-all":
-                attention.attend = _attention_by_heads(group.group_name)
+                attention.attend = _attention_by_heads(group.group_name, rank)
                 attention.weights_dropout.head_offset += rank * (n_heads // layout.context)
             case unknown:
                 refuse_unknown(unknown, "parallel.context_mode", "the engine")
@@ -59,9 +59,10 @@ def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
-def _attention_by_heads(group_name: str) -> Attend:
+def _attention_by_heads(group_name: str, rank: int) -> Attend:
     """Return an attention function for the all-to-all mode, to be installed as `Attention.attend`:
-    inside, full sequences with H / n heads on each of the n ranks in the group."""
+    inside, full sequences with H / n heads on each of the n ranks in the group, of which this one
+    has the number `rank`."""
 
     def attend_by_heads(
         q: Tensor,
@@ -72,10 +73,13 @@ def _attention_by_heads(group_name: str) -> Attend:
         dropout_keys: Tensor | None,
         positions: Tensor,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attend from q (B, H, T / n, K) to k and v (B, H or fewer, T / n, K). Returns (B, H, T /
-        n, K). Collective."""
-        size = q.shape[-1]
+        """Attend from q (B, H, T / n, K) to k and v (B, H or fewer, T / n, K), with a sink (H,) for
+        each head or None. Returns (B, H, T / n, K). Collective."""
+        size, n_heads = q.shape[-1], q.shape[1] // group_named(group_name).size()
+        if sinks is not None:
+            sinks = sinks.narrow(0, rank * n_heads, n_heads)
         if q.shape == k.shape:
             together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
             q, k, v = together.split(size, dim=-1)
@@ -84,7 +88,14 @@ def _attention_by_heads(group_name: str) -> Attend:
             k, v = exchange(torch.cat((k, v), dim=-1), True, group_name).split(size, dim=-1)
         indices = torch.arange(q.shape[2], device=q.device)
         y = attend(
-            q, k, v, dropout=dropout, dropout_keys=dropout_keys, positions=indices, window=window
+            q,
+            k,
+            v,
+            dropout=dropout,
+            dropout_keys=dropout_keys,
+            positions=indices,
+            window=window,
+            sinks=sinks,
         )
         return exchange(y, False, group_name)
 

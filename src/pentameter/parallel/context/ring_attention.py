@@ -53,10 +53,12 @@ class RingAttention:
         dropout_keys: Tensor | None,
         positions: Tensor,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K). There
         is no dropout without `dropout_keys`; `window` is how many tokens a query sees, None for
-        all; `positions` are ignored, as `chunk_starts` determines them. Collective."""
+        all; `sinks` are each head's score (H,) for one more key, None for none; `positions` are
+        ignored, as `chunk_starts` determines them. Collective."""
         keys = None
         if dropout_keys is not None and dropout.acts(dropout_keys):
             keys = dropout_keys[:, dropout.site]
@@ -64,6 +66,7 @@ class RingAttention:
             q,
             k,
             v,
+            sinks,
             keys,
             dropout.p,
             dropout.head_offset,
@@ -130,6 +133,7 @@ def attend_around(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     row_keys: Tensor | None,
     p: float,
     head_offset: int,
@@ -141,6 +145,8 @@ def attend_around(
     """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T) for q
     (B, H, T, K), k and v (B, G, T, K), T being this rank's tokens. Collective over the group.
 
+    `sinks` (H,) are each head's score for one more key, whose value is 0; None for none.
+
     `row_keys`, int32 (B, 2), `p` (drop rate), `head_offset` (first local head's number) and
     `context_length` describe attention dropout; without keys there is none. `chunk_starts` are the
     positions at which chunks start, rank after rank. `window` is how many tokens a query sees, 0
@@ -150,6 +156,8 @@ def attend_around(
     ring = _Ring(group_named(group_name), chunk_starts, window)
     out = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     sums = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
+    if sinks is not None:  # as if a block of one key, with the value 0, were merged already
+        sums.copy_(sinks[:, None])
     travelling = torch.stack((k, v))
     for step in range(ring.size):
         arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
@@ -247,17 +255,21 @@ def _(_: Tensor, *qkv: Any) -> tuple[Tensor, ...]:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, row_keys, *rest = inputs
-    ctx.save_for_backward(q, k, v, *output, row_keys)
+    q, k, v, sinks, row_keys, *rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, row_keys)
     ctx.rest = rest
 
 
 def _backward(ctx: Any, grad: Tensor, _sums_grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), and None for the other
-    arguments."""
-    q, k, v, out, sums, row_keys = ctx.saved_tensors
+    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K) and the sinks (H,), and None
+    for the other arguments."""
+    q, k, v, sinks, out, sums, row_keys = ctx.saved_tensors
     grads = ring_attention_backward(grad, q, k, v, out, sums, row_keys, *ctx.rest)
-    return (*grads, None, *(None for _ in ctx.rest))
+    sinks_grad: Tensor | None = None
+    if sinks is not None:  # that of a score whose weight is exp(sink - sum), and whose value is 0
+        means = (grad.to(sums.dtype) * out).sum(-1)
+        sinks_grad = -((sinks[:, None] - sums).exp() * means).sum((0, 2)).to(sinks.dtype)
+    return (*grads, sinks_grad, None, *(None for _ in ctx.rest))
 
 
 ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)

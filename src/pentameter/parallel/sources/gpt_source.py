@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
+from pentameter.model.attention import Sinks
 from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.experts import Experts, Router
 from pentameter.model.gpt import GPT, Block
@@ -120,14 +121,14 @@ class GPTSource(ModelSource):
 
 def gpt_slice(model: GPT) -> ModelSlice:
     """Return the ModelSlice for a GPT, or for a slice of one. Each sub-layer is a unit that ZeRO
-    all-gathers, and only matmuls read its parameters; the norms and the router within are units of
-    their own before it, and so is what every token takes beside experts, which may lie on another
-    mesh."""
+    all-gathers, and only matmuls read its parameters; the norms, sinks and the router within are
+    units of their own before it, and so is what every token takes beside experts, which may lie on
+    another mesh."""
     units: list[tuple[nn.Module, bool]] = []
     for block in model.blocks.values():
         assert isinstance(block, Block)
         for _, sub_layer in block.sub_layers():
-            precise = (m for m in sub_layer.modules() if isinstance(m, nn.RMSNorm | Router))
+            precise = (m for m in sub_layer.modules() if isinstance(m, nn.RMSNorm | Router | Sinks))
             units += [(module, False) for module in precise]
             if isinstance(sub_layer, Experts):
                 beside = (sub_layer.shared, sub_layer.shared_gate)

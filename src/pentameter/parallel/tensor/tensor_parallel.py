@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentameter.model.attention import Sinks, sink_scores
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.latent_attention import LatentAttention
@@ -114,6 +115,15 @@ def _row_parallel(context: TensorParallelContext, linear: nn.Linear, op: Operati
     return forward
 
 
+# -- attention's sinks ----------------------------------------------------------------------------
+
+
+def _sinks(context: TensorParallelContext, sinks: Sinks, op: Operation) -> Forward:
+    """Return the sinks' forward: () → the scores (H / n,) of this rank's heads, with n ranks along
+    `tensor`. Neither `context` nor `op` is read."""
+    return lambda: sink_scores(local(sinks.weight))
+
+
 # -- the embedding --------------------------------------------------------------------------------
 
 
@@ -138,6 +148,7 @@ class TensorParallelContext(TensorContext):
     styles: Mapping[Role, Style] = {
         "token_embedding": _token_embedding,
         "head_norm": head_norm,
+        "sinks": _sinks,
         "column_parallel": _column_parallel,
         "row_parallel": _row_parallel,
         "head": head,

@@ -11,9 +11,14 @@ from pentameter.planning.architecture import (
     ActivationTensor,
     Axis,
     Collective,
+    Init,
     ParameterSpec,
 )
 from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
+
+SINK_CHANNELS = 8
+"""Channels that queries, keys and values have in addition if there are sinks: the sink's score is
+in the first, and attention kernels ask for a multiple of 8."""
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -47,6 +52,9 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
             yield vector(f"{path}.k_norm.weight", G * K, "kv_heads", ONES, layer)
         case unknown:
             refuse_unknown(unknown, "model.qk_norm", "the parameter table")
+    if model.attention_sinks:
+        init = Init("normal", model.init_std)
+        yield vector(f"{path}.sinks.weight", H, "heads", init, layer)
     yield from linear(model, f"{path}.out", layer, (D, H * K), ("embed", "heads"), bias=model.bias)
 
 
@@ -54,7 +62,10 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     """Add attention's operations to `build`, from the projections of x, (T, D), to the output
     dropout. `path` is the module's path, such as `blocks.0.attention`."""
     model = build.model
-    result = add_attend(build, path, _add_inputs(build, path, x), model.head_channels)
+    reads = _add_inputs(build, path, x)
+    if model.attention_sinks:
+        reads = _add_sinks(build, f"{path}.sinks", reads)
+    result = add_attend(build, path, reads, model.head_channels)
     build.linear(f"{path}.out", result)
     build.dropout(f"{path}.dropout", model.dropout)
 
@@ -75,7 +86,13 @@ def add_attend(
     width = H * n_channels
     result = build.computed(path, width, "heads")
     sums = build.computed(f"{path}.exponential_sums", H, "heads", "float32")
+    assert build.layer is not None
+    window = model.window(build.layer)
     by_blocks: tuple[ActivationTensor, ...] = (*reads, result, sums)
+    if model.attention_sinks:  # the kernel keeps a result with their channels, and a mask
+        kept = build.computed(f"{path}.sinks.result", width + H * SINK_CHANNELS, "heads")
+        masks = () if window else (build.computed(f"{path}.sinks.mask", T + 1, "head"),)
+        by_blocks = (*reads, kept, sums, *masks)
     saves = by_blocks
     if model.attention_dropout:
         saves = (
@@ -85,8 +102,6 @@ def add_attend(
             build.computed(f"{path}.mask", H * T, "heads", "bool"),
             build.computed(f"{path}.weights_left", H * T, "heads"),
         )
-    assert build.layer is not None
-    n_seen = model.window(build.layer) or T
     build.add(
         path,
         "attention",
@@ -96,7 +111,7 @@ def add_attend(
         saves_by_blocks=by_blocks,
         collectives=(Collective("attend", "context", result),),
         # q·kᵀ and weights·v, ignoring the mask
-        token_products=(2 * width - H * n_padded) * n_seen,
+        token_products=(2 * width - H * n_padded) * (window or T),
     )
     return result
 
@@ -125,6 +140,20 @@ def _add_inputs(
     if q is made[0]:
         return made
     return q, k, build.computed(f"{path}.v", kv_width, kv_axis)
+
+
+def _add_sinks(
+    build: OperationList, name: str, reads: tuple[ActivationTensor, ...]
+) -> tuple[ActivationTensor, ...]:
+    """Add the operation that puts each head's sink beside its keys, and return what attention then
+    reads: queries, keys and values with SINK_CHANNELS more channels."""
+    model = build.model
+    G, n_channels = model.kv_heads, model.head_channels + SINK_CHANNELS
+    kv_axis = reads[-1].axes[1]
+    q = build.computed(f"{name}.q", model.n_heads * n_channels, "heads")
+    k, v = (build.computed(f"{name}.{each}", G * n_channels, kv_axis) for each in "kv")
+    build.add(name, "sinks", reads, q, parameters=build.parameters(name))
+    return q, k, v
 
 
 def _add_head_norm(

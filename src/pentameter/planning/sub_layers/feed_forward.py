@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pentameter.config.choices import look_up
@@ -17,6 +17,12 @@ from pentameter.planning.sub_layers.building import OperationList, SubLayer, lin
 SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
 """Maps `model.activation` to whether its derivative is computed from its input (True) or its
 output."""
+
+GATED_SAVES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("swiglu", "geglu"), ("activation",)),
+    "swiglu_clamped": ("clamped", "sigmoid", "activation", "up"),
+}
+"""Maps `model.activation` with a gate to what it keeps for the backward pass besides its inputs."""
 
 
 def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:
@@ -49,7 +55,8 @@ def add_activation(
     activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
     if model.has_gate:
-        saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
+        between = look_up(GATED_SAVES, model.activation, "model.activation", "the operations")
+        saves = (*reads, *(replace(activated, name=f"{path}.gate.{each}") for each in between))
     else:
         name = model.activation
         slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")

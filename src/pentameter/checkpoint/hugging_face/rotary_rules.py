@@ -1,0 +1,193 @@
+"""Conversion rules for rotary positions: config.json has them in one object, `rope_parameters`, or
+in the keys of earlier versions. `families.py` assigns rules to families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pentameter.checkpoint.hugging_face.rules import Content, Rule
+from pentameter.config.messages import shown
+from pentameter.config.rope_scaling import RopeScalingConfig
+from pentameter.config.schema import ModelConfig
+
+_SCALING = {
+    "factor": ("factor", None),
+    "low_frequency_factor": ("low_freq_factor", None),
+    "high_frequency_factor": ("high_freq_factor", None),
+    "original_context_length": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "truncate": ("truncate", True),
+}
+"""Key in `model.rope_scaling` → key in config.json, and its default there; None for a key that must
+be there."""
+_SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
+"""Keys for YaRN's factors of queries, keys and scores, whose meaning depends on each other."""
+_TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
+    "default": (None, ()),
+    "linear": ("linear", ("factor",)),
+    "llama3": (
+        "llama3",
+        ("factor", "low_frequency_factor", "high_frequency_factor", "original_context_length"),
+    ),
+    "yarn": (
+        "yarn",
+        ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
+    ),
+}
+"""`rope_type` in config.json → pentameter's type, and the keys in `model.rope_scaling` that belong
+to it, but for `_SHARPENING`."""
+
+
+def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
+    """Return the entries for rotary positions, in the form for transformers 5 (`rope_parameters`)
+    and the form for earlier versions. `partly`: the family turns only a fraction
+    (`rotary_fraction`) of each head."""
+    scaling = model.rope_scaling
+    name, keys = next(
+        (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
+    )
+    values = {_SCALING[key][0]: getattr(scaling, key) for key in keys}
+    if scaling.type == "yarn":
+        values |= _write_sharpening(scaling)
+    fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
+    old = {"rotary_emb_base": model.rope_theta, "rotary_pct": model.rotary_fraction}
+    return {
+        **(old if partly else {"rope_theta": model.rope_theta}),
+        "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
+        "rope_parameters": {
+            "rope_type": name,
+            "rope_theta": model.rope_theta,
+            **fraction,
+            **values,
+        },
+    }
+
+
+def _write_sharpening(scaling: RopeScalingConfig) -> dict[str, float]:
+    """Return YaRN's factors as config.json has them, where `mscale` acts beside `mscale_all_dim`
+    only, and an absent `attention_factor` follows from the rest."""
+    values = {}
+    if scaling.mscale_all_dim:
+        values = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    is_left_out = scaling.mscale != 1.0 and not values
+    if scaling.attention_factor is not None or is_left_out:
+        values["attention_factor"] = scaling.rotation_factor
+    return values
+
+
+def _read_rope(
+    content: Content,
+    section: Content,
+    *,
+    partly: bool = False,
+    default_theta: float = 10000.0,
+    default: Content | None = None,
+    scales_scores: bool = False,
+) -> dict[str, Any]:
+    """Return `rope_theta`, `rope_scaling` and, if `partly`, `rotary_fraction` from config.json, in
+    the form for transformers 5 or an earlier one. Raises ValueError for a type or key that is not
+    supported.
+
+    partly: the family turns only a fraction of each head. default_theta: the base if config.json
+    gives none. default: `rope_parameters` if it gives none. scales_scores: in this family
+    `mscale_all_dim` multiplies attention scores, too.
+    """
+    where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    found = content.get(where) or default or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}={shown(found)} is not an object")
+    theirs = found.get("rope_type", found.get("type", "default"))
+    if not isinstance(theirs, str) or theirs not in _TYPES:
+        raise ValueError(
+            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(_TYPES)}"
+        )
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SHARPENING}
+    if unknown := sorted(found.keys() - known - {key for key, _ in _SCALING.values()}):
+        raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
+    ours, keys = _TYPES[theirs]
+    values: dict[str, Any] = {"type": ours}
+    for key in keys:
+        name, preset = _SCALING[key]
+        preset = section["context_length"] if key == "original_context_length" else preset
+        values[key] = preset if found.get(name) is None else found[name]
+        if values[key] is None:
+            raise ValueError(f"{where} has no {name}, which rope_type={theirs!r} needs")
+    if ours == "yarn":
+        values |= _read_sharpening(found, where, scales_scores=scales_scores)
+    base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
+    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))
+    fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
+    fraction = found.get("partial_rotary_factor", fraction)
+    if not partly and fraction != 1:
+        raise ValueError(
+            f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
+            "channels of a head"
+        )
+    read = {"rope_theta": theta, "rope_scaling": values}
+    return {**read, "rotary_fraction": fraction} if partly else read
+
+
+def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict[str, float]:
+    """Return the keys in `_SHARPENING` from the object `found`, which is config.json's `where`.
+    Without `scales_scores`, `mscale_all_dim` acts on rotated queries and keys alone: its effect is
+    returned as an `attention_factor`. Raises ValueError for a value that is no number."""
+    numbers = {}
+    for key in ("factor", *_SHARPENING):
+        value = found.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{where}: {key}={shown(value)} is not a number")
+        if value:
+            numbers[key] = float(value)
+    values = {key: numbers[key] for key in ("attention_factor",) if key in numbers}
+    if "mscale_all_dim" not in numbers:
+        return values  # alone, mscale does not act there
+    if scales_scores:
+        values["mscale_all_dim"] = numbers["mscale_all_dim"]
+    if "attention_factor" in values:
+        return values
+    if scales_scores and "mscale" in numbers:
+        return {**values, "mscale": numbers["mscale"]}
+    given = RopeScalingConfig(type="yarn", factor=numbers["factor"])
+    if "mscale" in numbers:
+        given = given.model_copy(update={key: numbers[key] for key in _SHARPENING[1:]})
+    return {**values, "attention_factor": given.rotation_factor}
+
+
+WHOLE_HEADS_TURN = Rule(
+    ("rope_theta", "rope_scaling"), partial(_write_rope, partly=False), _read_rope
+)
+"""For a family that turns all channels of each head; the rotation's base is 10,000 by default."""
+WHOLE_HEADS_TURN_SLOWLY = Rule(
+    WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, default_theta=1e6)
+)
+"""As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
+WHOLE_HEADS_TURN_BY_YARN = Rule(
+    WHOLE_HEADS_TURN.keys,
+    WHOLE_HEADS_TURN.write,
+    partial(
+        _read_rope,
+        default_theta=150000.0,
+        default={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+)
+"""As WHOLE_HEADS_TURN, but a config.json without an entry means gpt-oss's own: YaRN, from 4,096
+tokens to 32 times as many, and a base of 150,000."""
+PART_OF_A_HEAD_TURNS = Rule(
+    ("rope_theta", "rope_scaling", "rotary_fraction"),
+    partial(_write_rope, partly=True),
+    partial(_read_rope, partly=True),
+)
+"""For a family that turns only a fraction of each head's channels."""
+LATENT_HEADS_TURN = Rule(
+    WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, scales_scores=True)
+)
+"""For a family with latent attention: all of its rotated channels turn, and YaRN's `mscale_all_dim`
+multiplies attention scores."""

@@ -1,0 +1,92 @@
+"""The schema of `[model.rope_scaling]`: rotary positions for a longer context."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pentameter.config.section import NonNegativeFloat, PositiveFloat, Section, Switch, Width
+
+YARN_KEYS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+"""Keys that act with `type = "yarn"` only."""
+
+
+class RopeScalingConfig(Section):
+    """Rotary frequencies for a longer context than the one a model was first trained on."""
+
+    type: Literal["linear", "llama3", "yarn"] | None = None
+    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
+    by factor, fast ones kept, those between interpolated (Llama 3.1); `yarn`: the same by channels
+    between beta_fast and beta_slow, and attention sharpened (Peng et al. 2023). None ("none")
+    leaves them."""
+    factor: PositiveFloat = 8.0
+    """Factor by which frequencies fall."""
+    low_frequency_factor: PositiveFloat = 1.0
+    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
+    high_frequency_factor: PositiveFloat = 4.0
+    """`llama3`: one that rotates more often than this is fast."""
+    original_context_length: Width = 8192
+    """`llama3`, `yarn`: tokens of the context before it was extended."""
+    beta_fast: PositiveFloat = 32.0
+    """`yarn`: a frequency that rotates more often than this in the original context is kept."""
+    beta_slow: PositiveFloat = 1.0
+    """`yarn`: one that rotates fewer times than this is divided by factor; must be less than
+    beta_fast."""
+    truncate: Switch = True
+    """`yarn`: the channels where beta_fast and beta_slow are reached are rounded to whole ones,
+    outwards (gpt-oss does not)."""
+    attention_factor: PositiveFloat | None = None
+    """`yarn`: factor of rotated queries and keys; when absent, (0.1 · mscale · ln(factor) + 1) ÷
+    (0.1 · mscale_all_dim · ln(factor) + 1)."""
+    mscale: PositiveFloat = 1.0
+    """`yarn`: see attention_factor."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """`yarn` with latent attention: scores, of all channels of a head, are multiplied by
+    (0.1 · mscale_all_dim · ln(factor) + 1)² (DeepSeek-V2)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
+                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
+            )
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"model.rope_scaling.beta_slow={self.beta_slow} must be below "
+                f"model.rope_scaling.beta_fast={self.beta_fast}"
+            )
+        if self.attention_factor is not None and self.mscale != 1.0:
+            raise ValueError(
+                f"model.rope_scaling.mscale={self.mscale} is for computing attention_factor, and "
+                f"model.rope_scaling.attention_factor={self.attention_factor}; leave one out"
+            )
+        for key in YARN_KEYS:
+            if self.type != "yarn" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"model.rope_scaling.{key} is of YaRN, and model.rope_scaling.type="
+                    f"{self.type or 'none'!r}; set type='yarn', or leave it out"
+                )
+        return self
+
+    @property
+    def rotation_factor(self) -> float:
+        """The factor of rotated queries and keys: with `yarn` `attention_factor`, or its default;
+        otherwise 1."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores in latent attention; 1 unless `mscale_all_dim` is set."""
+        return self._sharpening(self.mscale_all_dim) ** 2
+
+    def _sharpening(self, mscale: float) -> float:
+        """Return 0.1 · mscale · ln(factor) + 1, from the YaRN paper, section 3.4, where `mscale` is
+        1; 1 for a factor up to 1."""
+        return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1.0
