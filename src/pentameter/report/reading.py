@@ -82,7 +82,7 @@ class RecordedRun:
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, "resume" or "skip", reason) for each such event."""
+    """(step, "resume", "skip" or "rollback", reason) for each such event."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
@@ -180,7 +180,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
             sorted(
                 (_integer(e.get("step")), str(e["event"]), str(e.get("reason") or ""))
                 for e in events
-                if e["event"] in ("resume", "skip")
+                if e["event"] in ("resume", "skip", "rollback")
             )
         ),
         checkpoints=tuple(_checkpoints(folder, events)),
