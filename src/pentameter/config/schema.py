@@ -336,7 +336,7 @@ class GuardConfig(Section):
 
     spike_factor: PositiveFloat | None = None
     """Also leave out an update whose loss or gradient norm lies above the median of the last
-    `window` updates' by more than so many times their scatter (1.4826 × the median absolute
+    `window` updates' by so many times their scatter or more (1.4826 × the median absolute
     deviation, a hundredth of the median at least), 20 for example; when absent, only what is not
     finite."""
     window: Annotated[int, Field(strict=True, ge=8, le=10_000)] = 128

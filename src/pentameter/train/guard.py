@@ -21,13 +21,13 @@ LEAST_SCATTER = 0.01
 
 
 def spike_limits(history: Tensor, factor: float) -> Tensor:
-    """Return the values (2,) above which the next loss and gradient norm are spikes, from those of
-    the latest updates (2, window): median + `factor` × scatter. NaN, above which nothing lies, for
-    a history that is not full, whose oldest values are NaN."""
+    """Return the values (2,) from which on the next loss and gradient norm are spikes, by those of
+    the latest updates (2, window): median + `factor` × scatter. Infinity for a history that is not
+    full, whose oldest values are NaN."""
     median = _median(history)
     scatter = NORMAL_SCATTER * _median((history - median[:, None]).abs())
     limits = median + factor * torch.maximum(scatter, LEAST_SCATTER * median.abs())
-    return limits.where(history[:, 0].isfinite(), torch.nan)
+    return limits.where(history[:, 0].isfinite(), torch.inf)
 
 
 def _median(values: Tensor) -> Tensor:
@@ -37,7 +37,8 @@ def _median(values: Tensor) -> Tensor:
 
 
 class Guard:
-    """Decides for each step in turn whether its update is left out, on `device`.
+    """Decides for each step in turn whether its update is left out, on `device`, on which losses
+    and norms lie (the host's numbers: the CPU).
 
     It begins with the history in `state`. With `halts`, it leaves out every further update after
     more than `guard.skips` in a row: the device may be several steps ahead when the host reads that
@@ -51,25 +52,26 @@ class Guard:
         self._history = initial_history(settings, state).to(device)
         self._n_skipped = torch.tensor(state.consecutive_skips, device=device)
 
-    def judge(self, loss: LossSum, norm: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Return whether a step spikes and whether its update is left out, for whichever reason:
-        each 1 or 0, float32 (). `loss` is the step's, summed over all ranks, `norm` its gradient's
-        norm before clipping. A step that is not left out enters the history."""
-        device, dtype = self._history.device, self._history.dtype
-        mean = torch.as_tensor(loss.total, dtype=dtype, device=device) / loss.n_targets
-        values = torch.stack([mean, torch.as_tensor(norm, dtype=dtype, device=device)])
-        is_finite = torch.isfinite(values).all()
-        is_spike = torch.zeros_like(is_finite)
-        if self._factor is not None:
-            is_spike = is_finite & (values > spike_limits(self._history, self._factor)).any()
-        left_out = is_spike | ~is_finite
+    def judge(self, loss: LossSum, norm: Tensor | float) -> Tensor:
+        """Return whether a step's update is left out: its loss or gradient norm is not finite or a
+        spike, or too many were left out before; 1 or 0, float32 (). `loss` is summed over all
+        ranks, `norm` is that before clipping. A step that is not left out enters the history."""
+        if isinstance(norm, Tensor):
+            total, norm = (torch.as_tensor(each).double() for each in (loss.total, norm))
+            values = torch.stack([total / loss.n_targets, norm])
+        else:
+            values = torch.tensor([loss.mean, norm], dtype=torch.float64)
+        left_out = ~(values.isfinite() & (values < self._limits())).all()
         if self._halts:
             left_out |= self._n_skipped > self._most
             self._n_skipped = torch.where(left_out, self._n_skipped + 1, 0)
         if self._factor is not None:
             longer = torch.cat([self._history[:, 1:], values[:, None]], 1)
             self._history = torch.where(left_out, self._history, longer)
-        return is_spike.float(), left_out.float()
+        return left_out.float()
+
+    def _limits(self) -> Tensor | float:
+        return torch.inf if self._factor is None else spike_limits(self._history, self._factor)
 
 
 def initial_history(settings: GuardConfig, state: TrainState) -> Tensor:

@@ -222,7 +222,7 @@ class _Loop:
         rolls_back = settings.rollback_interval is not None
         if settings.spike_factor is None and not (self._late and rolls_back):
             return None
-        device = run.engine.device if self._late else torch.device("cpu")
+        device = run.engine.device if run.engine.host_waits else torch.device("cpu")
         return Guard(settings, run.state, device, halts=self._late)
 
     def run_to_end(self) -> RunEnd:

@@ -59,7 +59,7 @@ def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Up
     state = run.state
     reason = f"{_fault(run, update)}{_which_batch(run, state.step)}"
     is_overflow = run.compute.precision == "fp16" and state.loss_scale.scale > 1
-    if is_overflow and not update.is_spike:
+    if is_overflow and not update.is_finite:
         reason += f"; loss scale falls to {state.loss_scale.scale:g}"
     else:
         state.consecutive_skips += 1
@@ -87,7 +87,7 @@ def _fault(run: TrainingRun, update: Update) -> str:
     name, value, limit = next(
         (name, value, limit)
         for (name, value), limit in zip(values.items(), limits, strict=True)
-        if value > limit
+        if value >= limit
     )
     return f"{name} {value:.4g} is a spike, above {limit:.4g},"
 

@@ -27,14 +27,20 @@ class Update:
     loads: Tensor | list[list[float]] | None = None
     """Number of tokens that chose each expert, (layers with experts, experts); None if not asked
     for."""
-    is_spike: Tensor | float = 0.0
-    """1 if the guard found that loss or norm spikes, else 0."""
+    left_out: Tensor | float = 0.0
+    """1 if the guard left the update out, else 0."""
 
     @property
     def made(self) -> bool:
-        """False if loss or gradient norm is not finite or spikes; weights and optimizer state are
-        unchanged then. Waits for the device, unless the update was copied to the host (`read`)."""
-        return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm) and not self.is_spike
+        """False if loss or gradient norm is not finite, or the guard left the update out; weights
+        and optimizer state are unchanged then. Waits for the device, unless the update was copied
+        to the host (`read`)."""
+        return self.is_finite and not self.left_out
+
+    @property
+    def is_finite(self) -> bool:
+        """True if loss and gradient norm are finite. Waits for the device as `made` does."""
+        return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm)
 
     def not_finite(self) -> Tensor:
         """Return whether loss or gradient norm is not finite, without waiting for the device,
@@ -50,7 +56,7 @@ def read(updates: Sequence[Update]) -> list[Update]:
     found: list[Any] = []
     for each in updates:
         loss = each.loss
-        found += [loss.total, loss.n_targets, each.grad_norm, each.loads, each.is_spike]
+        found += [loss.total, loss.n_targets, each.grad_norm, each.loads, each.left_out]
     tensors = [each for each in found if isinstance(each, Tensor)]
     if not tensors:
         return list(updates)
@@ -58,8 +64,8 @@ def read(updates: Sequence[Update]) -> list[Update]:
     values = iter(torch.cat([each.to(dtype).reshape(-1) for each in tensors]).tolist())
     found = [_from_host(values, each) if isinstance(each, Tensor) else each for each in found]
     return [
-        Update(LossSum(total, int(n_targets)), norm, loads, is_spike)
-        for total, n_targets, norm, loads, is_spike in zip(
+        Update(LossSum(total, int(n_targets)), norm, loads, left_out)
+        for total, n_targets, norm, loads, left_out in zip(
             *(found[first::5] for first in range(5)), strict=True
         )
     ]
@@ -117,13 +123,13 @@ def update_weights(
     norm = engine.gradient_norm()
     loads = engine.expert_loads.total() if with_loads else None
     update = Update(loss, norm if engine.host_waits else norm.item(), loads)
+    if guard is not None:
+        update = replace(update, left_out=guard.judge(loss, update.grad_norm))
+    not_made = None
     if at_once:
         (update,) = read([update])
-    not_made = None if at_once else update.not_finite()
-    if guard is not None:
-        is_spike, left_out = guard.judge(update.loss, update.grad_norm)
-        update = replace(update, is_spike=float(is_spike) if at_once else is_spike)
-        not_made = None if at_once else left_out
+    else:
+        not_made = update.not_finite() if guard is None else torch.as_tensor(update.left_out)
     if not at_once or update.made:
         engine.clip_gradients(norm, clip_norm)
         set_learning_rate(optimizer, rate)
