@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Any
 
 import pytest
-from parity_hooks import StopInOne
+from parity_hooks import OverflowInOne, StopInOne
 from parity_runs import Run, changed
-
-from pentameter.processes.world import World
 
 ROUNDING = 1e-9
 TINY = {
@@ -47,21 +44,8 @@ LAYOUTS = {
     "tensor": {"parallel.tensor": 2},
     "pipeline": {"parallel.pipeline": 2},
 }
+OVERFLOW = partial(OverflowInOne, steps=(36,))
 SKIPPED, ROLLED_BACK = [31, 32, 33, 34, 37], [(32, 30), (34, 20)]
-
-
-class NaNInOne:
-    """Makes a gradient NaN in the backward pass of a step (0-based), in the last process only."""
-
-    def __init__(self, world: World, step: int) -> None:
-        self.plants, self.step = world.rank == world.size - 1, step
-
-    def on_start(self, trainer: Any) -> None:
-        def spoiled(gradient: Any) -> Any:
-            return gradient * float("nan") if trainer.state.step == self.step else gradient
-
-        if self.plants:
-            [*trainer.engine.parameters()][-1].register_hook(spoiled)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +62,7 @@ def garbage(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(runs, garbage):
-    return runs.train(garbage, hook=partial(NaNInOne, step=36))
+    return runs.train(garbage, hook=OVERFLOW)
 
 
 def said(run: Run) -> tuple[list[int], list[tuple[int, int]]]:
@@ -103,7 +87,7 @@ def check_alike(run: Run, alone: Run) -> None:
     [name if name == "data" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_every_layout_skips_and_rolls_back_alike(runs, garbage, alone, layout):
-    run = runs.train(changed(garbage, LAYOUTS[layout]), 2, hook=partial(NaNInOne, step=36))
+    run = runs.train(changed(garbage, LAYOUTS[layout]), 2, hook=OVERFLOW)
     check_alike(run, alone)
 
 
@@ -113,5 +97,5 @@ def test_a_run_goes_on_inside_the_window_on_another_layout(runs, garbage, alone,
     begun = runs.train(garbage, 2, hook=partial(StopInOne, step=stopped))
     assert begun.end.step == stopped
     tensor = changed(garbage, LAYOUTS["tensor"])
-    run = runs.train(tensor, 2, folder=begun.folder, hook=partial(NaNInOne, step=36))
+    run = runs.train(tensor, 2, folder=begun.folder, hook=OVERFLOW)
     check_alike(run, alone)
