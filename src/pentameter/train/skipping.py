@@ -23,6 +23,7 @@ from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
 from pentameter.data.batches.rows_read import rows_read, source_names
 from pentameter.data.batches.step import TrainingBatches
+from pentameter.evaluate.split import evaluation_batch_size
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.planning.architecture import IGNORED_TARGET
@@ -106,9 +107,7 @@ def _highest_rows(run: TrainingRun) -> str:
     if not isinstance(batches, TrainingBatches):
         return ""
     first = state.step - state.consecutive_skips + 1
-    batch = batches.batch(first - 1)
-    n_targets = np.maximum(1, (batch.targets != IGNORED_TARGET).sum(1))
-    losses = run.engine.row_losses(batch) / n_targets
+    losses = _row_losses(run, batches, first - 1)
     # What is not finite comes first; equal rows by their number, on every rank alike.
     highest = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[:NAMED_ROWS]
     names = source_names(run.config.data)
@@ -121,6 +120,20 @@ def _highest_rows(run: TrainingRun) -> str:
         f"(median {np.median(losses):.4g}) are {', '.join(told)}: "
         f"pentameter data {run.run_dir} --step {first} shows them"
     )
+
+
+def _row_losses(run: TrainingRun, batches: TrainingBatches, batch_index: int) -> np.ndarray:
+    """Return the mean loss in nats per target of each row in a step's global batch, float64 (B,),
+    the same on every rank; as many rows at once as an evaluation takes. Collective."""
+    n_rows = run.plan.batch_size
+    at_once = evaluation_batch_size(run.plan, run.config.model.context_length)
+    losses = []
+    for start in range(0, n_rows, at_once):
+        rows = np.arange(start, min(start + at_once, n_rows), dtype=np.int64)
+        batch = batches.batch(batch_index, rows)
+        n_targets = np.maximum(1, (batch.targets != IGNORED_TARGET).sum(1))
+        losses.append(run.engine.row_losses(batch) / n_targets)
+    return np.concatenate(losses)
 
 
 def _roll_back(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, why: str) -> None:
