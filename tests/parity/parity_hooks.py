@@ -21,6 +21,8 @@ class StopInOne:
         if self.speaks and metrics.step == self.step:
             trainer.stop("one of us has had enough")
 
+    on_skip = on_step
+
 
 class OverflowInOne:
     """Makes the gradients of some steps (0-based) infinite, in the last process only, as products

@@ -3,9 +3,10 @@ import os
 import time
 
 import pytest
+from pages import check_page, text_of
 
 from pentameter.disk.lock import RunLock
-from pentameter.report.page import render_page
+from pentameter.report.page import render_page, write_report
 from pentameter.report.reading import read_run
 from pentameter.report.results import outcome
 
@@ -111,3 +112,12 @@ def test_the_last_step_need_not_have_a_line_of_its_own(make_run):
 
 def test_an_untrained_model_has_no_best_loss(make_run):
     assert "best" not in said(make_run, evaluation(0, 4.6), end("SIGTERM")).sentence
+
+
+def test_a_rollback_is_listed_and_drawn(make_run, run_events):
+    events = run_events(400)
+    words = "loss 9.1 is a spike"
+    events.append({"event": "rollback", "step": 200, "to_step": 150, "reason": words})
+    page = check_page(write_report(make_run(events)).read_text(encoding="utf-8"))
+    assert f"200 rollback {words}" in " ".join(text_of(page).split())
+    assert "rolled back" in page

@@ -9,18 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from late_reads import run_counted
-from tiny_runs import config, events
+from tiny_runs import config, events, hashes, recorded
 
-from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.optim.build import JointOptimizer, can_step_unless
 from pentameter.processes.world import World
 from pentameter.train.loop import reads_late
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 from layout_worlds import run_world
-
-OF_TIME = {"seconds", "step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "run_id"}
-OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes"}
 
 
 def long_run(n_experts=None, **parallel):
@@ -32,17 +28,6 @@ def long_run(n_experts=None, **parallel):
         log={"interval": 5},
         parallel=parallel,
     )
-
-
-def recorded(run):
-    """The events of metrics.jsonl without clocks, sizes and the run's own path."""
-    kept = [{k: v for k, v in each.items() if k not in OF_TIME} for each in events(run)]
-    return json.loads(json.dumps(kept).replace(str(run), "RUN"))
-
-
-def hashes(run, step):
-    manifest = open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest
-    return {f.name: f.sha256 for f in manifest.files if f.name.endswith(".safetensors")}
 
 
 def counted(n_processes, chosen, run, late, *bad, **options):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.schema import Config
 from pentameter.train.loop import Trainer
+
+OF_TIME = {"seconds", "step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "run_id"}
+OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes"}
 
 
 def config(**sections) -> Config:
@@ -40,3 +44,15 @@ def events(run_dir: Path, kind: str | None = None):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [r for r in records if kind is None or r["event"] == kind]
+
+
+def recorded(run: Path):
+    """The events of metrics.jsonl without clocks, sizes and the run's own path."""
+    kept = [{k: v for k, v in each.items() if k not in OF_TIME} for each in events(run)]
+    return json.loads(json.dumps(kept).replace(str(run), "RUN"))
+
+
+def hashes(run: Path, step: int) -> dict[str, str]:
+    """The sha256 of each file of tensors in a checkpoint."""
+    manifest = open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest
+    return {f.name: f.sha256 for f in manifest.files if f.name.endswith(".safetensors")}

@@ -289,6 +289,11 @@ class CheckpointStore:
             self._folders.trust(self.folder / checkpoint.path.name, checkpoint.manifest)
         return checkpoint
 
+    def at(self, step: int) -> Checkpoint | None:
+        """Open and verify this run's checkpoint at `step`; None if the run has none there. Raises
+        CorruptError if it is damaged."""
+        return find_checkpoint(self.folder, self.warnings, run_id=self.run_id, step=step)
+
     def clean(self) -> list[str]:
         """Remove the folders of saves and removals that a dead process left unfinished; return
         their names.

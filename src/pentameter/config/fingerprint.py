@@ -23,6 +23,7 @@ NOT_THE_TRAINING = {
     "train.compile": "the same arithmetic, compiled",
     "train.patience": "where the run ends",
     "train.check_copies": "comparing reads, it changes nothing",
+    "guard.rollbacks": "where the run ends",
     **dict.fromkeys(
         ("train.eval_interval", "train.eval_train_tokens", "data.evaluations"),
         "evaluation reads, it changes nothing",
@@ -68,6 +69,11 @@ def defining_values(config: Config) -> dict[str, Any]:
             del values[path]
     if config.lora.rank is None:  # as above
         values = {path: value for path, value in values.items() if not path.startswith("lora.")}
+    guard = config.guard
+    if guard.spike_factor is None:
+        del values["guard.spike_factor"], values["guard.window"]
+    if guard.rollback_interval is None:  # so many skips only say where the run ends
+        del values["guard.rollback_interval"], values["guard.skips"]
     if config.optimizer.default_momentum is None:
         del values["optimizer.momentum"]
     return values

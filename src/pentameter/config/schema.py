@@ -327,6 +327,32 @@ class CheckpointConfig(Section):
     that cannot be written is a warning in either case."""
 
 
+class GuardConfig(Section):
+    """The response to a loss or gradient norm that is not finite, or a spike.
+
+    The update is left out; after several in a row the run rolls back, then it gives up with exit
+    code 70.
+    """
+
+    spike_factor: PositiveFloat | None = None
+    """Also leave out an update whose loss or gradient norm lies above the median of the last
+    `window` updates' by so many times their scatter or more (1.4826 × the median absolute
+    deviation, a hundredth of the median at least), 20 for example; when absent, only what is not
+    finite."""
+    window: Annotated[int, Field(strict=True, ge=8, le=10_000)] = 128
+    """Updates in that median; nothing is a spike before so many were made."""
+    skips: NonNegative = 3
+    """Updates left out in a row; after one more the run rolls back, or gives up."""
+    rollback_interval: Positive | None = None
+    """Steps between the checkpoints to which a run rolls back, of which the newest two are kept
+    beside all others: weights and optimizer become those of the newest, the updates since are
+    undone and the run goes on with the next step, so that their batches are skipped. When absent,
+    the run gives up instead."""
+    rollbacks: Positive = 3
+    """Rollbacks in a run; after one more it gives up, and where no checkpoint is left to which it
+    has not rolled back."""
+
+
 class LogConfig(Section):
     """Reports: lines, metrics, trackers."""
 
@@ -358,6 +384,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

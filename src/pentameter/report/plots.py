@@ -399,13 +399,15 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
 def _draw_marks(
     axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
 ) -> None:
-    """Draw a dotted vertical line at each resume, with a legend entry if `labelled`."""
-    steps = [step for step, mark, _ in record.marks if mark == "resume"]
-    for index, step in enumerate(steps[:50]):  # more would hide the curve
-        axes.axvline(
-            step, color=palette.muted, lw=1, ls=(0, (1, 2)), zorder=1,
-            label="resumed" if labelled and index == 0 else None,
-        )  # fmt: skip
+    """Draw a dotted vertical line at each resume and a dashed one at each rollback, with legend
+    entries if `labelled`."""
+    for kind, label, dashes in (("resume", "resumed", (1, 2)), ("rollback", "rolled back", (4, 2))):
+        steps = [step for step, mark, _ in record.marks if mark == kind]
+        for index, step in enumerate(steps[:50]):  # more would hide the curve
+            axes.axvline(
+                step, color=palette.muted, lw=1, ls=(0, dashes), zorder=1,
+                label=label if labelled and index == 0 else None,
+            )  # fmt: skip
 
 
 def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:

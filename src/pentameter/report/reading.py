@@ -84,7 +84,7 @@ class RecordedRun:
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, "resume" or "skip", reason) for each such event."""
+    """(step, "resume", "skip" or "rollback", reason) for each such event."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
@@ -138,7 +138,7 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, "resume" or "skip", reason) for each such event in `events`, in file order. A
+    """Yield (step, "resume", "skip" or "rollback", reason) for each such event in `events`. A
     resume's reason is what it changed: "712 → 1,923 steps"."""
     before: dict[str, Any] = {}
     for event in events:
@@ -156,7 +156,7 @@ def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
                     if before.get(key, value) != value
                 )
             before |= now
-        if kind in ("resume", "skip"):
+        if kind in ("resume", "skip", "rollback"):
             yield _integer(event.get("step")), kind, reason
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.config.urls import shown_path
+from pentameter.data.batches.rows_read import source_names
 from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
@@ -34,8 +34,7 @@ class RunData:
     @property
     def source_names(self) -> list[str]:
         """Corpus or path of each data source, as configured."""
-        data = self.config.data
-        return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
+        return source_names(self.config.data)
 
     def batch_index(self, step: int) -> int:
         """Return the index for a step's batch: steps count from 1, as in metrics.jsonl, batches

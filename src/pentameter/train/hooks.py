@@ -1,4 +1,4 @@
-"""Hooks: objects with any of ten methods, which the trainer calls in the order they were given.
+"""Hooks: objects with any of eleven methods, which the trainer calls in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -40,6 +40,7 @@ HOOK_METHODS = (
     "on_step",
     "on_experts",
     "on_skip",
+    "on_rollback",
     "on_epoch",
     "on_eval",
     "on_sample",
@@ -143,10 +144,20 @@ class ExpertMetrics:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was not applied, as loss or gradient norm was not finite: `step` counts
-    from 1, `reason` says in words which it was."""
+    """A step whose update was not applied, as loss or gradient norm was not finite, or a spike:
+    `step` counts from 1, `reason` says in words which it was."""
 
     step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A rollback after step `step`: weights and optimizer state are those after step `to_step`
+    again, and the updates of the steps since are undone. `reason` says in words why."""
+
+    step: int
+    to_step: int
     reason: str
 
 

@@ -7,11 +7,12 @@ keeps no state except `TrainState`: batches, dropout and learning rate are funct
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, InterruptedRunError
@@ -24,12 +25,12 @@ from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
 from pentameter.train.boundary import Boundary
 from pentameter.train.console import Console
+from pentameter.train.guard import Guard
 from pentameter.train.hooks import (
     EpochMetrics,
     ExpertMetrics,
     Hooks,
     RunEnd,
-    SkippedStep,
     StepMetrics,
     TrainingRun,
     check_hook,
@@ -42,13 +43,13 @@ from pentameter.train.resuming import RunRequest
 from pentameter.train.run_lines import RunLines
 from pentameter.train.saving import RunCheckpoints
 from pentameter.train.signals import StopSignals
+from pentameter.train.skipping import skip
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums
 from pentameter.train.throughput import PlannedPace, Throughput
 from pentameter.train.update import Update, may_read_late, read, update_weights
 from pentameter.train.user_components import BatchFunction, OptimizerFunction, UserComponents
 
-MAX_CONSECUTIVE_SKIPS = 3
 AWAITING_TOKENS = "awaiting tokens"
 """The action that a process reports while its text is still being tokenized."""
 
@@ -209,9 +210,20 @@ class _Loop:
         self._signals, self._throughput, self._rate = signals, throughput, rate
         self._late = late
         self._unread: list[_Step] = []
+        self._guard = self._new_guard()
         self._boundary = Boundary(run, checkpoints, hooks, signals)
         for tokens in run.dataset.training_tokens:
             tokens.waiting = lambda: run.world.progress.note(AWAITING_TOKENS, run.state.step + 1)
+
+    def _new_guard(self) -> Guard | None:
+        """Return a guard that goes on from the run's state; None if no update can be left out but
+        for a number that is not finite, and the host sees that in time."""
+        run, settings = self._run, self._run.config.guard
+        rolls_back = settings.rollback_interval is not None
+        if settings.spike_factor is None and not (self._late and rolls_back):
+            return None
+        device = run.engine.device if run.engine.host_waits else torch.device("cpu")
+        return Guard(settings, run.state, device, halts=self._late)
 
     def run_to_end(self) -> RunEnd:
         """Train until the run ends, and return how it ended."""
@@ -254,6 +266,7 @@ class _Loop:
                 clip_norm,
                 at_once=not self._late,
                 with_loads=records_loads(state.step + 1, run.config),
+                guard=self._guard,
             )
         state.step += 1
         self._unread.append(_Step(state.step, rate, update))
@@ -268,7 +281,8 @@ class _Loop:
             return True
         train, checkpoint = run.config.train, run.config.checkpoint
         actions = (train.check_copies, train.eval_interval, train.sample_interval)
-        intervals = [each for each in (*actions, checkpoint.interval) if isinstance(each, int)]
+        saves = (checkpoint.interval, run.config.guard.rollback_interval)
+        intervals = [each for each in (*actions, *saves) if isinstance(each, int)]
         ends_epoch = run.plan.epoch(step) != run.plan.epoch(step - 1)
         return ends_epoch or any(step % each == 0 for each in intervals)
 
@@ -276,6 +290,7 @@ class _Loop:
         """Copy the unread steps' losses and norms to the host; then, for each step, update
         `TrainState` and call `on_step` or `on_skip` hooks."""
         run, state, throughput = self._run, self._run.state, self._throughput
+        settings = run.config.guard
         steps, self._unread = self._unread, []
         with throughput:
             updates = read([step.update for step in steps])
@@ -291,12 +306,17 @@ class _Loop:
                 state.consecutive_skips = 0
                 self._checkpoints.prove()
                 state.epoch.add(update.loss, throughput.step_seconds)
+                if settings.spike_factor is not None:
+                    loss, norm = update.loss.mean, float(update.grad_norm)
+                    state.guard.add(loss, norm, settings.window)
                 self._hooks.call("on_step", run, self._step_metrics(step.rate, update))
                 for metrics in _expert_metrics(run, update):
                     self._hooks.call("on_experts", run, metrics)
-            else:
-                self._skip(update)
+            has_rolled_back = not update.made and skip(run, self._checkpoints, self._hooks, update)
             self._end_epoch_if_due()
+            if has_rolled_back:
+                self._guard = self._new_guard()
+                break  # the device left out the steps that were launched after this one
 
     def _end_epoch_if_due(self) -> None:
         """If the latest step completed an epoch, call `on_epoch` hooks and begin new sums."""
@@ -326,33 +346,6 @@ class _Loop:
             peak_memory_bytes=run.compute.peak_memory_bytes(),
             eta_seconds=throughput.eta_seconds(run.plan.steps - state.step),
         )
-
-    def _skip(self, update: Update) -> None:
-        """Count an update that was not made because its loss or gradient norm is not finite, and
-        call `on_skip` hooks. Raises TrainingFailedError after more than MAX_CONSECUTIVE_SKIPS in a
-        row.
-
-        Under fp16 the loss scale is found by overflow, so such skips count only once the scale is
-        1.
-        """
-        run, state = self._run, self._run.state
-        what, value = "loss", update.loss.mean
-        if math.isfinite(value):
-            what, value = "gradient norm", float(update.grad_norm)
-        batch = run.batches.batch(state.step - 1)  # of all ranks
-        reason = f"{what} is {value} on batch {batch.hash()[:16]}"
-        if not batch.n_targets:
-            reason += ", of which no token is to be learnt"
-        if run.compute.precision == "fp16" and state.loss_scale.scale > 1:
-            reason += f"; loss scale falls to {state.loss_scale.scale:g}"
-        else:
-            state.consecutive_skips += 1
-        self._hooks.call("on_skip", run, SkippedStep(state.step, reason))
-        if state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
-            self._checkpoints.give_up(
-                f"step {state.step}: {reason}, after {MAX_CONSECUTIVE_SKIPS} skipped updates in a "
-                "row"
-            )
 
 
 def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:

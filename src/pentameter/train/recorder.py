@@ -10,6 +10,7 @@ from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
     ExpertMetrics,
+    Rollback,
     RunEnd,
     SampledText,
     SkippedStep,
@@ -60,6 +61,10 @@ class Recorder:
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Write the event `skip`, with the step and the reason."""
         run.events.write("skip", **asdict(skip))
+
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        """Write the event `rollback`, with the step, the one rolled back to and the reason."""
+        run.events.write("rollback", **asdict(rollback))
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
         """Write the event `epoch`, with all fields in `metrics`."""

@@ -15,6 +15,7 @@ from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
     ExpertMetrics,
+    Rollback,
     RunEnd,
     SkippedStep,
     StepMetrics,
@@ -83,6 +84,13 @@ class RunLines:
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Print a line for every skipped update."""
         run.console.say(f"step {skip.step:>6} skipped: {skip.reason}")
+
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        """Print which steps were undone, and why."""
+        run.console.say(
+            f"step {rollback.step:>6} rolled back to {rollback.to_step}: {rollback.reason}; steps "
+            f"{rollback.to_step + 1} to {rollback.step} are undone, and their batches skipped"
+        )
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
         """Print the epoch's mean loss, perplexity and time per step.

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import torch
 
 from pentameter.checkpoint.copies import differing_copies
+from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
@@ -58,6 +59,10 @@ from pentameter.train.compute import Compute
 from pentameter.train.hooks import CheckpointMetrics, TrainingRun
 from pentameter.train.run_folder import hash_of_read
 
+ROLLBACK_CHECKPOINTS = 2
+"""Checkpoints that are kept for rollbacks: of a run that fails again at once the first of them was
+saved too late."""
+
 
 @dataclass
 class _PendingSave:
@@ -69,8 +74,14 @@ class _PendingSave:
     is_proved: bool
     """True once a loss computed from these weights was finite, which makes the checkpoint known
     good."""
+    rollback_steps: list[int]
+    """The steps to which a run resumed from it may roll back."""
     stall_seconds: float = 0.0
     """Seconds that training has waited for this save."""
+
+    def all_have_written(self) -> bool:
+        """Return True once every rank has written its files. Collective."""
+        return not self.save.world.all_reduce_max(self.save.is_writing)
 
     def commit(self, run: TrainingRun) -> Saved:
         """Wait until every rank has written, make the checkpoint visible, and note its step in the
@@ -105,6 +116,7 @@ class RunCheckpoints:
         self.on_saved: Callable[[CheckpointMetrics], None] = lambda _: None
         self.last_step = run.state.step
         """The step of the newest committed checkpoint, 0 if there is none."""
+        self._left_step = 0  # last_step at the latest rollback
         self._is_owed = False
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
@@ -126,8 +138,9 @@ class RunCheckpoints:
         and the run ends here, or `checkpoint.on_error` asks for it; earlier checkpoints stay.
         """
         ends = complete or interrupted
+        _note_rollback_step(self.run, self.last_step)
         is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
-        if self._pending is not None and (is_due or ends or self._all_have_written()):
+        if self._pending is not None and (is_due or ends or self._pending.all_have_written()):
             self._commit(may_fail=is_due and ends, beside=not ends)
         if is_due or ends:
             self._old.await_removals()
@@ -161,7 +174,7 @@ class RunCheckpoints:
         assert settings.interval is not None  # resolved by the plan
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
-        due = due or state.step % settings.interval == 0
+        due = due or state.step % settings.interval == 0 or state.step in state.guard.rollback_steps
         if not due or (state.step == self.last_step and not new_best):
             return False
         self._is_owed = state.consecutive_skips > 0 and not (complete or new_best)
@@ -186,16 +199,12 @@ class RunCheckpoints:
             self._say_not_saved(step, error)
             return
         again, self.last_step = self.last_step == step, step
+        self._old.rollback_steps = pending.rollback_steps
         self.prune(beside=beside)
         stall_seconds = pending.stall_seconds + time.perf_counter() - start
         self.on_saved(
             CheckpointMetrics(step, saved.path, saved.n_bytes, saved.seconds, stall_seconds, again)
         )
-
-    def _all_have_written(self) -> bool:
-        """Return True once every rank has written its files for the pending save. Collective."""
-        assert self._pending is not None
-        return not self.run.world.all_reduce_max(self._pending.save.is_writing)
 
     @property
     def _failure_ends_run(self) -> bool:
@@ -242,13 +251,20 @@ class RunCheckpoints:
         weights was finite. Older checkpoints may then be removed."""
         if self._pending is not None:
             self._pending.is_proved = True
-        if self.last_step and self.run.state.proved_step != self.last_step:
+        if self.last_step not in (0, self._left_step, self.run.state.proved_step):
             self.run.state.proved_step = self.last_step
             self.prune(beside=self._is_asynchronous)
 
+    def leave_for(self, step: int) -> Checkpoint | None:
+        """Return this run's checkpoint at `step`, to roll back to; None if it is gone. A pending
+        save is committed first. Collective."""
+        self._commit(may_fail=True)
+        self._left_step = self.last_step
+        return self.run.world.on_main(lambda: self.run.folder.store.at(step))
+
     def prune(self, *, beside: bool = False) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best and the newest
-        known good one; with `beside`, in a thread while training goes on."""
+        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
+        good one and those to roll back to; with `beside`, in a thread while training goes on."""
         self._old.prune(beside=beside)
 
     def say_warnings(self) -> None:
@@ -304,22 +320,40 @@ class RunCheckpoints:
         return pending
 
 
+def _note_rollback_step(run: TrainingRun, last_step: int) -> None:
+    """Add this step to those that the run may roll back to, if it is a multiple of
+    `guard.rollback_interval` and its own update stands. `last_step` is that of the newest
+    checkpoint. Whether this step can be saved plays no part: what a run does must not depend on its
+    disk."""
+    state, interval = run.state, run.config.guard.rollback_interval
+    if interval is None or state.step % interval or state.consecutive_skips:
+        return
+    if state.step == last_step:  # resumed here: the saved state says whether it is one
+        return
+    if all(last != state.step for _, last in state.guard.undone):
+        state.guard.rollback_steps.append(state.step)
+        del state.guard.rollback_steps[:-ROLLBACK_CHECKPOINTS]
+
+
 class OldCheckpoints:
     """Removes a run's checkpoints that are no longer kept, at once or while training goes on."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
+        self.rollback_steps = [*run.state.guard.rollback_steps]
+        """The steps to which a run resumed from the newest checkpoint may roll back."""
         self._remover = ThreadPoolExecutor(1)
         self._removals: list[Future[None]] = []
 
     def prune(self, *, beside: bool) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best and the newest
-        known good one. With `beside`, a thread removes the files while training goes on, which may
-        take as long as writing them. A failure only warns."""
+        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
+        good one and those to roll back to. With `beside`, a thread removes the files while training
+        goes on, which may take as long as writing them. A failure only warns."""
         state, settings = self.run.state, self.run.config.checkpoint
         # The best may be unsaved because the disk was full: then the best before it is kept.
         best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
         keep = [step for step in (*best, state.proved_step) if step is not None]
+        keep += [*self.rollback_steps, *state.guard.rollback_steps]
         store = self.run.folder.store
 
         def remove(folder: Path) -> None:
@@ -421,7 +455,7 @@ def _planned(
     )
     is_best, is_evaluated = (step == state.step for step in (state.best_step, state.last_eval_step))
     # An evaluation's loss was finite, else the run would have given up.
-    return _PendingSave(save, is_best, is_proved=is_evaluated)
+    return _PendingSave(save, is_best, is_evaluated, [*state.guard.rollback_steps])
 
 
 def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
-from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
 from pentameter.config.command_source import with_tokenizer_beside
 from pentameter.data.batches.step import TrainingBatches, suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
@@ -33,6 +32,7 @@ from pentameter.train.introduction import introduction
 from pentameter.train.resuming import RunRequest, plan_run
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.saving import RunCheckpoints
+from pentameter.train.skipping import load_tensors
 from pentameter.train.start_warnings import compute_warnings, evaluation_warnings, settings_warnings
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.trackers import require_trackers
@@ -187,10 +187,9 @@ def _build(
     if checkpoint is None:
         return engine, optimizer, TrainState()
     state, _ = saved_state(checkpoint)
-    load_model_state(engine.models, checkpoint.tensors("model"), world)
-    load_optimizer_state(
-        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
-    )
+    load_tensors(engine, optimizer, checkpoint, world)
+    if checkpoint.manifest.run_id != folder.run_id:  # whose other checkpoints are elsewhere
+        state.guard.rollback_steps = []
     if state.last_eval_step == state.step:  # it showed the saved weights known good
         state.proved_step = state.step
     if state.step == plan.config.schedule.start_step:  # extended at this step: patience starts anew

@@ -41,6 +41,29 @@ class EpochSums:
 
 
 @dataclass
+class GuardState:
+    """The guard's record, from which a resumed run decides as an undisturbed one would (see
+    `guard.py` and `skipping.py`). Without `guard.spike_factor` the first two stay empty, without
+    `guard.rollback_interval` the others."""
+
+    losses: list[Finite] = field(default_factory=list)
+    """Loss of each of the last `guard.window` updates, oldest first."""
+    norms: list[Finite] = field(default_factory=list)
+    """Gradient norm before clipping of each of them."""
+    rollback_steps: list[NonNegative] = field(default_factory=list)
+    """Steps whose checkpoints the run may roll back to, oldest first."""
+    undone: list[tuple[NonNegative, NonNegative]] = field(default_factory=list)
+    """The first and the last step of each window that a rollback has undone. The batch of a step
+    has its number - 1; those of these steps are skipped."""
+
+    def add(self, loss: float, norm: float, window: int) -> None:
+        """Add a step whose update was made, and forget all but the last `window`."""
+        for history, value in ((self.losses, loss), (self.norms, norm)):
+            history.append(value)
+            del history[:-window]
+
+
+@dataclass
 class TrainState:
     """Everything that a run keeps from step to step except tensors; nothing else survives a resume.
     Steps are counts of completed steps, -1 for never. `best_step` and `best_loss` are those with
@@ -66,6 +89,7 @@ class TrainState:
     (see `saving.py`). None without one."""
     loss_scale: LossScale = field(default_factory=LossScale)
     epoch: EpochSums = field(default_factory=EpochSums)
+    guard: GuardState = field(default_factory=GuardState)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as state.json holds it: every field, and `best`, the best evaluation's
@@ -113,7 +137,7 @@ class SavedRun:
 
 
 Kind = TypeVar("Kind", TrainState, SavedRun)
-_LATER = ("epoch", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
+_LATER = ("epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
 """Keys that checkpoints from earlier versions lack; they then have their defaults."""
 
 

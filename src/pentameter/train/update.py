@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pentameter.optim.build import AnyOptimizer, can_step_unless, set_learning_rate, step_unless
 from pentameter.parallel.engine import Engine, LossSum
+from pentameter.train.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,24 @@ class Update:
     loads: Tensor | list[list[float]] | None = None
     """Number of tokens that chose each expert, (layers with experts, experts); None if not asked
     for."""
+    left_out: Tensor | float = 0.0
+    """1 if the guard left the update out, else 0."""
 
     @property
     def made(self) -> bool:
-        """False if loss or gradient norm is not finite; weights and optimizer state are unchanged
-        then. Waits for the device, unless the update was copied to the host (`read`)."""
+        """False if loss or gradient norm is not finite, or the guard left the update out; weights
+        and optimizer state are unchanged then. Waits for the device, unless the update was copied
+        to the host (`read`)."""
+        return self.is_finite and not self.left_out
+
+    @property
+    def is_finite(self) -> bool:
+        """True if loss and gradient norm are finite. Waits for the device as `made` does."""
         return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm)
 
-    def not_made(self) -> Tensor:
-        """Return the opposite of `made` without waiting for the device, float32 (): 1 or 0."""
+    def not_finite(self) -> Tensor:
+        """Return whether loss or gradient norm is not finite, without waiting for the device,
+        float32 (): 1 or 0."""
         loss, norm = self.loss, torch.as_tensor(self.grad_norm)
         is_finite = torch.isfinite(loss.total / torch.as_tensor(loss.n_targets))
         return (~(is_finite & torch.isfinite(norm))).float()
@@ -43,11 +53,10 @@ class Update:
 def read(updates: Sequence[Update]) -> list[Update]:
     """Return the updates with their numbers on the host, waiting for the device once for all.
     Updates that are numbers already are returned as they are."""
-    found: list[Any] = [
-        each
-        for update in updates
-        for each in (update.loss.total, update.loss.n_targets, update.grad_norm, update.loads)
-    ]
+    found: list[Any] = []
+    for each in updates:
+        loss = each.loss
+        found += [loss.total, loss.n_targets, each.grad_norm, each.loads, each.left_out]
     tensors = [each for each in found if isinstance(each, Tensor)]
     if not tensors:
         return list(updates)
@@ -55,9 +64,9 @@ def read(updates: Sequence[Update]) -> list[Update]:
     values = iter(torch.cat([each.to(dtype).reshape(-1) for each in tensors]).tolist())
     found = [_from_host(values, each) if isinstance(each, Tensor) else each for each in found]
     return [
-        Update(LossSum(total, int(n_targets)), norm, loads)
-        for total, n_targets, norm, loads in zip(
-            found[::4], found[1::4], found[2::4], found[3::4], strict=True
+        Update(LossSum(total, int(n_targets)), norm, loads, left_out)
+        for total, n_targets, norm, loads, left_out in zip(
+            *(found[first::5] for first in range(5)), strict=True
         )
     ]
 
@@ -93,9 +102,10 @@ def update_weights(
     *,
     at_once: bool = True,
     with_loads: bool = False,
+    guard: Guard | None = None,
 ) -> Update:
     """Make an optimizer step from the gradients in `engine`, unless loss or gradient norm is not
-    finite. Return both, the same on every rank. Collective.
+    finite, or `guard` leaves the step out. Return both, the same on every rank. Collective.
 
     loss: the step's loss, summed over all ranks.
     rate: the learning rate.
@@ -105,6 +115,7 @@ def update_weights(
         `may_read_late`) to leave them on the device, whose optimizer skips a non-finite update
         itself.
     with_loads: also return the loads of the experts, if the model has any.
+    guard: decides whether loss or norm spikes; None if no step does.
 
     The gradients are zeroed afterwards.
     """
@@ -112,12 +123,16 @@ def update_weights(
     norm = engine.gradient_norm()
     loads = engine.expert_loads.total() if with_loads else None
     update = Update(loss, norm if engine.host_waits else norm.item(), loads)
+    if guard is not None:
+        update = replace(update, left_out=guard.judge(loss, update.grad_norm))
+    not_made = None
     if at_once:
         (update,) = read([update])
+    else:
+        not_made = update.not_finite() if guard is None else torch.as_tensor(update.left_out)
     if not at_once or update.made:
         engine.clip_gradients(norm, clip_norm)
         set_learning_rate(optimizer, rate)
-        not_made = None if at_once else update.not_made()
         step_unless(optimizer, not_made)
         engine.router_balance.move(not_made)
     engine.zero_gradients()

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pentameter.config.data_schema import DataConfig
+from pentameter.config.urls import shown_path
 from pentameter.data.batches.mixture import SourceRow
 from pentameter.data.batches.step import Int64, TrainingBatches, masked_tokens
 from pentameter.data.tokenizers.base import Tokenizer
@@ -66,9 +68,25 @@ class RowRead:
         """Number of targets that count in the loss."""
         return sum(self.counts)
 
+    def origin(self, source: str) -> str:
+        """Return in words where the row's text is from: its data set, named `source`, its documents
+        there, and the numbers of its tokens in the training split."""
+        if not self.spans:
+            return source
+        begin, end = self.spans[0], self.spans[-1]
+        documents = f"document {begin.first_document:,}"
+        if end.last_document != begin.first_document:
+            documents = f"documents {begin.first_document:,} to {end.last_document:,}"
+        return f"{source}, {documents}, tokens {begin.start:,} to {end.stop - 1:,}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON values."""
         return {**asdict(self), "n_targets": self.n_targets}
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """Return corpus or path of each data source, as configured; one without `data.sources`."""
+    return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
 
 
 def rows_read(
