@@ -93,6 +93,7 @@ def ours(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
         stage.clip_gradients(stage.gradient_norm(), config.clip_norm)
         set_learning_rate(optimizer, learning_rate(number, config, plan.config.schedule))
         optimizer.step()
+        stage.router_balance.move()
         optimizer.zero_grad(set_to_none=True)
         return loss
 

