@@ -57,13 +57,15 @@ Step = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Turn:
-    """The steps of one side in one process. `how` says how they were computed, `other_cores` how
-    many cores other programs kept busy meanwhile."""
+    """The steps of one side in one process. `how` says how they were computed, `cpu_seconds` are
+    those of all its threads in each of the counted `seconds`, and `other_cores` is how many cores
+    other programs kept busy meanwhile."""
 
     how: str
     losses: list[float]
     warm_up_seconds: list[float]
     seconds: list[float]
+    cpu_seconds: list[float]
     settled: bool
     peak_bytes: int
     other_cores: float
@@ -91,6 +93,7 @@ def ours(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
         stage.clip_gradients(stage.gradient_norm(), config.clip_norm)
         set_learning_rate(optimizer, learning_rate(number, config, plan.config.schedule))
         optimizer.step()
+        stage.router_balance.move()
         optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -159,7 +162,10 @@ def nanogpt(plan: Plan, checkout: Path | None) -> tuple[str, Step]:
     return "fp32, eager, as its README runs on a CPU (--compile=False)", step
 
 
-SIDES = {"plain": plain, "nanogpt": nanogpt, "ours": ours, "modern": ours}
+SIDES = {
+    **{"plain": plain, "nanogpt": nanogpt},
+    **dict.fromkeys(("ours", "modern", "dense", "mixture"), ours),
+}
 """Side → what makes its step."""
 
 
@@ -194,12 +200,13 @@ def _alone(function: Callable[..., Any], *arguments: object) -> Any:
 def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
     with redirect_stdout(sys.stderr):  # nanoGPT prints as it starts
         how, step = SIDES[side](plan, checkout)
-    others, losses, times = OtherPrograms(), [], []
+    others, losses, times, cpu_times = OtherPrograms(), [], [], []
 
     def timed() -> None:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(step(len(losses)))
         times.append(time.perf_counter() - start)
+        cpu_times.append(time.process_time() - cpu_start)
 
     while not settled(times) and len(times) < MOST_STEPS:
         timed()
@@ -211,6 +218,7 @@ def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
         losses,
         times[:n_warm_up],
         times[n_warm_up:],
+        cpu_times[n_warm_up:],
         settled(times[:n_warm_up]),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         others.cores(lambda own: [own]),

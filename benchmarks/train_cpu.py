@@ -1,4 +1,5 @@
-"""Training on a CPU: the character GPT, plain and ours, a modern decoder of its size, and nanoGPT.
+"""Training on a CPU: the character GPT, plain and ours, a modern decoder of its size, and nanoGPT;
+and a mixture of experts beside a dense model of its active size.
 
     python benchmarks/train_cpu.py [--nanogpt DIR] [--sides ours nanogpt] [--turns 2] [--steps 5]
                                    [--attention-dropout 0.2] [--json]
@@ -8,7 +9,9 @@ next starts, and warm up until the time of their step has settled. Prints the me
 of a settled step, tokens/s and peak memory of each side, its share of what the machine's products
 reach alone in the precision that a run would choose, the mean of its losses at the last ten steps
 that all sides took, on the same batches; and ratios. `--nanogpt` names a checkout of
-https://github.com/karpathy/nanoGPT, whose model.py is then a side too.
+https://github.com/karpathy/nanoGPT, whose model.py is then a side too. `dense` and `mixture` are
+the presets quickstart and stdlib-moe, whose tokens meet about as many parameters: their ratio is
+printed in processor seconds, too, which other programs on the cores change little.
 """
 
 from __future__ import annotations
@@ -35,12 +38,17 @@ MODERN = {
 }
 """What a Llama or a Qwen has and the character GPT has not, at its width and depth."""
 LAST = 10  # losses that are compared
+PRESETS = {"dense": "quickstart", "mixture": "stdlib-moe"}
+"""Side → preset, where it is not the character GPT's. Both have attention without dropout."""
 
 
 def plan_of(side: str, attention_dropout: float) -> Plan:
     """What a side trains; `attention_dropout` is ours, the others drop weights as nanoGPT does."""
-    gpt = {"model.attention_dropout": attention_dropout, "train.device": "cpu"}
-    config = load_config("shakespeare-char", gpt | (MODERN if side == "modern" else {}))
+    if side in PRESETS:
+        config = load_config(PRESETS[side], {"train.device": "cpu"})
+    else:
+        gpt = {"model.attention_dropout": attention_dropout, "train.device": "cpu"}
+        config = load_config("shakespeare-char", gpt | (MODERN if side == "modern" else {}))
     return make_plan(config, open_dataset(config.data).vocab_size)
 
 
@@ -51,6 +59,7 @@ def side_summary(plan: Plan, turns: list[Turn], ceiling: float, last: int) -> di
     return {
         "parameters": plan.n_parameters,
         "seconds": seconds,
+        "cpu_seconds": median(second for turn in turns for second in turn.cpu_seconds),
         "tokens_per_second": plan.tokens_per_step / seconds,
         "share_of_ceiling": flops / ceiling,
         "peak_bytes": max(turn.peak_bytes for turn in turns),
@@ -96,8 +105,9 @@ def show(result: dict[str, Any]) -> None:
     for name, side in sides.items():
         print(
             f"\n{name:<7} {side['parameters']:>10,} parameters {side['seconds']:7.3f} s/step "
-            f"{side['tokens_per_second']:7,.0f} tok/s   {100 * side['share_of_ceiling']:.0f} % of "
-            f"the products   peak {side['peak_bytes'] / 1e9:.2f} GB   loss {side['loss']:.3f}\n"
+            f"({side['cpu_seconds']:.3f} of processors) {side['tokens_per_second']:7,.0f} tok/s   "
+            f"{100 * side['share_of_ceiling']:.0f} % of the products   "
+            f"peak {side['peak_bytes'] / 1e9:.2f} GB   loss {side['loss']:.3f}\n"
             f"  {side['turns'][0]['how']}"
         )
         for turn in side["turns"]:
@@ -108,6 +118,12 @@ def show(result: dict[str, Any]) -> None:
                 + " ".join(f"{seconds:.2f}" for seconds in turn["seconds"])
                 + f"   others {turn['other_cores']:.2f} cores"
             )
+    if "dense" in sides and "mixture" in sides:
+        dense, mixture = sides["dense"], sides["mixture"]
+        print(
+            f"\nmixture {mixture['seconds'] / dense['seconds']:.2f} × dense, "
+            f"{mixture['cpu_seconds'] / dense['cpu_seconds']:.2f} × in processor seconds"
+        )
     ours = sides.get("ours")
     if ours is None:
         return

@@ -105,7 +105,7 @@ CHOICES = {
 OF_MODEL = [(path, value) for path in CHOICES for value in CHOICES[path] if "model." in path]
 OF_MODEL_ITSELF = [(path, value) for path, value in OF_MODEL if path.count(".") == 1]
 OF_EXPERTS = ("model.router", "model.balance")
-"""Keys of experts, which the fused step and the export refuse by `model.n_experts`."""
+"""Keys of experts, which the export refuses by `model.n_experts`."""
 
 
 def with_value(path: str, value: Any) -> Config:
@@ -192,7 +192,7 @@ def test_the_fused_step_computes_a_value_or_names_it(monkeypatch, path, value):
     if obstacle is None:
         assert_equal(step_of(model, forward), plainly(config))
     else:
-        named = "model.n_experts=4" if path in OF_EXPERTS else f"{path}={value!r}"
+        named = f"{path}={value!r}"
         assert obstacle == named
         with pytest.raises(ConfigError, match=named):
             step_of(model, forward)
@@ -331,8 +331,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "model.qk_norm": ARCHITECTURE,
     "model.rope_scaling.type": {"plain": plainly},
     "model.attention": ARCHITECTURE,
-    "model.router": {"plain": plainly},
-    "model.balance": {"plan": make_plan, "plain": built},
+    "model.router": {"plain": plainly, "fused": fused},
+    "model.balance": {"plan": make_plan, "plain": built, "fused": fused},
     # The weights say it all: nothing computes otherwise, and an export keeps them.
     "model.init": {"plan": make_plan, "plain": built},
     "data.order": {"train": lambda c: training_batches(c, split()), "eval": evaluated},

@@ -114,11 +114,11 @@ def test_a_turn_is_alone_in_a_process(benchmark, checkout):
 
 def test_figures_follow_from_the_turns(benchmark):
     turns, train_cpu = benchmark("cpu_turns"), benchmark("train_cpu")
-    one = turns.Turn("eager", [5.0, 4.0, 3.0], [9.0], [2.0, 4.0], True, 100, 0.0)
-    two = replace(one, seconds=[3.0, 3.0], peak_bytes=200)
+    one = turns.Turn("eager", [5.0, 4.0, 3.0], [9.0], [2.0, 4.0], [4.0, 4.0], True, 100, 0.0)
+    two = replace(one, seconds=[3.0, 3.0], cpu_seconds=[5.0, 6.0], peak_bytes=200)
     plan = tiny_plan()
     figures = train_cpu.side_summary(plan, [one, two], 1e9, last=2)
-    assert figures["seconds"] == 3.0
+    assert (figures["seconds"], figures["cpu_seconds"]) == (3.0, 4.5)
     assert figures["tokens_per_second"] == pytest.approx(4 * 8 / 3)
     assert figures["share_of_ceiling"] == pytest.approx(32 * plan.flops_per_token / 3 / 1e9)
     assert (figures["peak_bytes"], figures["loss"]) == (200, 4.5)

@@ -72,6 +72,37 @@ VARIANTS = {
         "activation": "relu2",
     },
     "fast": {"norm": "rmsnorm", "qk_norm": "head", "positions": "rotary", "activation": "relu2"},
+    "experts": {"n_experts": 4, "d_expert": 8, "balance": "bias"},
+    "experts with gates, biases and shared ones": {
+        "bias": True,
+        "activation": "swiglu",
+        "d_ff": 24,
+        "n_experts": 5,
+        "experts_per_token": 3,
+        "n_shared_experts": 2,
+        "shared_expert_gate": True,
+        "router_bias": True,
+        "router_top_k_first": True,
+        "dense_layers": 1,
+    },
+    "experts in groups, with losses of their own": {
+        "norm": "rmsnorm",
+        "n_experts": 8,
+        "n_shared_experts": 1,
+        "router": "sigmoid",
+        "router_groups": 4,
+        "router_open_groups": 2,
+        "router_renormalize": True,
+        "router_scale": 2.5,
+        "router_z_loss": 0.1,
+        "balance": "sequence",
+        "balance_weight": 0.5,
+    },
+    "experts that are full, and one without a token": {
+        "n_experts": 6,
+        "expert_capacity": 0.5,
+        "balance": "batch",
+    },
 }
 
 
@@ -106,7 +137,8 @@ def losses_and_gradients(config, dtype, time=12):
         else:
             loss = loss_sum(model(tokens, dropout_keys=keys), targets, config.vocab_size)
         loss.backward()
-        answers.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+        trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        answers.append((loss.item(), trained))
     return answers
 
 

@@ -7,6 +7,13 @@ import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import activations, attention_kernels, kernels, native
+from pentameter.fused_cpu.expert_rows import (
+    in_whole_blocks,
+    n_places,
+    spread,
+    weighted_sum,
+    weighted_sum_gradients,
+)
 from pentameter.fused_cpu.functions import AddNorm, FeedForward
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
@@ -20,7 +27,9 @@ from pentameter.fused_cpu.vector_kernels import (
 )
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.dropout import drop, dropout_keys
+from pentameter.model.experts import Routing
 from pentameter.model.gpt import build_model
+from pentameter.model.matmul import ROWS_PER_BLOCK
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 FLAGS = native.machine_flags("vector", machine_capabilities().cpu)
@@ -269,3 +278,41 @@ def test_an_fp32_step_is_the_exact_one(loaded, activation):
     (loss, found), (exact_loss, exact) = answers
     assert loss == pytest.approx(exact_loss, rel=1e-6)
     assert all(relative(x, reference) < 1e-5 for x, reference in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rows_of_experts_are_copied_and_added_as_by_pytorch(width, dtype):
+    """Three experts for each of 40 tokens; one expert gets none, and some rows have no room."""
+    generator = torch.Generator().manual_seed(11)
+    experts = torch.randint(1, 6, (40, 3), generator=generator)
+    routing = Routing(experts, torch.rand(40, 3, generator=generator), 5)
+    order, own_ends = routing.order()
+    places, ends = in_whole_blocks(order, own_ends, 3)
+    assert (ends % ROWS_PER_BLOCK == 0).all()
+    P = n_places(places, 5)
+    x, g = (torch.randn(40, 48, generator=generator).to(dtype) for _ in range(2))
+    rows = torch.randn(P, 48, generator=generator).to(dtype)
+
+    def computed():
+        return [
+            spread(x, places, P),
+            weighted_sum(rows, places, routing.weights),
+            weighted_sum(rows, places, None),
+            *weighted_sum_gradients(g, rows, places, routing.weights),
+        ]
+
+    by_kernels = computed()
+    library = native._loaded.pop("vector")
+    by_pytorch = computed()
+    native._loaded["vector"] = library
+    assert torch.equal(by_kernels[0], by_pytorch[0])
+    for number, end in enumerate(ends.tolist()):
+        start = 0 if number == 0 else int(ends[number - 1])
+        chosen = x[(experts == number).any(1).nonzero().flatten()]
+        assert by_kernels[0][start:end].count_nonzero(1).gt(0).sum() == (experts == number).sum()
+        assert set(map(tuple, chosen.tolist())) <= set(
+            map(tuple, by_kernels[0][start:end].tolist())
+        )
+    for found, expected in zip(by_kernels, by_pytorch, strict=True):
+        assert found.dtype == expected.dtype
+        assert relative(found, expected) < ROUNDING[found.dtype]

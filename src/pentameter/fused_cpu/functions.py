@@ -160,33 +160,33 @@ class FeedForward(Function):
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
         ctx.kind = kind
-        return _activate(h, bias, kind, len(up) > 1) @ low_down.t()
+        return activate(h, bias, kind, len(up) > 1) @ low_down.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, h, low_up, low_down, bias, scale, down, *up = ctx.saved_tensors
-        g_h, wide, g_bias = _activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
+        g_h, wide, g_bias = activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
         g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), tuple(up), scale)
         (g_down,), _ = kernels.unfold(_weight_gradient(g, wide), (down,), None)
         return g_h @ low_up, g_scale, g_bias, g_down, None, *g_up
 
 
-def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
+def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
     """Return the activation's output (…, n) for the first linear's output h (…, N) and bias (N,) or
     None, by the C++ kernel if it takes h, else by the compiled one. kind: the activation's name. If
     `gated`, n = N / 2 and the first half is the gate; else n = N."""
     native = vector_kernels.can_activate(h, bias, gated)
-    activate = vector_kernels.activate if native else activations.activate
-    return activate(h, bias, kind, gated)
+    source = vector_kernels if native else activations
+    return source.activate(h, bias, kind, gated)
 
 
-def _activation_gradients(
+def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return h's gradient (…, N), the activation's output again (…, n), and the bias's gradient
     (N,), None without a bias, given the output's gradient g (…, n). h, bias, kind and gated: as
-    passed to `_activate`."""
+    passed to `activate`."""
     if vector_kernels.can_activate(h, bias, gated):
         return vector_kernels.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)

@@ -85,21 +85,25 @@ def transpose(x: Tensor) -> Tensor:
 
 @kernel
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return linear layers' weights (n, k) stacked by rows, in `dtype`, each multiplied by the
-    preceding norm's weight `scale` (k,) if there is one. The layers read the same tensor."""
-    return torch.cat([weight if scale is None else weight * scale for weight in weights]).to(dtype)
+    """Return linear layers' weights (…, n, k) stacked by rows, in `dtype`, each multiplied by the
+    preceding norm's weight `scale` (k,) if there is one. The layers read the same tensor; those of
+    experts have a weight (E, n, k), whose matrices are stacked one by one."""
+    scaled = [weight if scale is None else weight * scale for weight in weights]
+    return torch.cat(scaled, -2).to(dtype)
 
 
 @kernel
 def unfold(
     g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the gradients that `fold`'s arguments receive, given its result's gradient g (n, k):
-    one per weight, contiguous and in its dtype, and scale's (k,), None without a scale."""
-    parts = g.to(weights[0].dtype).split([len(weight) for weight in weights])
+    """Return the gradients that `fold`'s arguments receive, given its result's gradient g
+    (…, n, k): one per weight, contiguous and in its dtype, and scale's (k,), None without a
+    scale."""
+    parts = g.to(weights[0].dtype).split([weight.shape[-2] for weight in weights], -2)
     if scale is None:
         return [part.contiguous() for part in parts], None
-    g_scale = sum((part * weight).sum(0) for part, weight in zip(parts, weights, strict=True))
+    products = (part * weight for part, weight in zip(parts, weights, strict=True))
+    g_scale = sum(product.flatten(0, -2).sum(0) for product in products)
     assert isinstance(g_scale, Tensor)
     return [(part * scale).contiguous() for part in parts], g_scale
 

@@ -27,7 +27,7 @@ from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_
 Name = Literal["vector", "AMX"]
 
 FILES: dict[Name, tuple[str, ...]] = {
-    "vector": ("add_norm.cpp", "activation.cpp"),
+    "vector": ("add_norm.cpp", "activation.cpp", "expert_rows.cpp"),
     "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
 }
 """Library → its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
@@ -68,11 +68,17 @@ def load(name: Name, capabilities: Capabilities) -> str | None:
     return None
 
 
-def odd_widths(config: ModelConfig) -> list[str]:
-    """Return the model's widths that the vector kernels refuse, such as `model.d_model=100`:
-    d_model for sub-layer ends, d_ff for activations. Empty if CHANNELS divides both."""
-    widths = {"d_model": config.d_model, "d_ff": config.feed_forward_width}
-    return [f"model.{name}={width}" for name, width in widths.items() if width % CHANNELS]
+def vector_widths(config: ModelConfig) -> dict[str, int]:
+    """Return the widths in channels, by key of `[model]`, of what the vector kernels compute:
+    d_model of sub-layer ends, d_ff and d_expert of activations. They refuse a width that CHANNELS
+    does not divide."""
+    widths = {"d_model": config.d_model}
+    for layer in range(config.n_layers):
+        if config.has_experts(layer) and config.d_expert is not None:
+            widths["d_expert"] = config.d_expert
+        else:
+            widths["d_ff"] = config.feed_forward_width
+    return widths
 
 
 def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import amx_attention, amx_feed_forward
+from pentameter.fused_cpu import amx_attention, amx_feed_forward, functions
+from pentameter.fused_cpu.experts import ExpertFeedForward
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
     AmxFeedForward,
     CausalAttention,
     EmbeddingDropout,
-    FeedForward,
     FoldedLinear,
     Norm,
 )
@@ -32,7 +32,8 @@ from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
 from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
-from pentameter.model.feed_forward import MLP
+from pentameter.model.experts import Experts, GroupedLinear, Router
+from pentameter.model.feed_forward import MLP, FeedForward
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import (
     chunked_loss_sum,
@@ -83,13 +84,13 @@ def fused_loss_sum(
     for block in blocks:
         (attention_norm, attention), (mlp_norm, mlp) = block.sub_layers()
         assert isinstance(attention, Attention)
-        assert isinstance(mlp, MLP)
+        assert isinstance(mlp, MLP | Experts)
         keys = sites[attention.weights_dropout.site]
         y = attend(shape, keys, *_heads(h, attention_norm, attention), *rotation_tables)
         y = FoldedLinear.apply(y, None, attention.out.weight)
         x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
-        y = _feed_forward(h, mlp_norm, mlp, config.activation)
-        x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, kind)
+        y, bias = _mlp(h, mlp_norm, mlp, config.activation)
+        x, h = _add_norm(x, y, bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
     assert config.vocab_size is not None  # a GPT has one
@@ -139,7 +140,47 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
     return *made, *(each.unflatten(0, (-1, attention.head_size)) for each in norms)
 
 
-def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
+def _mlp(
+    h: Tensor, norm: nn.Module, mlp: MLP | Experts, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output (B, T, D) of a feed-forward layer or of experts, and a bias (D,) that is
+    still to be added, or None, for normalised h (B, T, D). `norm` computed h without its weight and
+    bias. activation: its name in `model.activation`."""
+    if isinstance(mlp, MLP):
+        return _feed_forward(h, norm, mlp, activation), mlp.down.bias
+    routing = mlp.router.route(_projected(precise(h), norm, mlp.router))
+    down, *up = (each for each in (mlp.down, mlp.gate, mlp.up) if each is not None)
+    y = ExpertFeedForward.apply(
+        h,
+        routing.weights,
+        *routing.order(),
+        norm.get_parameter("weight"),
+        _folded_bias(up, norm),
+        down.weight,
+        down.bias,
+        activation,
+        *(each.weight for each in up),
+    )
+    if mlp.shared is not None:
+        shared = _feed_forward(h, norm, mlp.shared, activation)
+        if mlp.shared.down.bias is not None:
+            shared = shared + mlp.shared.down.bias
+        if mlp.shared_gate is not None:
+            shared = shared * _projected(h, norm, mlp.shared_gate).sigmoid()
+        y = (y + shared).to(h.dtype)
+    return y, None
+
+
+def _projected(h: Tensor, norm: nn.Module, layer: nn.Linear | Router) -> Tensor:
+    """Return a linear layer's output (B, T, n) for normalised h (B, T, D), in h's dtype if nothing
+    has a bias, else in at least the parameters'. `norm` computed h without its weight and bias,
+    which are folded into the layer's."""
+    y = FoldedLinear.apply(h, norm.get_parameter("weight"), layer.weight)
+    bias = _folded_bias([layer], norm)
+    return y if bias is None else y + bias
+
+
+def _feed_forward(h: Tensor, norm: nn.Module, mlp: FeedForward, activation: str) -> Tensor:
     """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised h
     (B, T, D). `norm`'s weight and bias are folded into the first linear. activation: its name in
     `model.activation`.
@@ -149,7 +190,7 @@ def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tens
     """
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
     native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
-    return (AmxFeedForward if native else FeedForward).apply(
+    return (AmxFeedForward if native else functions.FeedForward).apply(
         h,
         norm.get_parameter("weight"),
         _folded_bias(layers, norm),
@@ -177,17 +218,22 @@ def _apply_norm_weight(h: Tensor, norm: nn.Module) -> Tensor:
     return (y if bias is None else y + bias).to(h.dtype)
 
 
-def _folded_bias(layers: Sequence[nn.Linear], norm: nn.Module) -> Tensor | None:
-    """Return the layers' biases side by side, (n,), with the preceding norm's bias folded in: each
-    is its layer's bias + W · norm's bias. None if neither layers nor norm have a bias."""
+def _folded_bias(
+    layers: Sequence[nn.Linear | GroupedLinear | Router], norm: nn.Module
+) -> Tensor | None:
+    """Return the layers' biases side by side, (n,) or of experts (E, n), with the preceding norm's
+    bias folded in: each is its layer's bias + W · norm's bias. None if neither layers nor norm have
+    a bias."""
     norm_bias = getattr(norm, "bias", None)
     biases: list[Tensor] = []
     for layer in layers:
+        bias = layer.bias
         if norm_bias is not None:
-            biases.append(F.linear(norm_bias, layer.weight, layer.bias))
-        elif layer.bias is not None:
-            biases.append(layer.bias)
-    return torch.cat(biases) if biases else None
+            folded = layer.weight @ norm_bias
+            bias = folded if bias is None else folded + bias
+        if bias is not None:
+            biases.append(bias)
+    return torch.cat(biases, -1) if biases else None
 
 
 def _add_norm(

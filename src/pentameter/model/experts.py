@@ -79,14 +79,18 @@ class Router(nn.Module):
         rank."""
 
     def forward(self, x: Tensor) -> Routing:
-        """Return the Routing of the tokens in x (B, T, D). In training, auxiliary losses are
-        attached to its weights, so that the backward pass includes them, and the backward pass adds
-        to `counts` if there is a `balance`."""
-        config = self.config
+        """Return the Routing of the tokens in x (B, T, D), as `route` does for their logits."""
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(precise), self.weight.to(precise), bias)  # (B, T, E)
+            logits = F.linear(x.to(precise), self.weight.to(precise), bias)
+        return self.route(logits)
+
+    def route(self, logits: Tensor) -> Routing:
+        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64. In
+        training, auxiliary losses are attached to its weights, so that the backward pass includes
+        them, and the backward pass adds to `counts` if there is a `balance`."""
+        config = self.config
         scores = _scores(logits, config)
         chosen = self._choose(scores if config.router != "softmax" else logits, scores)
         weights = self._weights(logits, scores, chosen)
@@ -172,7 +176,9 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
     or each one's sigmoid, as `model.router` says."""
     match config.router:
         case "softmax":
-            return logits.softmax(-1)
+            # Over the first dimension: over a short last one PyTorch's CPU kernel is seven times
+            # slower (3,072 tokens, 8 experts: 0.46 ms, 0.06 ms).
+            return logits.movedim(-1, 0).contiguous().softmax(0).movedim(0, -1)
         case "sigmoid":
             return logits.sigmoid()
         case unknown:

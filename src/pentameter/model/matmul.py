@@ -96,37 +96,41 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
     """
     y = x.new_empty(len(x), weight.shape[1])
     for group, rows in enumerate(_slices(ends)):
-        if bias is None:
-            torch.mm(x[rows], weight[group].t(), out=y[rows])
-        else:
-            torch.addmm(bias[group], x[rows], weight[group].t(), out=y[rows])
+        for part in _row_blocks(rows, x):
+            if bias is None:
+                torch.mm(x[part], weight[group].t(), out=y[part])
+            else:
+                torch.addmm(bias[group], x[part], weight[group].t(), out=y[part])
     y[_slices(ends)[-1].stop :].zero_()
     return y
 
 
 @torch.library.custom_op("pentameter::grouped_input_gradient", mutates_args=())
-def _input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient for x (R, K), given the result's gradient g (R, N), weight (E, N, K) and
     the index `ends` (E,) after each group's last row; 0 for rows behind the last end."""
     gradient = g.new_empty(len(g), weight.shape[2])
     for group, rows in enumerate(_slices(ends)):
-        torch.mm(g[rows], weight[group], out=gradient[rows])
+        for part in _row_blocks(rows, g):
+            torch.mm(g[part], weight[group], out=gradient[part])
     gradient[_slices(ends)[-1].stop :].zero_()
     return gradient
 
 
 @torch.library.custom_op("pentameter::grouped_weight_gradient", mutates_args=())
-def _weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def grouped_weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient for the weight (E, N, K), given g (R, N), x (R, K) and the index `ends`
     (E,) after each group's last row; 0 for empty groups."""
     gradient = g.new_empty(len(ends), g.shape[1], x.shape[1])
     for group, rows in enumerate(_slices(ends)):
-        torch.mm(g[rows].t(), x[rows], out=gradient[group])
+        n_missing = _whole_blocks(rows, g) - (rows.stop - rows.start)
+        left, right = (F.pad(each[rows], (0, 0, 0, n_missing)) for each in (g, x))
+        torch.mm(left.t(), right, out=gradient[group])
     return gradient
 
 
 @torch.library.custom_op("pentameter::grouped_bias_gradient", mutates_args=())
-def _bias_gradient(g: Tensor, ends: Tensor) -> Tensor:
+def grouped_bias_gradient(g: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient for the bias (E, N), given g (R, N) and the index `ends` (E,) after each
     group's last row."""
     return torch.stack([g[rows].sum(0) for rows in _slices(ends)])
@@ -139,22 +143,46 @@ def _slices(ends: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
+ROWS_PER_BLOCK = 32
+"""On a CPU, rows of a group are multiplied in multiples of so many in 16 bits. oneDNN compiles a
+kernel for each new number of rows, which takes longer than the matmul itself, and groups have other
+numbers in each step."""
+
+
+def _whole_blocks(rows: slice, x: Tensor) -> int:
+    """Return the number of `rows`, rounded up to a multiple of ROWS_PER_BLOCK if x needs it."""
+    n = rows.stop - rows.start
+    needs_blocks = x.device.type == "cpu" and x.dtype.itemsize == 2
+    return -(-n // ROWS_PER_BLOCK) * ROWS_PER_BLOCK if needs_blocks else n
+
+
+def _row_blocks(rows: slice, x: Tensor) -> list[slice]:
+    """Return slices that together cover a group's `rows` of x (R, …). The last one may reach into
+    the rows behind, whose results the next group, multiplied later, overwrites. Where x ends
+    before, what is left of whole blocks is a slice of its own."""
+    stop = rows.start + _whole_blocks(rows, x)
+    if stop <= len(x):
+        return [slice(rows.start, stop)]
+    middle = stop - ROWS_PER_BLOCK
+    return [slice(rows.start, middle), slice(middle, rows.stop)]
+
+
 @grouped_linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@_input_gradient.register_fake
+@grouped_input_gradient.register_fake
 def _(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return g.new_empty(g.shape[0], weight.shape[2])
 
 
-@_weight_gradient.register_fake
+@grouped_weight_gradient.register_fake
 def _(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return g.new_empty(ends.shape[0], g.shape[1], x.shape[1])
 
 
-@_bias_gradient.register_fake
+@grouped_bias_gradient.register_fake
 def _(g: Tensor, ends: Tensor) -> Tensor:
     return g.new_empty(ends.shape[0], g.shape[1])
 
@@ -171,9 +199,9 @@ def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     g = g.contiguous()
     wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
     return (
-        _input_gradient(g, weight, ends) if wants_x else None,
-        _weight_gradient(g, x, ends) if wants_weight else None,
-        _bias_gradient(g, ends) if wants_bias and ctx.has_bias else None,
+        grouped_input_gradient(g, weight, ends) if wants_x else None,
+        grouped_weight_gradient(g, x, ends) if wants_weight else None,
+        grouped_bias_gradient(g, ends) if wants_bias and ctx.has_bias else None,
         None,
     )
 

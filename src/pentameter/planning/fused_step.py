@@ -29,6 +29,13 @@ FUSES: Mapping[str, Collection[object] | None] = {
     **dict.fromkeys(("tied_head", "head_bias", "qkv_bias", "bias", "embedding_scale"), ANY),
     **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), ANY),
     **dict.fromkeys(("init", "init_std", "residual_init_scale"), ANY),
+    **dict.fromkeys(("n_experts", "experts_per_token", "d_expert", "dense_layers"), ANY),
+    **dict.fromkeys(("n_shared_experts", "shared_expert_gate", "expert_capacity"), ANY),
+    "router": ("softmax", "sigmoid"),
+    **dict.fromkeys(("router_top_k_first", "router_renormalize", "router_scale"), ANY),
+    **dict.fromkeys(("router_bias", "router_groups", "router_open_groups", "router_z_loss"), ANY),
+    "balance": ("none", "bias", "sequence", "batch"),
+    **dict.fromkeys(("balance_rate", "balance_weight"), ANY),
 }
 """Maps a key in `[model]` to the values that the fused step (`fused_loss_sum`) supports; ANY for
 every value. A key that is missing is supported at its default only, which is how models were before

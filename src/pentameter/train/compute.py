@@ -184,9 +184,10 @@ def _choose_kernels(
     if (obstacle := plan.fused_obstacle) is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
     products, model = arithmetic(precision).products, plan.config.model
-    odd = native.odd_widths(model)
+    widths = native.vector_widths(model)
+    odd = [f"model.{key}={width}" for key, width in widths.items() if width % native.CHANNELS]
     wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
-    if len(odd) == 2 and "vector" in wanted:
+    if len(odd) == len(widths) and "vector" in wanted:
         wanted.remove("vector")
     missing = {name: native.load(name, capabilities) for name in wanted}
     everywhere = world.all_gather(missing)

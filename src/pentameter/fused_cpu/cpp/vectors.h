@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #ifndef VECTOR_BYTES  // a test names other widths than the CPU's own
 #if defined(__AVX512F__)
