@@ -24,7 +24,7 @@ from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_s
 from pentameter.data.batches.rows_read import rows_read, source_names
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.evaluate.split import evaluation_batch_size
-from pentameter.optim.build import AnyOptimizer
+from pentameter.optim.build import AnyOptimizer, JointOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.processes.world import World
@@ -44,6 +44,8 @@ def load_tensors(
     """Load weights and optimizer state from `checkpoint`: each rank reads its own shards, whichever
     layout wrote it. Collective. Raises CorruptError if a tensor is missing or does not fit."""
     load_model_state(engine.models, checkpoint.tensors("model"), world)
+    for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
+        part.state.clear()  # else the memory would have to hold two states
     load_optimizer_state(
         optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
     )
