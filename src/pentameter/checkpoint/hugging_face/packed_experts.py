@@ -63,12 +63,14 @@ def unpack(tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str,
     unpacked: dict[str, LazyTensor] = {}
     for name in names:
         theirs, (matrix, kind) = _their_name(name), _matrix(name)
-        if f"{theirs}_blocks" in tensors:
-            rows = _dequantized(tensors[f"{theirs}_blocks"], tensors[f"{theirs}_scales"])
-        else:
-            rows = _transposed(tensors[theirs]) if kind == "weight" else tensors[theirs]
-        is_half = matrix in ("gate", "up")
-        unpacked[name] = _every_other(rows, first=int(matrix == "up")) if is_half else rows
+        is_quantized = f"{theirs}_blocks" in tensors
+        endings = ("_blocks", "_scales") if is_quantized else ("",)
+        parts = [tensors[theirs + ending] for ending in endings]
+        if kind == "weight" and not is_quantized:
+            parts = [_transposed(part) for part in parts]
+        if matrix in ("gate", "up"):
+            parts = [_every_other(part, first=int(matrix == "up")) for part in parts]
+        unpacked[name] = _dequantized(*parts) if is_quantized else parts[0]
     return unpacked
 
 
@@ -151,7 +153,8 @@ def _dequantized(blocks: LazyTensor, scales: LazyTensor) -> LazyTensor:
     import torch
 
     n_experts, n_out, n_blocks, n_bytes = blocks.shape
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)))
+    values = (*_VALUES, *(-value for value in _VALUES))
+    of_byte = torch.tensor([(values[byte % 16], values[byte // 16]) for byte in range(256)])
 
     def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
         experts, rows, columns = region
@@ -160,8 +163,8 @@ def _dequantized(blocks: LazyTensor, scales: LazyTensor) -> LazyTensor:
         for number, expert in enumerate(_one_by_one(experts)):
             pairs = blocks[expert, rows, along, slice(0, n_bytes)][0]  # (rows, blocks, 16)
             exponents = scales[expert, rows, along][0].to(torch.int32) - _EXPONENT_BIAS
-            numbers = values[torch.stack((pairs & 15, pairs >> 4), dim=-1).to(torch.int32)]
-            scaled = torch.ldexp(numbers.flatten(2), exponents[..., None]).flatten(1)
+            numbers = of_byte[pairs.to(torch.int32)].flatten(2)  # (rows, blocks, 32)
+            scaled = torch.ldexp(numbers, exponents[..., None]).flatten(1)
             target[number].copy_(scaled[:, first:][:, : target.shape[2]])
 
     return LazyTensor((n_experts, n_out, n_blocks * _BLOCK), torch.float32, fill)
