@@ -32,8 +32,7 @@ from pentameter.planning.plan import Plan
 
 ROWS = "planner/moe_rows.json"
 NATURAL_IMBALANCE = 1.5
-"""The imbalance with which Qwen3-235B's row of 16,384 tokens is planned as much slower than with
-forced balance as it was (295 → 237 TFLOP/s); its other rows test it."""
+"""The imbalance of rows with natural routing, which no table says."""
 FOLDING_BATCH = 1024
 """Sequences per step in the folding paper's table 4, as its numbers of GPUs suggest."""
 PUBLISHED_DEVICES = {"h100": "h100-80gb"}
