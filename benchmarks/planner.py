@@ -6,9 +6,10 @@
     python benchmarks/planner.py --fit ampere     # fits a calibration on the calibration rows
     python benchmarks/planner.py --plot FILE.svg  # draws predicted over published
 
-Reads `planner/published_rows.json` of PENTAMETER_DATA_DIR. Every row goes the way that
-`pentameter plan CONFIG --cluster C --layout L --json` goes. Rows are split by a hash of what they
-say: of each source two in five fit the constants, the rest test them. Our own run fits, too.
+Reads `planner/published_rows.json` and `planner/moe_rows.json` (`mixtures.py`) of
+PENTAMETER_DATA_DIR. Every row goes the way that `pentameter plan CONFIG --cluster C --layout L
+--json` goes. Rows are split by a hash of what they say: of each source two in five fit the
+constants, the rest test them. Our own run fits, too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mixtures import ROWS as MIXTURE_ROWS
+from mixtures import groups_in_order, mixture_rows, unscored
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
@@ -39,6 +42,8 @@ from pentameter.estimating.step_time import step_time
 from pentameter.planning.layout import Layout
 
 ROWS = "planner/published_rows.json"
+H100_2023 = str(Path(__file__).with_name("h100-2023.toml"))
+"""An H100 with the libraries of 2023, for `--cluster`."""
 GPT: dict[str, Any] = {
     "model.activation": "gelu_tanh",
     "model.bias": True,
@@ -103,7 +108,7 @@ def _nodes(n_devices: int) -> str:
 
 def llm_foundry(table: Mapping[str, Any]) -> Iterator[Row]:
     """MosaicML's table: FSDP, without tensor or pipeline parallelism. FP8 rows are left out."""
-    devices = {"h100_80gb": "h100-80gb", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
+    devices = {"h100_80gb": H100_2023, "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
     zero = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}
     dims = table["dims_hidden_layers_heads"]
     for row in table["rows"]:
@@ -172,7 +177,8 @@ def megatron_core(table: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def nanotron(table: Mapping[str, Any]) -> Iterator[Row]:
-    """Nanotron's Llama-like models on H100s; step times follow from MFU, 6·N + 12·L·D·T a token."""
+    """Nanotron's Llama-like models on H100s, with FlashAttention 2; step times follow from MFU,
+    6·N + 12·L·D·T a token."""
     context, vocab = table["seq"], table["vocab"]
     for row in table["rows"]:
         layers, width, heads, d_ff, tied = table["dims_layers_hidden_heads_ffn_tied"][
@@ -197,14 +203,15 @@ def nanotron(table: Mapping[str, Any]) -> Iterator[Row]:
             label=f"{row['params_b']}B {degrees} × {row['mbs']}",
             settings=settings,
             layout=degrees + sequence,
-            cluster=f"h100-80gb:{_nodes(n)}",
+            cluster=f"{H100_2023}:{_nodes(n)}",
             step_seconds=flops * batch * context / (row["mfu_pct"] / 100 * 989.4e12 * n),
             memory_bytes=row["mem_gb"] * 1e9,
         )
 
 
 def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
-    """torchtitan's Llama 3 on H100s with 96 GB at 500 W; rows in FP8 are left out."""
+    """torchtitan's Llama 3 on H100s with 96 GB at 500 of 700 W, which reach no more than full ones
+    did with the libraries of 2023; rows in FP8 are left out."""
     for row in table["rows"]:
         if "fp8" in row["opt"]:
             continue
@@ -221,7 +228,7 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
                 "train.compile": row["opt"] != "eager",
             },
             layout=f"data={row['gpus']},zero=3",
-            cluster=f"h100-80gb:{_nodes(row['gpus'])}",
+            cluster=f"{H100_2023}:{_nodes(row['gpus'])}",
             step_seconds=row["gbs"] * row["seq"] / (row["tps"] * row["gpus"]),
             memory_bytes=row["mem_gib"] * 2**30,
         )
@@ -264,12 +271,17 @@ READERS = {
 }
 
 
+def read_rows(name: str) -> Any:
+    """The content of a file of published rows."""
+    folder = data_folder()
+    if folder is None or not (folder / name).is_file():
+        raise ConfigError(f"{name} is not in PENTAMETER_DATA_DIR")
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
 def published_rows() -> list[Row]:
     """All rows that a configuration can say, and our own."""
-    folder = data_folder()
-    if folder is None or not (folder / ROWS).is_file():
-        raise ConfigError(f"{ROWS} is not in PENTAMETER_DATA_DIR")
-    tables = json.loads((folder / ROWS).read_text(encoding="utf-8"))
+    tables = read_rows(ROWS)
     published = (read(tables[name]) for name, read in READERS.items())
     return [*itertools.chain(*published), *own_runs()]
 
@@ -484,6 +496,32 @@ def _line(name: str, errors: list[float]) -> str:
     )
 
 
+def print_mixtures(facts: Sequence[Mapping[str, Any]], *, every: bool) -> None:
+    """Median, 90th percentile and worst error of mixtures of experts, as `print_table`; whether
+    layouts of one model on as many devices are in their published order; the verdict on runs out of
+    memory; and what is not scored. `every`: print each row first."""
+    rows = list(mixture_rows(facts))
+    if every:
+        print(*rows, sep="\n")
+    timed = [row for row in rows if not row.is_out_of_memory]
+    print("\n| mixtures | rows | median | 90th percentile | worst | bias |\n" + "| --- " * 6 + "|")
+    for is_calibration, kind in ((False, "test"), (True, "calibration")):
+        chosen = [row for row in timed if row.is_calibration is is_calibration]
+        for source in (*dict.fromkeys(row.source for row in chosen), None):
+            errors = [row.error for row in chosen if source in (row.source, None)]
+            print(_line(f"{source or 'all'}, {kind}", errors))
+    for key, group in groups_in_order(timed).items():
+        names = [f"{row.name} {row.step_seconds:.3g} s ({row.seconds:.3g})" for row in group]
+        pairs = list(itertools.combinations([row.seconds for row in group], 2))
+        n_right = sum(faster < slower for faster, slower in pairs)
+        print(f"{key}: {n_right} of {len(pairs)} pairs in order: {', '.join(names)}")
+    for row in rows:
+        if row.is_out_of_memory:
+            print(f"out of memory, and {'planned to fit' if row.estimate.fits else 'refused'}: "
+                  f"{row.label}")  # fmt: skip
+    print("not scored:", "; ".join(f"{n} {why}" for why, n in unscored(facts).items()))
+
+
 def draw(path: Path, outcomes: list[Outcome]) -> None:
     """Predicted over published step times, calibration rows hollow."""
     from matplotlib.figure import Figure
@@ -539,6 +577,7 @@ def main() -> None:
         print_study()
         return
     print_table(outcomes)
+    print_mixtures(read_rows(MIXTURE_ROWS)["rows"], every=parsed.rows)
     if parsed.plot:
         draw(parsed.plot, outcomes)
 

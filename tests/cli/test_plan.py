@@ -50,6 +50,24 @@ def test_the_view_says_the_verdict_first(capsys):
         assert word in said
 
 
+def test_an_imbalance_of_experts_is_said(capsys):
+    mixture = ("qwen3-30b-a3b", "--cluster", "h100-80gb:8x1", "--layout", "zero=1,expert=8")
+    assert plan.run([*mixture]) == 0
+    assert "imbalance 1 assumed (ranks' experts get equally many tokens)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    even, uneven = planned(capsys, *mixture), planned(capsys, *mixture, "--imbalance", "1.25")
+    assert (even["imbalance"], uneven["imbalance"]) == (1.0, 1.25)
+    assert uneven["time"]["step_seconds"] > 1.05 * even["time"]["step_seconds"]
+    assert uneven["memory"]["activations_bytes"] > even["memory"]["activations_bytes"]
+    with pytest.raises(ConfigError, match=r"--imbalance 0.5 must be at least 1"):
+        plan.run([*mixture, "--imbalance", "0.5"])
+    with pytest.raises(
+        ConfigError, match=r"--imbalance 2 is about experts, and gpt2-124m has none"
+    ):
+        plan.run(["gpt2-124m", "--imbalance", "2"])
+
+
 def test_the_search_lists_layouts_best_first(capsys):
     found = planned(capsys, "gpt2-124m", "--cluster", "h100-80gb:4x1", "--search")
     times = [each["time"]["step_seconds"] for each in found["layouts"]]

@@ -35,7 +35,9 @@ COUNTS = {
     "llama3-8b": (8_030_261_248, 8_030_261_248),
     "llama3-70b": (70_553_706_496, 70_553_706_496),
     "mixtral-8x7b": (46_702_792_704, 46_702_792_704),
+    "mixtral-8x22b": (140_630_071_296, 140_630_071_296),
     "qwen3-30b-a3b": (30_532_122_624, 30_532_122_624),
+    "qwen3-235b-a22b": (235_093_634_560, 235_093_634_560),
     "olmoe-1b-7b": (6_919_161_856, 6_919_161_856),
     "gpt-oss-20b": (20_914_757_184, 20_914_757_184),
     "deepseek-v2-lite": (15_706_484_224, 15_706_484_224),
@@ -64,6 +66,8 @@ ACTIVE = {
     "deepseek-v3": 37_552_297_472,
     "mixtral-8x7b": 12_879_925_248,
     "qwen3-30b-a3b": 3_353_032_704,
+    "mixtral-8x22b": 39_161_468_928,
+    "qwen3-235b-a22b": 22_190_763_520,
     "olmoe-1b-7b": 1_282_017_280,
     "gpt-oss-20b": 4_187_440_704,
     "stdlib-moe": 821_152,
@@ -77,6 +81,21 @@ def test_a_token_meets_exactly_its_parameters(name: str) -> None:
     plan = plan_of(name)
     assert plan.n_active == ACTIVE[name]
     assert plan.to_json()["model"]["active_parameters"] == ACTIVE[name]
+
+
+# From published model FLOP/s ÷ tokens/s, at 4,096 tokens.
+PUBLISHED_GIGAFLOPS = {
+    "qwen3-30b-a3b": (22.8, 23.1),
+    "qwen3-235b-a22b": (147.7, 148.3),
+    "deepseek-v3": (249.1, 249.7),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_GIGAFLOPS)
+def test_flops_of_a_mixture_are_those_published(name: str) -> None:
+    least, most = PUBLISHED_GIGAFLOPS[name]
+    counted = plan_of(name).to_json()["model"]["causal_flops_per_token"] / 1e9
+    assert least * 0.995 < counted < most * 1.005
 
 
 def built(model: ModelConfig, layers: range) -> dict[str, int]:

@@ -25,7 +25,9 @@ from pentameter.data.batches.tree import leaves
 from pentameter.errors import ConfigError
 from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import stage_tables
+from pentameter.model.experts import Experts
 from pentameter.parallel.data_parallel import micro_batch, shard_state
+from pentameter.parallel.expert_parallel import Exchange
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh, build_mesh
@@ -85,17 +87,11 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     return its bytes beside those of `plan` (a run's layout, parameters and batch sizes).
 
     No other process is needed: the process group has the layout's full size, but its other ranks do
-    not exist. It is initialized here and destroyed at the end, so none may exist before. precision:
-    a resolved `train.precision` (`bf16`), not `auto`. Raises ConfigError for a rank outside the
-    layout.
+    not exist. It is initialized here and destroyed at the end, so none may exist before. Ranks that
+    exchange rows for experts get equally many. precision: a resolved `train.precision` (`bf16`),
+    not `auto`. Raises ConfigError for a rank outside the layout.
     """
     layout = plan.layout
-    if layout.shards_experts:
-        raise ConfigError(
-            f"--dry-run-rank traces no layout that shards experts ({layout}): how many rows a rank "
-            "gets follows from what its router computes; leave parallel.expert and "
-            "parallel.expert_tensor out, or plan without it (--dry-run)"
-        )
     if not 0 <= rank < layout.world_size:
         raise ConfigError(
             f"--dry-run-rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
@@ -121,6 +117,7 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
         model_slice = GPTSource().stage(plan, number, mesh, arithmetic(precision))
         with fake:
             _replace_meta_parameters(model_slice.model)
+        _balance_exchanges(model_slice.model)
         # As `assemble` does, outside fake mode: the meshes' tensors are real.
         module = StageModule(model_slice, torch.device("cpu"), arithmetic(precision))
         if mesh.parameters is not None:
@@ -136,6 +133,29 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
     return TracedRank(
         rank, parameters, gradients, _planned(plan, rank, precision), activations, planned
     )
+
+
+@dataclass(frozen=True)
+class _EvenExchange(Exchange):
+    """An exchange whose rows are the same number for each rank that holds different experts, since
+    fake tensors have no values to count."""
+
+    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return (rows received for each expert here, without values, (n, e); rows sent to each
+        rank; rows received from each), for `n_rows` and the indices `ends` (E,)."""
+        n_groups = self.n_ranks // self.n_shards
+        least, more = divmod(n_rows, n_groups)
+        sent = [least + (number < more) for number in range(n_groups) for _ in range(self.n_shards)]
+        received = ends.new_empty(self.n_ranks, len(ends) // n_groups)
+        return received, sent, [sent[0]] * self.n_ranks
+
+
+def _balance_exchanges(module: nn.Module) -> None:
+    """Have the layers of sharded experts in a module exchange equally many rows with each rank, in
+    place."""
+    for each in module.modules():
+        if isinstance(each, Experts) and isinstance(each.exchange, Exchange):
+            each.exchange = _EvenExchange(each.exchange.group_name, each.exchange.n_shards)
 
 
 def _replace_meta_parameters(module: nn.Module) -> None:

@@ -49,6 +49,9 @@ class PlanArguments:
     """Draw the pipeline's schedule."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the plan as a page to open in a browser."""
+    imbalance: Annotated[float, tyro.conf.arg(metavar="RATIO")] = 1.0
+    """Assume that, in each layer with experts, one rank's experts get so many times the mean number
+    of tokens over ranks, in time and in memory. 1: all get equally many."""
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
     """The price of a device for an hour, to say what the run costs."""
     dry_run_rank: Annotated[int | None, tyro.conf.arg(metavar="RANK")] = None
@@ -72,6 +75,7 @@ def run(arguments: list[str]) -> int:
     layout = BEST if parsed.search or parsed.scale else parsed.layout
     overrides = [*overrides, *layout_overrides(layout)]
     config = load_config(*configuration_of(parsed.source, overrides))
+    _check_imbalance(config, parsed.imbalance)
     sizes = sizes_of_data(config)
     cluster = measured_cluster() if parsed.cluster is None else parse_cluster(parsed.cluster)
     if cluster is None:
@@ -83,14 +87,14 @@ def run(arguments: list[str]) -> int:
     if parsed.search:
         from pentameter.estimating.search import search, why_nothing_fits
 
-        found = search(config, cluster, *known)
+        found = search(config, cluster, *known, imbalance=parsed.imbalance)
         if not found.estimates:
             raise ConfigError(why_nothing_fits(config, cluster, found))
         estimate = found.estimates[0]
     else:
         from pentameter.estimating.estimate import make_estimate
 
-        estimate = make_estimate(config, cluster, *known)
+        estimate = make_estimate(config, cluster, *known, imbalance=parsed.imbalance)
     if parsed.dry_run_rank is not None:
         from pentameter.calibrate.traced_rank import trace_rank
 
@@ -110,6 +114,19 @@ def run(arguments: list[str]) -> int:
 
     print_tables(plan_text(estimate, found, parsed.price), WIDTH)
     return 0
+
+
+def _check_imbalance(config: Config, imbalance: float) -> None:
+    """Raise ConfigError for an imbalance below 1, or one beyond 1 without experts."""
+    if not imbalance >= 1:
+        raise ConfigError(
+            f"--imbalance {imbalance:g} must be at least 1: the most rows that a rank's experts "
+            "get ÷ the mean over ranks"
+        )
+    if imbalance > 1 and config.model.n_experts is None:
+        raise ConfigError(
+            f"--imbalance {imbalance:g} is about experts, and {config.name} has none; leave it out"
+        )
 
 
 def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) -> int:
@@ -149,7 +166,7 @@ def _scale(
                 ".png or .pdf"
             )
     points = []
-    for point in scale(config, cluster, *known):
+    for point in scale(config, cluster, *known, imbalance=parsed.imbalance):
         points.append(point)
         if sys.stderr.isatty():
             print(f"\r{point.n_devices:,} devices", end="", file=sys.stderr, flush=True)

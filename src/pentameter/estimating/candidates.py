@@ -9,13 +9,13 @@ split of weights and optimizer state plus its blocks' activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
-from pentameter.config.schema import ParallelConfig
+from pentameter.config.schema import ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import Cluster
 from pentameter.estimating.communication import Communication
@@ -25,6 +25,7 @@ from pentameter.estimating.links import Links
 from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
 from pentameter.estimating.shares import stage_tables
 from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.flops import end_weights
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
@@ -67,19 +68,27 @@ class Candidates:
     cluster and may fit their memory."""
 
     def __init__(
-        self, plan: Plan, cluster: Cluster, precision: str, *, sequence: bool | None = None
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        precision: str,
+        *,
+        sequence: bool | None = None,
+        imbalance: float = 1.0,
     ) -> None:
         """`plan` is the configuration's Plan (batch, steps, parameters) on a single rank,
         `precision` the matmul precision (a `train.precision` other than `auto`). `sequence` sets
-        whether tensor-parallel ranks also split the sequence; None tries both."""
+        whether tensor-parallel ranks also split the sequence; None tries both. `imbalance` is the
+        most rows that a rank's experts get ÷ the mean over ranks."""
         self.plan = plan
         self.cluster = cluster
         self.precision = precision
         self.sequences = (True, False) if sequence is None else (sequence,)
+        self.imbalance = imbalance
         self.n_legal = 0
         """Layouts that split model, batch and devices evenly, whether or not they may fit."""
         self._known: dict[object, ComputeTime] = {}
-        self._trained: dict[object, int] = {}
+        self._trained: dict[object, _Elements] = {}
         self._memories: dict[object, Any] = {}
         self._bytes: dict[int, int] = {}
 
@@ -122,7 +131,7 @@ class Candidates:
                     continue  # 1F1B saves fewer activations in the same time
                 changed = config.model_copy(update={"parallel": parallel, "train": train})
                 fused = self._fuses_dropout(layout)
-                step = Step(changed, layout, stages, self.precision, fused)
+                step = Step(changed, layout, stages, self.precision, fused, self.imbalance)
                 if kept + _least_activation_bytes(step) <= cluster.usable_bytes:
                     yield LayoutCandidate(step, bound.seconds(step))
 
@@ -159,8 +168,9 @@ class Candidates:
                     _schedules(p, model.n_layers),
                     ("ring", "all-to-all") if c > 1 else ("ring",),
                     self.sequences if can_split_sequence else (False,),
+                    _expert_degrees(model, n // p, self.cluster.node_size),
                 )
-                for zero, (schedule, v), mode, sequence in ways:
+                for zero, (schedule, v), mode, sequence, (expert, expert_tensor) in ways:
                     yield old.model_copy(
                         update={
                             "data": data,
@@ -172,28 +182,28 @@ class Candidates:
                             "zero": zero,
                             "schedule": schedule,
                             "virtual_stages": v,
+                            "expert": expert,
+                            "expert_tensor": expert_tensor,
                         }
                     )
 
     @cached_property
-    def _numbers(self) -> tuple[int, int, int]:
-        """Element counts for all weights, for the trained ones, and for their optimizer state."""
+    def _numbers(self) -> tuple[_Elements, _Elements]:
+        """Elements in all weights with their optimizer state, and in the trained weights."""
         table, optimizer = self.plan.table, self.plan.config.optimizer
         trained = [spec for spec in table if spec.is_trained]
-        return (
-            sum(spec.n_elements for spec in table),
-            sum(spec.n_elements for spec in trained),
-            sum(spec.n_elements * optimizer_slots(optimizer, spec) for spec in trained),
-        )
+        states = (spec.n_elements * optimizer_slots(optimizer, spec) for spec in trained)
+        held = _Elements.of(table) + _Elements.of(trained, states)
+        return held, _Elements.of(trained)
 
-    def _n_trained(self, layout: Layout, stages: Sequence[range]) -> int:
-        """Return how many trained elements the first pipeline rank holds, before tensor parallelism
-        or ZeRO shards them. `stages` lists each stage's layers."""
+    def _n_trained(self, layout: Layout, stages: Sequence[range]) -> _Elements:
+        """Return how many trained elements the first pipeline rank holds, before tensor or expert
+        parallelism or ZeRO shards them. `stages` lists each stage's layers."""
         key = tuple(stages[number] for number in layout.stages_of(0))
         if key not in self._trained:
             tables = stage_tables(self.plan.config, layout, stages, 0)
             specs = itertools.chain.from_iterable(table for _, table in tables)
-            self._trained[key] = sum(spec.n_elements for spec in specs if spec.is_trained)
+            self._trained[key] = _Elements.of([spec for spec in specs if spec.is_trained])
         return self._trained[key]
 
     def _least_state_bytes(self, layout: Layout) -> tuple[float, float]:
@@ -202,13 +212,40 @@ class Candidates:
         fewest are unsharded at the same time. Both are 0 with `train.offload`."""
         if self.plan.config.train.offload:
             return 0.0, 0.0
-        weights, trained, slots = self._numbers
-        n_ranks = layout.tensor * layout.pipeline * layout.expert * layout.expert_tensor
-        e = Step(self.plan.config, layout, (), self.precision).element_bytes
-        shard = layout.parameter_sizes["shard"]
+        held, trained = self._numbers
+        e = Step(self.plan.config, layout, (), self.precision).element_bytes / layout.pipeline
         whole = LayoutRules(layout).keeps_whole_gradients(1)
-        kept = e * (weights + slots) / (n_ranks * shard)
-        return kept, e * trained / (n_ranks * (1 if whole else shard))
+        return e * held.on_rank(layout), e * trained.on_rank(layout, before_zero=whole)
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Element counts of parameters: those of experts, and all others."""
+
+    of_experts: int
+    others: int
+
+    @staticmethod
+    def of(specs: Sequence[ParameterSpec], sizes: Iterable[int] | None = None) -> _Elements:
+        """Count parameters' elements; `sizes` replaces each one's own count."""
+        sizes = (spec.n_elements for spec in specs) if sizes is None else sizes
+        counts = [0, 0]
+        for spec, size in zip(specs, sizes, strict=True):
+            counts["experts" not in spec.axes] += size
+        return _Elements(*counts)
+
+    def __add__(self, more: _Elements) -> _Elements:
+        return _Elements(self.of_experts + more.of_experts, self.others + more.others)
+
+    def on_rank(self, layout: Layout, *, before_zero: bool = False) -> float:
+        """Return the fewest elements that a rank can hold of these, by an even split over the ranks
+        of one pipeline stage, before or after ZeRO shards them."""
+        shard = 1 if before_zero else layout.parameter_sizes["shard"]
+        others = self.others / (layout.tensor * shard)
+        if layout.shards_experts:
+            shard = 1 if before_zero else layout.expert_sizes["expert_shard"]
+            shard *= layout.expert * layout.expert_tensor
+        return others + self.of_experts / shard
 
 
 def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int]:
@@ -240,6 +277,22 @@ def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
                 yield name, v
 
 
+def _expert_degrees(model: ModelConfig, n_ranks: int, node_size: int) -> list[tuple[int, int]]:
+    """Return the (expert, expert_tensor) degrees worth trying for the `n_ranks` ranks of a pipeline
+    stage: every number that divides the experts, and shards of an expert's matrices within a node
+    where ranks could not have fewer experts instead, which are as small, sent less and multiplied
+    faster. (1, 1) alone for a model without experts."""
+    if model.n_experts is None:
+        return [(1, 1)]
+    found = []
+    for expert, shards in itertools.product(_divisors(model.n_experts), _divisors(node_size)):
+        fewer = any(model.n_experts % (expert * d) == 0 for d in _divisors(shards)[1:])
+        divides = n_ranks % (expert * shards) == 0 and model.expert_width % shards == 0
+        if divides and not fewer:
+            found.append((expert, shards))
+    return found
+
+
 def _micro_batches(rows: int) -> list[int]:
     """Return the possible micro-batch sizes: the divisors of `rows` (sequences per data-parallel
     rank), up to LARGEST_MICRO_BATCH."""
@@ -252,11 +305,14 @@ def _divisors(n: int) -> list[int]:
 
 def _least_activation_bytes(step: Step) -> float:
     """Return the minimum activation bytes on the first pipeline rank: those saved by its blocks,
-    for as many micro-batches as are in flight at once; half as many in a V schedule."""
+    for as many micro-batches as are in flight at once; half as many in a V schedule. A block is the
+    smaller of the first and the last one's kind, if the first layers have no experts."""
     config, layout, stages = step.config, step.layout, step.stages
-    run = run_operations(config.model, config.lora, range(1))
-    block = [op for op in run if op.layer is not None]
-    each = ActivationBytes(step).stage(block)
+    model, costs = config.model, ActivationBytes(step)
+    last = model.n_layers - 1
+    ends = {model.has_experts(layer): layer for layer in (last, 0)}.values()
+    runs = (run_operations(model, config.lora, range(layer, layer + 1)) for layer in ends)
+    each = min(costs.stage([op for op in run if op.layer is not None]) for run in runs)
     n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
     under_way = min(layout.pipeline, step.n_micro_batches) / (2 if layout.turns_back else 1)
     return each * n_layers * under_way
@@ -272,7 +328,7 @@ class _Bound:
         stages: Sequence[range],
         cluster: Cluster,
         known: dict[object, ComputeTime],
-        n_trained: int,
+        n_trained: _Elements,
     ) -> None:
         """`stages` lists each stage's layers; `known` caches ComputeTime across layouts, by its
         `key`; `n_trained` counts the trained elements on the first pipeline rank, before
@@ -284,10 +340,7 @@ class _Bound:
         self.n_trained = n_trained
         self.rules = LayoutRules(layout)
         self.links = Links(layout, cluster)
-        self.ranks = [
-            (numbers, sum(len(stages[number]) for number in numbers))
-            for numbers in map(layout.stages_of, range(layout.pipeline))
-        ]
+        self.ranks = list(map(layout.stages_of, range(layout.pipeline)))
 
     def seconds(self, step: Step) -> float:
         """Return a lower bound in seconds on the time for `step`, which has this layout."""
@@ -296,10 +349,14 @@ class _Bound:
         compute = self.known.setdefault(compute.key, compute)
         seconds = [compute.stage(layers) for layers in self.stages]
         whole = [sum(each) for each in seconds]
-        sums = self.sums_of_layer(step)
+        sums, exchange = self.sums_of_sub_layer(step), self.exchange_of_layer(step)
+        has_experts = step.config.model.has_experts
         slowest = filling = draining = 0.0
-        for numbers, n_layers in self.ranks:
-            busy = M * (sum(whole[number] for number in numbers) + n_layers * sums)
+        for numbers in self.ranks:
+            layers = list(itertools.chain.from_iterable(self.stages[each] for each in numbers))
+            n_experts = sum(map(has_experts, layers))
+            waiting = (2 * len(layers) - n_experts) * sums + n_experts * exchange
+            busy = M * (sum(whole[number] for number in numbers) + waiting)
             # While other ranks drain the pipeline, it may compute its weights' gradients.
             late = 0.0
             if layout.splits_backward:
@@ -313,38 +370,59 @@ class _Bound:
         hidden = self.cluster.device.calibration.interference_share * min(slowest, sent)
         return max(slowest, sent) + hidden
 
-    def sums_of_layer(self, step: Step) -> float:
-        """Return the minimum seconds per micro-batch that one layer waits for tensor-parallel sums
-        in its two sub-layers, forward and backward; 0 without tensor parallelism. With sequence
-        parallelism a sum is two collectives, each half as long as an all-reduce."""
+    def exchange_of_layer(self, step: Step) -> float:
+        """Return the minimum seconds per micro-batch that a layer with experts waits for the
+        exchange of rows, forward and backward; 0 if its experts are not sharded. Each token's k
+        rows travel twice in each pass, to every shard of an expert."""
+        layout, model = self.layout, step.config.model
+        if not layout.shards_experts:
+            return 0.0
+        n_tokens = step.micro_batch_size * model.context_length // layout.context
+        n_rows = n_tokens // layout.tensor * model.n_chosen * layout.expert_tensor
+        n_bytes = n_rows * model.d_model * step.product_bytes
+        sent = self.links.seconds("expert", "all_to_all", Communication(1, n_bytes))
+        n_backward = 1 if step.config.lora.rank is None else 0
+        counting = self.cluster.device.calibration.counts_seconds
+        return counting + (2 + 2 * n_backward) * step.rows_over_mean * sent
+
+    def sums_of_sub_layer(self, step: Step) -> float:
+        """Return the minimum seconds per micro-batch that attention or a feed-forward layer waits
+        for tensor-parallel sums, forward and backward; 0 without tensor parallelism, and for a
+        layer that has only its result summed. With sequence parallelism a sum is two collectives,
+        each half as long as an all-reduce."""
         layout, config = self.layout, step.config
         if layout.tensor == 1:
             return 0.0
         n_tokens = step.micro_batch_size * config.model.context_length // layout.context
         n_bytes = n_tokens * config.model.d_model * step.product_bytes
         one = self.links.seconds("tensor", "all_reduce", Communication(1, n_bytes))
+        if config.model.attention == "latent":  # narrower inputs than the stream are gathered
+            return one / 2
         if config.lora.rank is not None:  # the first layer's inputs need no gradient
-            return 2 * one
+            return one
         if not self.rules.reads_at_once(config.lora):
-            return 4 * one
+            return 2 * one
         gathers = 1 if layout.sequence else 0  # for the results' gradients
-        return (2 + gathers + 2 * self.cluster.device.calibration.interference_share) * one
+        return (1 + gathers / 2 + self.cluster.device.calibration.interference_share) * one
 
     def gradients_and_weights(self, step: Step) -> float:
         """Return the minimum seconds in a step for summing gradients and gathering weights over
         data-parallel ranks, in one call per step, or one per ZeRO unit. For parameters that
-        tensor-parallel ranks replicate, only 1/tensor is counted."""
+        tensor-parallel ranks replicate, only 1/tensor is counted; those of sharded experts, which
+        have links of their own, are left out."""
         rules, M, links = self.rules, step.n_micro_batches, self.links
         data_sum = step.sharding.data_sum
         if data_sum == "none":
             return 0.0
-        n = self.n_trained // self.layout.tensor
+        n = self.n_trained.others // self.layout.tensor
+        if not self.layout.shards_experts:
+            n += self.n_trained.of_experts
         whole = n * step.element_bytes
         if data_sum != "fsdp":
             return links.seconds("data", "all_reduce", Communication(1, whole))
         n_gathers = 1 if rules.weights_stay_gathered else 2 * M
         n_sums = M if rules.reduces_each_micro_batch else 1
-        n_units = 1 + 2 * self.ranks[0][1]
+        n_units = 1 + 2 * sum(len(self.stages[number]) for number in self.ranks[0])
         gathered = Communication(n_units, n * step.product_bytes)
         gathers = links.seconds("shard", "all_gather", gathered)
         sums = links.seconds("shard", "reduce_scatter", Communication(n_units, whole))

@@ -100,6 +100,10 @@ class Calibration(ProductShares):
     """Write speed, in bytes per second, to memory that the system has just mapped, page by page. A
     ZeRO run on a CPU writes there again and again. None if an allocator keeps memory, as on a GPU.
     """
+    counts_seconds: Seconds = 0.0
+    """Seconds that a device waits in each forward pass of a layer whose experts are sharded: the
+    host reads how many rows arrive before it launches what computes with them. Recomputation keeps
+    the counts, and does not wait."""
     hop_seconds: Seconds = 5e-6
     """Seconds for the smallest message between two devices in the same node."""
     network_hop_seconds: Seconds = 15e-6

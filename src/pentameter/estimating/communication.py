@@ -112,7 +112,7 @@ def communication_of_stages(step: Step) -> list[StepCommunication]:
     dimension, kind) → calls and bytes. Coordinates with equal stages are computed once and share
     the object."""
     found: dict[int, StepCommunication] = {}
-    for coordinates in alike_stages(step.layout, step.stages):
+    for coordinates in alike_stages(step.config.model, step.layout, step.stages):
         rank = step.layout.rank_of(pipeline=coordinates[0])
         found |= dict.fromkeys(coordinates, step_communication(step, rank))
     return [found[coordinate] for coordinate in range(step.layout.pipeline)]

@@ -78,7 +78,8 @@ def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> 
         shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
         again = op.layer is not None and index < last_saving[op.layer]
         costs = (op.token_products, op.contracts, len(op.saves), op.is_trained, op.gives_gradient)
-        key = repr((op.kind, shapes, *costs, again))
+        exchanged = tuple(each.kind for each in op.collectives)
+        key = repr((op.kind, shapes, *costs, exchanged, again))
         n = found[key].n + 1 if key in found else 1
         found[key] = Kind(op, key, again, n)
     return tuple(found.values())
@@ -133,6 +134,8 @@ class _ElementwiseTime:
         within attention, as in the fused CPU step."""
         self.shares = calibration.products(step.precision, fused=is_fused)
         self.peak = cluster.peak_flops(step.precision, config.train.matmul_precision)
+        precise = cluster.device.peak_flops("fp32", config.train.matmul_precision)
+        self.precise_peak = self.peak if precise is None else precise / cluster.sharing
 
     def _look_up(self, op: Operation) -> PassSeconds:
         """Return the seconds for an embedding lookup, which reads and writes one row per token. The
@@ -263,20 +266,26 @@ class _OperationTime(_ElementwiseTime):
 
     def _matmul(self, op: Operation) -> PassSeconds:
         """Return the seconds for a weight's matmul, (m, k) × (k, n), and for both its gradients,
-        which are matmuls with the same three sides, including rounding and accumulation."""
-        n_tokens, n_out = self.step.sharding.local_shape(op.result.shape, op.result.axes)
+        which are matmuls with the same three sides, including rounding and accumulation; for
+        experts' matrices those of all experts on the rank, and moving the rows to and from them."""
+        n_tokens, n_out = self.step.local_shape(op.result)
         (x,) = op.reads
         _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
         m = self.step.micro_batch_size * n_tokens
-        if (k := op.parameters[0].n_chosen) is not None:  # k rows a token, of a k-th of the numbers
-            m, n_out, n_in = m * k, n_out // k, n_in // k
         # A grid multiplies block by block, or with rows gathered from other ranks.
-        n_blocks = self.step.layout.sizes["tensor"] if self.step.layout.is_grid else 1
-        p = self.step.product_bytes
+        n_products = self.step.layout.sizes["tensor"] if self.step.layout.is_grid else 1
+        if (k := op.parameters[0].n_chosen) is not None:  # k rows a token, of a k-th of the numbers
+            n_products, *_ = self.step.sharding.parameter_shape(op.parameters[0])
+            m, n_out, n_in = math.ceil(m * k / n_products), n_out // k, n_in // k
+        p, peak = self.step.product_bytes, self.peak
+        if op.result.dtype == "softmax":  # a router's logits, in float32 whatever the precision
+            p, peak = self.step.summed_bytes, self.precise_peak
         forward, to_input, to_weight = (
-            n_blocks * product_seconds(self.cluster, self.shares, self.peak, *sides, p)
+            n_products * product_seconds(self.cluster, self.shares, peak, *sides, p)
             for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
         )
+        sorting = self._sorting(op)
+        forward, to_input = forward + sorting.forward, to_input + sorting.backward_input
         rounding, adding = self._weight_bytes(op.parameters)
         if not self.joins and self.step.rounds_weights:  # inputs and gradients, each separately
             both = 1 + self.step.element_bytes / self.step.product_bytes
@@ -291,6 +300,24 @@ class _OperationTime(_ElementwiseTime):
             to_input,
             to_weight + self._moving(adding) if op.is_trained else 0.0,
         )
+
+    def _sorting(self, op: Operation) -> PassSeconds:
+        """Return the seconds for sorting rows by expert before an experts' first matmul, or putting
+        them back after their last, in memory; 0 for other matmuls. Rows that other ranks sent are
+        sorted once more."""
+        forward = backward = 0.0
+        for each in op.collectives:
+            if each.kind not in ("dispatch", "combine"):
+                continue
+            rows = self.bytes.of([each.tensor])
+            forward += self._moving(2 * rows)  # read in one order, written in another
+            # A token's gradient is the sum over its rows, which are read once more for it.
+            backward += self._moving((3 if each.kind == "dispatch" else 2) * rows, 2)
+            if self.step.layout.shards_experts:
+                received = op.reads[0] if each.kind == "dispatch" else op.result
+                again = self._moving(2 * self.bytes.of([received]))
+                forward, backward = forward + again, backward + again
+        return PassSeconds(forward, backward, 0.0)
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
         """Return (bytes moved in a micro-batch to round these weights for matmuls, bytes moved to
@@ -329,7 +356,7 @@ class _OperationTime(_ElementwiseTime):
         n_tokens = self.step.micro_batch_size * op.result.shape[0]
         flops = 2 * op.token_products * n_tokens * local / whole
         n_context, n_channels = op.result.shape
-        n_attended = op.token_products / (2 * n_channels)
+        n_attended = self.step.config.model.window(op.layer or 0) or n_context
         channels = n_channels / self.step.config.model.n_heads
         shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
@@ -388,7 +415,7 @@ class ComputeTime:
         layout, train, each = self.step.layout, self.step.config.train, self._operations
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
-            layout.expert, layout.expert_tensor,
+            layout.expert, layout.expert_tensor, self.step.imbalance,
             train.micro_batch_size, train.activation_checkpoint, each.adds_whole,
             each.weights_come_rounded, each.joins_activations, each.bytes.step.fused_dropout,
         )  # fmt: skip

@@ -51,6 +51,9 @@ class Step:
     the other `auto`, fp32 is assumed."""
     fused_dropout: bool = False
     """Whether GPU kernels apply dropout to attention weights without writing them out."""
+    imbalance: float = 1.0
+    """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
+    rows: an assumption about the router. 1 if all get equally many."""
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -111,6 +114,20 @@ class Step:
     def rounds_weights(self) -> bool:
         """Whether matmuls read weights in a narrower dtype than they are stored in."""
         return self.product_bytes < self.element_bytes
+
+    def local_shape(self, tensor: ActivationTensor) -> tuple[int, int]:
+        """Return an activation's (tokens, numbers per token) for one sequence, on the rank that has
+        the most of it; rows for experts as many as `rows_over_mean` says."""
+        n_tokens, width = self.sharding.local_shape(tensor.shape, tensor.axes)
+        if tensor.axes[0] == "received":
+            n_tokens = math.ceil(n_tokens * self.rows_over_mean)
+        return n_tokens, width
+
+    @property
+    def rows_over_mean(self) -> float:
+        """The most rows that a rank's experts get ÷ the mean over ranks: `imbalance`, but at most
+        the number of ranks that hold different experts."""
+        return min(self.imbalance, self.layout.expert)
 
     def bytes_of(self, tensor: ActivationTensor) -> int:
         """Return the bytes per element in an activation, by its dtype."""
@@ -177,7 +194,7 @@ class ActivationBytes:
 
     def _one(self, tensor: ActivationTensor) -> int:
         n_rows = self.step.micro_batch_size
-        n_elements = math.prod(self.step.sharding.local_shape(tensor.shape, tensor.axes))
+        n_elements = math.prod(self.step.local_shape(tensor))
         return n_rows * n_elements * self.step.bytes_of(tensor)
 
     @property

@@ -36,11 +36,19 @@ class Estimate:
     precision: str
     """The matmul precision: the configuration's `train.precision`, or for `auto` the devices'
     best."""
+    imbalance: float = 1.0
+    """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
+    rows, an assumption; 1 if all get equally many."""
 
     @cached_property
     def memory(self) -> Memory:
         """Bytes by component on the rank that needs the most."""
-        return plan_memory(self.plan, self.precision, fused_dropout=self.fused_dropout)
+        return plan_memory(
+            self.plan,
+            self.precision,
+            fused_dropout=self.fused_dropout,
+            imbalance=self.imbalance,
+        )
 
     @property
     def fused_dropout(self) -> bool:
@@ -53,7 +61,8 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """The seconds for one step, in total and by component."""
-        return step_time(step_of(self.plan, self.precision), self.cluster, self.communication)
+        step = step_of(self.plan, self.precision, imbalance=self.imbalance)
+        return step_time(step, self.cluster, self.communication)
 
     @cached_property
     def communication(self) -> list[StepCommunication]:
@@ -149,7 +158,8 @@ class Estimate:
                 "shrink it"
             )
         if self.fused_dropout:
-            written = plan_memory(plan, self.precision).total_bytes - self.memory.total_bytes
+            whole = plan_memory(plan, self.precision, imbalance=self.imbalance)
+            written = whole.total_bytes - self.memory.total_bytes
             yield (
                 f"model.attention_dropout={plan.config.model.attention_dropout} is planned to be "
                 "dropped in kernels, which no measured run has timed; a run checks them at its "
@@ -166,7 +176,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `plan --json` prints: the Plan's record, with the estimated
         memory, time, links, cluster and warnings."""
-        time, found = self.time, plan_record(self.plan)
+        time, plan, found = self.time, self.plan, plan_record(self.plan)
         return {
             **found,
             "memory": {
@@ -190,6 +200,7 @@ class Estimate:
             },
             "links": self.links(),
             "precision": self.precision,
+            "imbalance": self.imbalance if plan.config.model.n_experts else None,
             "cluster": {**self.cluster.to_json(), "text": str(self.cluster)},
             "fits": self.fits,
             "warnings": list(self.warnings()),
@@ -210,11 +221,13 @@ def make_estimate(
     rows_per_epoch: int | None = None,
     *,
     layout: str | None = None,
+    imbalance: float = 1.0,
 ) -> Estimate:
     """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
     ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` is
     needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
-    counts in epochs.
+    counts in epochs. `imbalance`, at least 1, is the most rows that a rank's experts get ÷ the mean
+    over ranks; only layouts with `expert` depend on it.
 
     Raises ConfigError if the layout needs more devices than there are, or if model, batch and
     layout do not fit each other.
@@ -231,7 +244,7 @@ def make_estimate(
             )
         world_size = asked
     plan = make_plan(config, vocab_size, rows_per_epoch, world_size=world_size)
-    return Estimate(plan, cluster, best_precision(config, cluster))
+    return Estimate(plan, cluster, best_precision(config, cluster), imbalance)
 
 
 def plan(

@@ -16,6 +16,7 @@ from pentameter.estimating.shares import (
     ROOT,
     alike_stages,
     is_rounded,
+    stage_kind,
     stage_tables,
     units,
 )
@@ -81,7 +82,7 @@ def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -
     waiting = waiting_messages(layout, n_micro_batches)
     known = {} if known is None else known
     found = []
-    for coordinates in alike_stages(layout, step.stages):
+    for coordinates in alike_stages(step.config.model, layout, step.stages):
         key = layout, coordinates[0], n_micro_batches > 1
         if key not in known:
             known[key] = _RankMemory(step, coordinates[0])
@@ -184,7 +185,7 @@ class _RankActivations:
         known: dict[object, tuple[int, int, int]] = {}
         found = []
         for number in self.numbers:
-            kind = len(stages[number]), number == 0, number == last
+            kind = stage_kind(config.model, stages[number])
             if kind not in known:
                 run = run_operations(config.model, config.lora, stages[number])
                 known[kind] = self._of_stage(run, number > 0, number < last)

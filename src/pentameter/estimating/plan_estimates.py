@@ -24,12 +24,18 @@ from pentameter.formatting import size, whole
 from pentameter.planning.plan import Plan
 
 
-def step_of(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Step:
+def step_of(
+    plan: Plan,
+    precision: str | None = None,
+    *,
+    fused_dropout: bool = False,
+    imbalance: float = 1.0,
+) -> Step:
     """Return the Step (one optimizer step in a layout) that a Plan's estimates are computed from.
     `precision` is the run's matmul precision; None takes `train.precision`, with fp32 for `auto`.
     With `fused_dropout`, GPU kernels apply dropout to the attention weights, which are otherwise
-    written out."""
-    return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout)
+    written out. `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks."""
+    return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout, imbalance)
 
 
 def plan_state_bytes(plan: Plan) -> StateBytes:
@@ -42,14 +48,22 @@ def plan_state_bytes(plan: Plan) -> StateBytes:
     return state_bytes(step_of(plan), tables)
 
 
-def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
+def plan_memory(
+    plan: Plan,
+    precision: str | None = None,
+    *,
+    fused_dropout: bool = False,
+    imbalance: float = 1.0,
+) -> Memory:
     """Return the estimated bytes that the fullest rank holds in a step. `precision` is the run's
     matmul precision; None takes `train.precision`, with fp32 for `auto`. With `fused_dropout`,
-    kernels do not write out dropped attention weights. Raises ConfigError for a custom model, whose
-    activations are not known."""
+    kernels do not write out dropped attention weights; `imbalance` is the most rows that a rank's
+    experts get ÷ the mean over ranks. Raises ConfigError for a custom model, whose activations are
+    not known."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
-    return step_memory(step_of(plan, precision, fused_dropout=fused_dropout))
+    step = step_of(plan, precision, fused_dropout=fused_dropout, imbalance=imbalance)
+    return step_memory(step)
 
 
 def plan_communication(

@@ -67,16 +67,20 @@ def scale(
     rows_per_epoch: int | None = None,
     *,
     most: int = MOST_DEVICES,
+    imbalance: float = 1.0,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
     `cluster`. The configuration's batch size is kept. `vocab_size` is needed if the configuration
-    sets none, `rows_per_epoch` (batch rows in the training split) if it counts in epochs."""
+    sets none, `rows_per_epoch` (batch rows in the training split) if it counts in epochs.
+    `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1
     while n <= most:
         resized = cluster.resized(n)
-        candidates = all_candidates(config, resized, vocab_size, rows_per_epoch)
+        candidates = all_candidates(
+            config, resized, vocab_size, rows_per_epoch, imbalance=imbalance
+        )
 
         def best(
             allowed: Allowed, resized: Cluster = resized, among: Candidates = candidates
@@ -87,6 +91,7 @@ def scale(
                 vocab_size,
                 rows_per_epoch,
                 n_best=1,
+                imbalance=imbalance,
                 most_timed=TIMED_OF_EACH,
                 allowed=allowed,
                 among=among,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from pentameter.config.schema import Config, ParallelConfig
@@ -65,6 +65,7 @@ def search(
     n_best: int = 5,
     most_timed: int = MOST_TIMED,
     sequence: bool | None = None,
+    imbalance: float = 1.0,
     allowed: Allowed = lambda candidate: True,
     among: Candidates | None = None,
 ) -> Found:
@@ -75,11 +76,14 @@ def search(
     batch is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch
     rows in the training split) if it counts in epochs. At most `n_best` layouts are returned, after
     at most `most_timed` full timings. `sequence` sets whether tensor-parallel ranks also split the
-    sequence; None tries both. Candidates for which `allowed` is false are left out. `among` reuses
-    the candidates from another search for the same configuration and cluster; None lists them anew.
+    sequence; None tries both. `imbalance` is the most rows that a rank's experts get ÷ the mean
+    over ranks. Candidates for which `allowed` is false are left out. `among` reuses the candidates
+    from another search for the same configuration, cluster and imbalance; None lists them anew.
     """
     start = time.monotonic()
-    every = among or all_candidates(config, cluster, vocab_size, rows_per_epoch, sequence=sequence)
+    every = among or all_candidates(
+        config, cluster, vocab_size, rows_per_epoch, sequence=sequence, imbalance=imbalance
+    )
     precision = every.precision
     candidates = list(filter(allowed, every.by_bound))
     best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
@@ -112,7 +116,7 @@ def search(
     def estimate(candidate: LayoutCandidate) -> Estimate:
         n = candidate.step.layout.world_size
         chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
-        return Estimate(chosen, cluster, precision)
+        return Estimate(chosen, cluster, precision, imbalance)
 
     return Found(
         estimates=tuple(estimate(candidate) for _, candidate in ranked),
@@ -209,7 +213,7 @@ def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
     for change in _single_changes(estimate.plan):
         other = _changed(estimate.plan, [change])
         if other is not None:
-            changed = Estimate(other, estimate.cluster, estimate.precision)
+            changed = replace(estimate, plan=other)
             found.append((_as_options([change]), changed))
     return sorted(found, key=lambda each: each[1].time.seconds)
 
@@ -258,13 +262,15 @@ def all_candidates(
     rows_per_epoch: int | None = None,
     *,
     sequence: bool | None = None,
+    imbalance: float = 1.0,
 ) -> Candidates:
     """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
     as `among`. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch rows
     in the training split) if it counts in epochs. `sequence` sets whether tensor-parallel ranks
-    also split the sequence; None tries both."""
-    plan = _base(config, vocab_size, rows_per_epoch)
-    return Candidates(plan, cluster, best_precision(config, cluster), sequence=sequence)
+    also split the sequence; None tries both. `imbalance` is the most rows that a rank's experts get
+    ÷ the mean over ranks."""
+    plan, precision = _base(config, vocab_size, rows_per_epoch), best_precision(config, cluster)
+    return Candidates(plan, cluster, precision, sequence=sequence, imbalance=imbalance)
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:

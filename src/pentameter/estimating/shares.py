@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ModelConfig
 from pentameter.planning.adapters import training_table
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout
@@ -48,13 +48,19 @@ def stage_tables(
         held.update(spec.name for spec in table)
 
 
-def alike_stages(layout: Layout, stages: Sequence[range]) -> list[list[int]]:
-    """Return the `pipeline` coordinates in groups whose ranks have, in each stage, equally many
-    layers and the same ends of the model."""
-    last = layout.n_stages - 1
+def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) -> list[list[int]]:
+    """Return the `pipeline` coordinates in groups whose ranks have alike stages (`stage_kind`) and
+    neighbouring ones among them in the same places. `stages` lists each stage's layers."""
     found: dict[object, list[int]] = {}
     for coordinate in range(layout.pipeline):
         numbers = layout.stages_of(coordinate)
-        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
+        key = tuple((stage_kind(model, stages[n]), (n - 1) in numbers) for n in numbers)
         found.setdefault(key, []).append(coordinate)
     return list(found.values())
+
+
+def stage_kind(model: ModelConfig, layers: range) -> object:
+    """Return a key that is equal for stages with equally many layers with experts, equally many
+    without, and the same ends of the model."""
+    n_with_experts = sum(map(model.has_experts, layers))
+    return len(layers), n_with_experts, layers.start == 0, layers.stop == model.n_layers

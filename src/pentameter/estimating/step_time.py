@@ -8,7 +8,7 @@ tensor-parallel communication overlap with compute; they are exposed as far as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,17 +114,22 @@ class _Waits:
         layers = self.step.stages[number]
         key = id(self.communication[coordinate]), len(layers), self.compute.stage(layers)
         if key not in self._waits:
-            n_local_layers = sum(
-                len(self.step.stages[other]) for other in self.step.layout.stages_of(coordinate)
-            )
-            fraction = len(layers) / n_local_layers / self.step.n_micro_batches
-            self._waits[key] = self._waiting_of(layers, coordinate, fraction)
+            self._waits[key] = self._waiting_of(layers, coordinate)
         return self._waits[key]
 
-    def _waiting_of(self, layers: range, coordinate: int, fraction: float) -> _Waiting:
-        """Return the communication seconds in these layers' passes for one micro-batch. The rank at
-        `pipeline` coordinate `coordinate` spends `fraction` of its communication in a step on them.
-        """
+    def _fraction(self, layers: range, coordinate: int, counted: Callable[[int], bool]) -> float:
+        """Return the fraction of a step in which the rank at `pipeline` coordinate `coordinate`
+        computes one micro-batch in `layers`, if only layers for which `counted` is true count, and
+        all alike; 0 if it has none of these."""
+        numbers = self.step.layout.stages_of(coordinate)
+        n_local = sum(sum(map(counted, self.step.stages[number])) for number in numbers)
+        n_counted = sum(map(counted, layers))
+        return n_counted / n_local / self.step.n_micro_batches if n_counted else 0.0
+
+    def _waiting_of(self, layers: range, coordinate: int) -> _Waiting:
+        """Return the communication seconds in these layers' passes for one micro-batch, which the
+        rank at `pipeline` coordinate `coordinate` computes."""
+        fraction = self._fraction(layers, coordinate, lambda _: True)
         forward, backward, hidden = self._tensor(layers, coordinate, fraction)
         waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
         if self.step.layout.context > 1:
@@ -137,8 +142,14 @@ class _Waits:
             forward += exposed * FORWARD_SHARE
             backward += exposed * (1 - FORWARD_SHARE)
         if self.step.layout.shards_experts:
+            has_experts = self.step.config.model.has_experts
+            fraction = self._fraction(layers, coordinate, has_experts)
             exchange = fraction * self.links.total(self.communication[coordinate], "expert")
-            waiting.exposed["expert"] = exchange
+            exchange *= self.step.rows_over_mean  # all wait for the rank that gets the most rows
+            counts = self.links.cluster.device.calibration.counts_seconds
+            counting = counts * sum(map(has_experts, layers))
+            waiting.exposed["expert"] = counting + exchange
+            forward += counting
             forward_share = FORWARD_SHARE if self.compute.recomputes_products else 1 / 2
             forward += exchange * forward_share
             backward += exchange * (1 - forward_share)

@@ -91,18 +91,29 @@ class Exchange:
         """Return the outputs (R, D) of all experts for rows (R, D) sorted by expert, which end at
         `ends` (E,); 0 for rows behind the last. `compute` applies this rank's experts. Rows are
         sent in the matmul dtype."""
-        n_ranks = group_named(self.group_name).size()
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        sent = counts.unflatten(0, (n_ranks // self.n_shards, -1))
-        sent = sent.repeat_interleave(self.n_shards, 0)  # (n, e)
-        received = exchange_counts(sent, self.group_name)
-        n_sent, n_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        received, n_sent, n_received = self.counted(len(rows), ends)
         leaving = self._for_each_shard(rows.to(matmul_dtype(rows)), n_sent)
         arrived = exchange_rows(leaving, n_sent, n_received, self.group_name)
         outputs = self._by_expert(compute, arrived, received)
         returned = exchange_rows(outputs, n_received, n_sent, self.group_name)
         total = self._summed(returned, n_sent)
         return F.pad(total, (0, 0, 0, len(rows) - len(total)))
+
+    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return the rows that this rank receives, int64 (n, e), from each rank for each expert
+        here; how many it sends to each rank; and how many it receives from each. It has `n_rows`,
+        sorted by expert, which end at `ends` (E,). Collective; the host waits for the numbers."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        sent = counts.unflatten(0, (self.n_ranks // self.n_shards, -1))
+        sent = sent.repeat_interleave(self.n_shards, 0)  # (n, e)
+        received = exchange_counts(sent, self.group_name)
+        n_sent, n_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        return received, n_sent, n_received
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks that exchange rows, n."""
+        return group_named(self.group_name).size()
 
     def _for_each_shard(self, rows: Tensor, n_sent: Sequence[int]) -> Tensor:
         """Return rows (R, D) as they are sent: those for the experts of one rank once for each rank
@@ -243,3 +254,13 @@ def _exchange_back(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 exchange_rows.register_autograd(_exchange_back, setup_context=_keep)
+
+
+@exchange_rows.register_fake
+def _(rows: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
+    return rows.new_empty((sum(received), rows.shape[1]))
+
+
+@gather_tokens.register_fake
+def _(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
+    return shard.new_empty((n_rows, *shard.shape[1:]))

@@ -34,6 +34,18 @@ def flops_per_token(run: Sequence[Operation]) -> int:
     )
 
 
+def causal_flops_per_token(model: ModelConfig, run: Sequence[Operation]) -> int:
+    """Return `flops_per_token` with attention counted as it is computed: only with the tokens
+    before each one, on average half the context, or fewer in a window. Published speeds of mixtures
+    of experts count so."""
+    masked = 0.0
+    for op in run:
+        if op.kind == "attention":
+            n_attended = model.window(op.layer or 0) or model.context_length
+            masked += op.token_products * n_attended / (2 * model.context_length)
+    return flops_per_token(run) - round(6 * masked)
+
+
 def end_weights(
     run: Sequence[Operation], partition: Literal["uniform", "weighted"]
 ) -> tuple[float, float]:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import is_of_adapter
+from pentameter.planning.adapters import is_of_adapter, run_operations
 from pentameter.planning.architecture import (
     ParameterSpec,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
+from pentameter.planning.flops import causal_flops_per_token
 from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
@@ -162,6 +163,15 @@ class Plan:
         matmul. For choices that need a number."""
         return self.flops_per_token or 6 * self.n_parameters
 
+    @property
+    def causal_flops_per_token(self) -> int | None:
+        """Forward and backward FLOPs per trained token, without those for masked positions, which
+        `flops_per_token` includes; None for a custom model."""
+        if self.built_by is not None:
+            return None
+        model = self.config.model
+        return causal_flops_per_token(model, run_operations(model, self.config.lora))
+
     def to_json(self) -> dict[str, Any]:
         """Return the Plan's figures with the keys of a run folder's plan.json; uncounted FLOPs are
         None."""
@@ -176,6 +186,7 @@ class Plan:
                 "vocab_size_padded": self.vocab_size_padded,
                 "flops_per_token": flops,
                 "flops_convention": self.flops_convention,
+                "causal_flops_per_token": self.causal_flops_per_token,
             },
             "layout": {**self.layout.to_json(), "world_size": self.layout.world_size},
             "stages": [[stage.start, stage.stop] for stage in self.stages],

@@ -62,6 +62,15 @@ def recomputed(estimate: Estimate) -> str:
     return "" if how is None else f" · recomputes {how}"
 
 
+def imbalance_assumed(estimate: Estimate) -> str:
+    """Return the assumption about the router, to append to a line: " · imbalance 1.25 assumed"; ""
+    if all experts are on every rank, as nothing depends on it then."""
+    if estimate.plan.layout.expert == 1:
+        return ""
+    even = " (ranks' experts get equally many tokens)" if estimate.imbalance == 1 else ""
+    return f" · imbalance {estimate.imbalance:g} assumed{even}"
+
+
 def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
     """Return (name, bytes, remark) for each component in the fullest rank's predicted memory,
     without those that take 0 bytes."""
@@ -137,7 +146,7 @@ def write_plan_page(
         verdict=verdict(estimate, price),
         subtitle=f"{plan.layout} · {cluster.n_devices:,} × "
         f"{cluster.device.name or cluster.device_key}, {cluster.node_size} a node · "
-        f"{estimate.precision}{recomputed(estimate)}",
+        f"{estimate.precision}{recomputed(estimate)}{imbalance_assumed(estimate)}",
         facts=list(_facts(estimate)),
         advice=[*filter(None, [advice]), *estimate.warnings()],
         memory=memory,

@@ -16,6 +16,7 @@ from pentameter.estimating.search import Found, reasons
 from pentameter.formatting import count, size
 from pentameter.report.plan_page import (
     first_advice,
+    imbalance_assumed,
     layout_rows,
     memory_components,
     recomputed,
@@ -43,6 +44,7 @@ def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> l
         f"{cluster.device.name or cluster.device_key} in nodes of {cluster.node_size}\n"
         f"layout {plan.layout} · micro-batch {plan.micro_batch_size} × {plan.n_micro_batches} · "
         f"{plan.tokens_per_step:,} tokens a step · {estimate.precision}{recomputed(estimate)}"
+        f"{imbalance_assumed(estimate)}"
     )
     said = Text(
         f"\n{'✓' if estimate.fits else '✗'} {verdict(estimate, price)}\n",

@@ -1,0 +1,72 @@
+"""Published runs of mixtures of experts are planned as fast as they were, and in their order."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+QWEN3 = {
+    "id": "qwen3-235b-a22b", "source": "Megatron-MoE-ModelZoo", "model": "qwen3-235b-a22b",
+    "use": "test", "program": "Megatron Core", "device": "h100", "precision": "bf16", "gpus": 256,
+    "micro_batch": 1, "global_batch": 2048, "sequence": 4096, "context": 1, "expert_tensor": 1,
+}  # fmt: skip
+LAYOUTS = [
+    {"tensor": 2, "pipeline": 8, "virtual_pipeline": 4, "expert": 32, "dispatcher": "DeepEP",
+     "recompute": "norm, act", "step_seconds_published": 19.7},
+    {"tensor": 2, "pipeline": 32, "virtual_pipeline": 3, "expert": 8, "dispatcher": "A2A",
+     "recompute": "norm, act", "step_seconds_published": 24.2},
+    {"tensor": 4, "pipeline": 8, "virtual_pipeline": 4, "expert": 8, "dispatcher": "DeepEP",
+     "step_seconds_published": 29.0},
+]  # fmt: skip
+FOLDING = {
+    "id": "folding", "source": "MoE Parallel Folding (Liu et al. 2025), table 3", "use": "order",
+    "program": "Megatron Core", "device": "h100", "precision": "bf16", "global_batch": 256,
+    "sequence": 4096, "context": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def mixtures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("mixtures")
+
+
+def test_layouts_of_a_mixture_are_in_their_published_order(mixtures):
+    rows = [mixtures.MixtureRow({**QWEN3, **layout}) for layout in LAYOUTS]
+    (group,) = mixtures.groups_in_order(rows).values()
+    assert group == rows
+    assert [row.seconds for row in group] == sorted(row.seconds for row in group)
+    assert all(abs(row.error) < 0.2 for row in group)
+
+
+def test_an_exchange_over_nodes_is_that_of_the_rows_program(mixtures):
+    """DeepEP reaches 2.7 other nodes of three, where eight rows of each token reach six."""
+    row = mixtures.MixtureRow({**QWEN3, **LAYOUTS[0]})
+    assert row.estimate.sent == pytest.approx(3 * (1 - 0.75**8) / 6)
+
+
+def test_a_run_out_of_memory_is_refused_and_another_is_not(mixtures):
+    wide = {**FOLDING, "model": "llama3-8x70b", "gpus": 256, "tensor": 8, "context": 8,
+            "expert": 1, "strategy": "FSDP", "program": "Megatron Core (FSDP)"}  # fmt: skip
+    row = mixtures.MixtureRow({**wide, "out_of_memory": True})
+    assert row.is_out_of_memory
+    assert not row.estimate.fits
+    runs = {**FOLDING, "model": "qwen2-57b-a14b", "gpus": 64, "tensor": 2, "pipeline": 4,
+            "expert": 4, "expert_tensor": 1, "strategy": "5D, parallel folding",
+            "model_tflops_per_gpu": 385.9}  # fmt: skip
+    assert mixtures.MixtureRow(runs).estimate.fits
+    assert abs(mixtures.MixtureRow(runs).error) < 0.35
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"device": "gb200"}, "no gb200 to plan for"),
+        ({"precision": "fp8"}, "fp8 is no precision of ours"),
+        ({"model": "Nemotron"}, "a model with other layers"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(mixtures, facts, why):
+    assert mixtures.MixtureRow({**QWEN3, **LAYOUTS[0], **facts}).obstacle == why
