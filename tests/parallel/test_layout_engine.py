@@ -92,3 +92,30 @@ def ask_for_the_model(world, config):
     with pytest.raises(ConfigError) as caught:
         _ = engine.model
     return str(caught.value)
+
+
+EXPERTS = {"dropout": 0.0, "n_experts": 4, "experts_per_token": 2, "d_expert": 8}
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_experts_whose_weights_zero_gathers_in_16_bits_are_recomputed(processes, how):
+    """Their units are gathered in another order in the second pass, in which PyTorch refuses
+    operations that the first had not."""
+    layout = "data=2,zero=3,expert=2"
+    kept, recomputed = (
+        configuration(layout, EXPERTS, {**TRAIN, "activation_checkpoint": choice})
+        for choice in (None, how)
+    )
+    assert processes.run(2, losses_and_norms, recomputed) == processes.run(
+        2, losses_and_norms, kept
+    )
+
+
+def losses_and_norms(world, config):
+    engine = engine_of(world, config)[1]
+    found = []
+    for step in range(2):
+        found.append(engine.forward_backward(own_batch(engine, step), step).mean)
+        found.append(engine.gradient_norm().item())
+        engine.zero_gradients()
+    return found

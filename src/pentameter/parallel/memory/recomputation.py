@@ -3,12 +3,14 @@ recompute them for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -64,16 +66,45 @@ def recomputed(
 
 def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]:
     """Return the options of `checkpoint` that say which results it keeps of a block."""
+    has_router = any(isinstance(module, Router) for module in block.modules())
     match how:
         case "full":
-            if not any(isinstance(module, Router) for module in block.modules()):
+            if not has_router:
                 return {}
             policy = _keep_routing
         case "selective":
             policy = _keep_matmuls
         case unknown:
             refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
+    if has_router:
+        return {"context_fn": partial(_contexts_with_experts, block, policy)}
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+def _contexts_with_experts(
+    block: nn.Module, policy: Callable[..., CheckpointPolicy]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a block's first and second forward pass, for `checkpoint`; `policy`
+    says which results are kept.
+
+    PyTorch counts the operations in both, and refuses more of a kind in the second pass. Among them
+    are those of FSDP's all-gathers, each made where its unit is entered unless it was prefetched.
+    Router, experts and what stands beside them are units of their own, of which the second pass
+    gathers some that the first found prefetched. So it gathers all of them before it is counted.
+    """
+    first, second = create_selective_checkpoint_contexts(policy)
+    return first, _gathered(block, second)
+
+
+@contextmanager
+def _gathered(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `context` once the weights in each of a block's FSDP units are all-gathered; the units'
+    backward passes free them. Nothing is gathered without ZeRO. Collective."""
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    with context:
+        yield
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
