@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pentameter.data.batches.step import TrainingBatches
-from pentameter.data.shards.dataset import TokenSplit
+from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
@@ -31,7 +31,7 @@ def random_batches(plan: Plan) -> TrainingBatches:
     assert config.model.vocab_size is not None
     words = bits(make_key(config.seed, "benchmark"), np.arange(N_TOKENS, dtype=np.int32))
     tokens = (words.view(np.uint32) % config.model.vocab_size).astype(np.uint16)
-    split = TokenSplit("train", tokens, n_bytes=N_TOKENS)  # an array reads like a TokenSequence
+    split = TokenSplit("train", TokenSequence([tokens], 0, N_TOKENS), n_bytes=N_TOKENS)
     return TrainingBatches(
         split,
         config.data.order,

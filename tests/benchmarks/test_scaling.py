@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pentameter.planning.plan import make_plan
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -41,6 +43,15 @@ def test_it_runs(tmp_path):
         assert planned["gpipe"] == planned["1f1b"]
         assert planned["1f1b"] > planned["interleaved"] > planned["zero-bubble, 2 stages each"]
     assert "bubble, pipeline 2, 2 micro-batches" in done.stdout
+
+
+def test_its_random_tokens_make_batches(scaling):
+    """Also the GPU benchmark's; both run whole in the slow tier alone."""
+    plan = make_plan(scaling.character_gpt(SimpleNamespace(tiny=True), {}))
+    batches = importlib.import_module("gpu_sides").random_batches(plan)
+    batch = batches.batch(0)
+    assert batch.inputs.shape == (16, plan.config.model.context_length)
+    assert 0 <= batch.inputs.min() <= batch.inputs.max() < 65
 
 
 def test_the_bubble_is_idle_time_over_computing_time(scaling):

@@ -110,7 +110,7 @@ def final_tensors(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of the last checkpoint."""
     checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
     return {
-        f"{group}/{name}": tensor
+        f"{group}/{name}": tensor[...]  # whole, also of several processes
         for group in ("model", "optimizer")
         for name, tensor in checkpoint.tensors(group).items()
     }

@@ -78,7 +78,6 @@ EXPERTS = {
     "model.n_experts": 4,
     "model.experts_per_token": 2,
     "model.d_expert": 8,
-    "model.feed_forward": "swiglu",
     "model.balance": "bias",
     "parallel.expert": 2,
     "parallel.zero": 3,
