@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.store import CheckpointStore, Saved
+from pentameter.cli.main import main
 
 RUN_ID = "run-a"
 
@@ -47,3 +48,19 @@ def save() -> Callable[..., Saved]:
 @pytest.fixture
 def tensors_of() -> Callable[[int], dict[str, dict[str, torch.Tensor]]]:
     return step_tensors
+
+
+@pytest.fixture
+def said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """A function that runs a command in a folder with a text, `text.txt`, and returns what it
+    printed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, and that was that.\n" * 40)
+
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    return run

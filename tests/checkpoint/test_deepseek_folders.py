@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_reads import counted_reads
 from safetensors.torch import load_file, save_file
 from their_models import BPE, both_logits, open_there, their_model
 
@@ -19,8 +20,6 @@ from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.load_model import load_model
 from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.tensor_reader import StoredTensors
-from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.atomic import read_json
@@ -319,32 +318,21 @@ def test_a_published_folder_opens_and_one_rank_s_part_is_read(
     assert sparse_folder(tmp_path / "hf", published)[0] == n_tensors
     stored = read_hf(tmp_path / "hf", tokenizer=BPE)
     assert sum(math.prod(tensor.shape) for tensor in stored.weights.values()) == n_parameters
-    n_read = 0
-
-    class Spied:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-        def __getitem__(self, region):
-            nonlocal n_read
-            n_read += self.tensor[region].numel()
-            return self.tensor[region]
-
-    read = StoredTensors.read
-    monkeypatch.setattr(StoredTensors, "read", lambda self, region: Spied(read(self, region)))
+    n_read = counted_reads(monkeypatch)
     model = stored.config.model
     layer, D = model.n_layers - 1, model.d_model
     one = stored.weights[f"blocks.{layer}.experts.up.weight"]
     assert one[3:4, 0:128, 0:D].shape == (1, 128, D)
     n_scales = D // 128 if "quantization_config" in published else 0
-    assert n_read == 128 * D + n_scales
-    n_read, head = 0, model.query_channels
+    assert sum(n_read) == 128 * D + n_scales
+    n_read.clear()
+    head = model.query_channels
     queries = stored.weights[f"blocks.{layer}.latent_attention.q.weight"]
     n_inputs = queries.shape[1]
     assert not queries[head : 2 * head, 0:n_inputs].any()
     # Of plain rows a scale for two blocks, and one for each of 64 rows of rotated channels.
     n_scales = n_inputs // 128 * (2 + 64) if n_scales else 0
-    assert n_read == head * n_inputs + n_scales
+    assert sum(n_read) == head * n_inputs + n_scales
 
 
 LAST = "checkpoints/step-00000001"  # the best may be what a run began with
@@ -353,20 +341,11 @@ TEXT = ("--data.path", "text.txt", "--data.validation-fraction", "0.2", *STEP)
 
 
 @pytest.fixture
-def said(tmp_path, capsys, monkeypatch):
-    """A function that runs a command beside a DeepSeek-V3 in `hf` and a text, and returns what it
-    printed."""
-    monkeypatch.chdir(tmp_path)
+def said(said):
+    """The same beside a DeepSeek-V3 in `hf`."""
     options = {"vocab_size": BPE.vocab_size, "num_nextn_predict_layers": 1}
     their_model("hf", "deepseek_v3", options, torch.bfloat16)
-    text = "the cat sat on the mat, and that was that.\n"
-    (tmp_path / "text.txt").write_text(text * 40)
-
-    def run(*arguments):
-        assert main(list(arguments)) == 0
-        return capsys.readouterr().out
-
-    return run
+    return said
 
 
 def test_import_sample_and_tune_a_folder_and_export_the_run(said):

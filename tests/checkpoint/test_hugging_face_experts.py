@@ -24,7 +24,6 @@ from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.load_model import load_model
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.state_dicts import model_state
-from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError, CorruptError
@@ -382,17 +381,9 @@ def test_windows_without_a_list_are_theirs(tmp_path):
         from_their_config({**content, "max_window_layers": 2}, "config.json")
 
 
-def test_sample_evaluate_and_tune_a_folder_and_export_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_sample_evaluate_and_tune_a_folder_and_export_the_run(said, tmp_path):
     options = {**WIDE, "norm_topk_prob": True, "vocab_size": BPE.vocab_size}
     their_model("hf", "qwen3_moe", options, torch.bfloat16)
-    text = "the cat sat on the mat, and that was that.\n"
-    (tmp_path / "text.txt").write_text(text * 40)
-
-    def said(*arguments):
-        assert main(list(arguments)) == 0
-        return capsys.readouterr().out
-
     sampled = said("sample", "hf", "--prompt", "the", "--max-new-tokens", "5", "--temperature", "0")
     assert sampled.startswith("the")
     data = ("--data.path", "text.txt", "--data.validation-fraction", "0.2")
