@@ -33,7 +33,8 @@ FUSES: Mapping[str, Collection[object] | None] = {
     **dict.fromkeys(("n_shared_experts", "shared_expert_gate", "expert_capacity"), ANY),
     "router": ("softmax", "sigmoid"),
     **dict.fromkeys(("router_top_k_first", "router_renormalize", "router_scale"), ANY),
-    **dict.fromkeys(("router_bias", "router_groups", "router_open_groups", "router_z_loss"), ANY),
+    **dict.fromkeys(("router_bias", "router_groups", "router_open_groups"), ANY),
+    **dict.fromkeys(("router_group_scores", "router_z_loss"), ANY),
     "balance": ("none", "bias", "sequence", "batch"),
     **dict.fromkeys(("balance_rate", "balance_weight"), ANY),
 }
