@@ -562,17 +562,7 @@ def _check_positions(model: ModelConfig) -> None:
 def _check_rotary(model: ModelConfig) -> None:
     """Raise ValueError unless head size · `rotary_fraction`, or latent attention's
     `rope_head_size`, is even (rotated channels are pairs), and `rope_scaling` fits the model."""
-    scaling = model.rope_scaling
-    if scaling.type == "yarn" and model.rope_theta <= 1:
-        raise ValueError(
-            f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling.type="
-            "'yarn': frequencies fall from one pair of channels to the next"
-        )
-    if scaling.mscale_all_dim and model.attention != "latent":
-        raise ValueError(
-            f"model.rope_scaling.mscale_all_dim={scaling.mscale_all_dim} is of latent attention, "
-            f"and model.attention={model.attention!r}; leave it out, and set attention_factor"
-        )
+    model.rope_scaling.check_fit(model.rope_theta, model.attention)
     if model.attention == "latent":
         if model.rope_channels % 2 or not model.rope_channels:
             raise ValueError(

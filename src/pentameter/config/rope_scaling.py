@@ -71,6 +71,20 @@ class RopeScalingConfig(Section):
                 )
         return self
 
+    def check_fit(self, rope_theta: float, attention: str) -> None:
+        """Raise ValueError unless these settings fit a model with this `rope_theta` and kind of
+        `attention`."""
+        if self.type == "yarn" and rope_theta <= 1:
+            raise ValueError(
+                f"model.rope_theta={rope_theta} must be above 1 with model.rope_scaling.type="
+                "'yarn': frequencies fall from one pair of channels to the next"
+            )
+        if self.mscale_all_dim and attention != "latent":
+            raise ValueError(
+                f"model.rope_scaling.mscale_all_dim={self.mscale_all_dim} is of latent attention, "
+                f"and model.attention={attention!r}; leave it out, and set attention_factor"
+            )
+
     @property
     def rotation_factor(self) -> float:
         """The factor of rotated queries and keys: with `yarn` `attention_factor`, or its default;

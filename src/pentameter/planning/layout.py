@@ -482,10 +482,10 @@ def exchange_ranks(layout: Layout, rank: int) -> list[int]:
 
 
 def activation_ranks(layout: Layout, rank: int) -> dict[str, list[int]]:
-    """Return the ranks with which `rank` shares activations along each dimension that shards
-    them over several ranks, ordered by their coordinate there: `context`, a grid's `depth`,
-    `row` and `tensor`, and `expert`, for `exchange_ranks`. The one-dimensional `tensor` is
-    among `placement_ranks`."""
+    """Return the ranks with which `rank` shares activations along each dimension that shards them
+    over several ranks, ordered by their coordinate there: `context`, a grid's `depth`, `row` and
+    `tensor`, and `expert`, for `exchange_ranks`. The one-dimensional `tensor` is among
+    `placement_ranks`."""
     in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
     found = {
         dimension: layout.ranks_along(dimension, rank)
@@ -500,10 +500,10 @@ def placement_ranks(layout: Layout, rank: int) -> list[dict[str, list[int]]]:
     `rank` only along it, ordered by their coordinate there: one dict for PARAMETER_DIMENSIONS
     and, if the layout shards experts, one for EXPERT_DIMENSIONS."""
     found: list[dict[str, list[int]]] = []
-    for sizes in (
-        layout.parameter_sizes,
-        *([layout.expert_sizes] if layout.shards_experts else []),
-    ):
+    meshes = [layout.parameter_sizes]
+    if layout.shards_experts:
+        meshes.append(layout.expert_sizes)
+    for sizes in meshes:
         ranks_along: dict[str, list[int]] = {}
         stride = 1  # distance between neighbours along a dimension, the innermost first
         for name, size in reversed(sizes.items()):

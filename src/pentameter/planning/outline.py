@@ -17,6 +17,7 @@ from pentameter.planning.adapters import is_of_adapter, run_operations, training
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.flops import (
     CONVENTION,
+    causal_flops_per_token,
     end_weights,
     flops_per_token,
     padding_elements,
@@ -38,6 +39,8 @@ class ModelOutline:
     belong to the first layer, final norm and head to the last."""
     flops_per_token: int | None
     """Forward and backward FLOPs per trained token; None if they could not be counted."""
+    causal_flops_per_token: int | None = None
+    """The same without those for masked positions; None for a custom model."""
     n_padding: int = 0
     """Embedding and head elements that only pad the vocabulary."""
     end_weights: tuple[float, float] = (0.0, 0.0)
@@ -108,6 +111,7 @@ def outline_of_gpt(config: Config) -> ModelOutline:
         table,
         names_of,
         flops_per_token(run),
+        causal_flops_per_token(config.model, run),
         n_padding=padding_elements(table, config.model),
         end_weights=end_weights(run, config.parallel.partition),
     )

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import is_of_adapter, run_operations
+from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.architecture import (
     ParameterSpec,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
-from pentameter.planning.flops import causal_flops_per_token
 from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
@@ -86,6 +85,8 @@ class Plan:
     """Forward and backward FLOPs per trained token, by `flops_convention`; None for a custom model
     whose FLOPs could not be counted."""
     flops_convention: str
+    causal_flops_per_token: int | None
+    """`flops_per_token` without those for masked positions; None for a custom model."""
     asked_micro_batch_size: int | None
     """`train.micro_batch_size` as it was configured; None if it was left to the layout."""
 
@@ -162,15 +163,6 @@ class Plan:
         """`flops_per_token`; if that could not be counted, 6 per parameter, as if each were in one
         matmul. For choices that need a number."""
         return self.flops_per_token or 6 * self.n_parameters
-
-    @property
-    def causal_flops_per_token(self) -> int | None:
-        """Forward and backward FLOPs per trained token, without those for masked positions, which
-        `flops_per_token` includes; None for a custom model."""
-        if self.built_by is not None:
-            return None
-        model = self.config.model
-        return causal_flops_per_token(model, run_operations(model, self.config.lora))
 
     def to_json(self) -> dict[str, Any]:
         """Return the Plan's figures with the keys of a run folder's plan.json; uncounted FLOPs are
@@ -264,6 +256,7 @@ def make_plan(
         total_tokens=tokens_per_step * train.steps,
         flops_per_token=outline.flops_per_token,
         flops_convention=outline.flops_convention,
+        causal_flops_per_token=outline.causal_flops_per_token,
         asked_micro_batch_size=asked,
     )
 

@@ -42,7 +42,12 @@ from pentameter.checkpoint.copies import differing_copies
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
-from pentameter.checkpoint.state_dicts import model_state, optimizer_state
+from pentameter.checkpoint.state_dicts import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
 from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.fingerprint import NOT_THE_TRAINING
@@ -52,6 +57,8 @@ from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.machine.choices import choose_asynchronous
 from pentameter.machine.cores import host_memory_bytes
+from pentameter.optim.build import AnyOptimizer, JointOptimizer
+from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -470,6 +477,19 @@ def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
         "model": {name: tensor for name, tensor in model.items() if name not in copies},
         "optimizer": optimizer_state(run.optimizer, named.items(), copies),
     }
+
+
+def load_tensors(
+    engine: Engine, optimizer: AnyOptimizer, checkpoint: Checkpoint, world: World
+) -> None:
+    """Load weights and optimizer state from `checkpoint`: each rank reads its own shards, whichever
+    layout wrote it. Collective. Raises CorruptError if a tensor is missing or does not fit."""
+    load_model_state(engine.models, checkpoint.tensors("model"), world)
+    for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
+        part.state.clear()  # else the memory would have to hold two states
+    load_optimizer_state(
+        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
+    )
 
 
 def different_copies(run: TrainingRun) -> str | None:

@@ -1,4 +1,4 @@
-"""What follows a step whose update is left out: it is reported and counted, then the run rolls
+"""The response to a step whose update is left out: it is reported and counted, then the run rolls
 back, then it gives up.
 
 Loss and gradient norm are seen before the update (`guard.py`). The step counts all the same, with
@@ -19,36 +19,18 @@ from typing import NoReturn
 
 import numpy as np
 
-from pentameter.checkpoint.opening import Checkpoint
-from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
 from pentameter.data.batches.rows_read import rows_read, source_names
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.evaluate.split import evaluation_batch_size
-from pentameter.optim.build import AnyOptimizer, JointOptimizer
-from pentameter.parallel.engine import Engine
 from pentameter.planning.architecture import IGNORED_TARGET
-from pentameter.processes.world import World
 from pentameter.train.guard import initial_history, spike_limits
 from pentameter.train.hooks import Hooks, Rollback, SkippedStep, TrainingRun
-from pentameter.train.saving import RunCheckpoints
+from pentameter.train.saving import RunCheckpoints, load_tensors
 from pentameter.train.state import EpochSums, GuardState, saved_state
 from pentameter.train.update import Update
 
 NAMED_ROWS = 3
 """Batch rows that are named when a run rolls back or gives up: those with the highest loss."""
-
-
-def load_tensors(
-    engine: Engine, optimizer: AnyOptimizer, checkpoint: Checkpoint, world: World
-) -> None:
-    """Load weights and optimizer state from `checkpoint`: each rank reads its own shards, whichever
-    layout wrote it. Collective. Raises CorruptError if a tensor is missing or does not fit."""
-    load_model_state(engine.models, checkpoint.tensors("model"), world)
-    for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
-        part.state.clear()  # else the memory would have to hold two states
-    load_optimizer_state(
-        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
-    )
 
 
 def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Update) -> bool:

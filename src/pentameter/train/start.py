@@ -31,8 +31,7 @@ from pentameter.train.hooks import TrainingRun
 from pentameter.train.introduction import introduction
 from pentameter.train.resuming import RunRequest, plan_run
 from pentameter.train.run_folder import RunFolder, open_run_folder
-from pentameter.train.saving import RunCheckpoints
-from pentameter.train.skipping import load_tensors
+from pentameter.train.saving import RunCheckpoints, load_tensors
 from pentameter.train.start_warnings import compute_warnings, evaluation_warnings, settings_warnings
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.trackers import require_trackers

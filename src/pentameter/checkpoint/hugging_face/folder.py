@@ -304,11 +304,10 @@ def export_hf(
     name = choose_family(model)
     vocab_size = model.vocab_size or tokenizer.vocab_size
     whole = model.model_copy(update={"vocab_size": vocab_size})
-    complete = {spec.name: (spec.shape, None) for spec in parameter_table(whole)}
+    table = parameter_table(whole)
+    complete = {spec.name: (spec.shape, None) for spec in table}
     check_weights(stored.weights, complete, stored.path)
-    written = {
-        spec.name: stored.weights[spec.name] for spec in parameter_table(whole) if not spec.is_state
-    }
+    written = {spec.name: stored.weights[spec.name] for spec in table if not spec.is_state}
     family = FAMILIES[name]
     weights = TensorMap.of(family, whole).to_theirs(written)
     if family.packing is not None:

@@ -23,7 +23,7 @@ _OF_EXPERTS = re.compile(r"(?P<path>.*\.experts\.)(?P<matrix>gate|up|down)_proj\
 _BLOCK = 32
 """Numbers that have a scale in common; two of them are in a byte, the first in its low half."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the four bits of a number mean (E2M1), without the sign, which is the highest bit."""
+"""Values of a number's three low bits (E2M1); the highest bit is its sign."""
 _EXPONENT_BIAS = 127
 
 

@@ -78,10 +78,11 @@ _KINDS: tuple[tuple[re.Pattern[bytes], FileKind], ...] = tuple(
     )
 )
 
-_MARKS = (
-    *(codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-    *(codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-)
+MARKS = {
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: UTF-16's mark begins UTF-32's
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+"""Encoding → its byte order marks."""
 _NOT_OF_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 _TABLES = {
@@ -111,7 +112,7 @@ def lacks_text(start: bytes) -> bool:
     another form (PDF, ZIP, …) and for UTF-16 and UTF-32 with their marks."""
     if (kind := detect_kind(start)) is not None:
         return kind.remedy.startswith(_LEAVE_OUT)
-    return is_binary(start) and not start.startswith(_MARKS)
+    return is_binary(start) and not any(map(start.startswith, MARKS.values()))
 
 
 def table_warning(files: Sequence[object]) -> str | None:

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import TAR_SUFFIX, members
 from pentameter.data.corpora.file_kinds import (
+    MARKS,
     START_BYTES,
     detect_kind,
     is_binary,
@@ -266,7 +267,7 @@ def _undecodable(
     if isinstance(error, UnicodeDecodeError):
         position = f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"
         position += f" ({error.reason})"
-        marks = [name for name, mark in _MARKS.items() if error.object.startswith(mark)]
+        marks = [name for name, mark in MARKS.items() if error.object.startswith(mark)]
         if offset == 0 and marks and name == "utf-8":
             hint = f"it begins as {marks[0].upper()} does: --data.encoding {marks[0]}"
         elif is_binary(error.object[:CHUNK_BYTES]):
@@ -282,10 +283,6 @@ def _undecodable(
     return CorruptError(f"{where} is not {name.upper()} text: {position}; {hint}")
 
 
-_MARKS = {
-    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: UTF-16's mark begins UTF-32's
-    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-}
 _BINARY_HINT = (
     "no encoding makes text of it, unless it is UTF-16 without a mark (--data.encoding utf-16-le): "
     "get its text with the program that wrote it, or leave it out"

@@ -131,12 +131,12 @@ def inputs_at(paths: Sequence[str | Path], contents: FileContents = UTF8) -> Inp
 def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputFile]]:
     """Divide a folder's files into those to read and those left out, which hold binary data. If all
     do, none is left out: reading the first then says what it is."""
-    binary = {file for file in files if isinstance(file, LocalFile) and file.lacks_text()}
-    if len(binary) == len(files):
-        return list(files), []
-    return [file for file in files if file not in binary], [
-        file for file in files if file in binary
-    ]
+    kept: list[InputFile] = []
+    left_out: list[InputFile] = []
+    for file in files:
+        is_binary = isinstance(file, LocalFile) and file.lacks_text()
+        (left_out if is_binary else kept).append(file)
+    return (kept, left_out) if kept else (left_out, [])
 
 
 def _left_out_warning(folder: str | Path, files: Sequence[InputFile]) -> str:
