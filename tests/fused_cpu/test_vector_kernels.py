@@ -8,8 +8,7 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import activations, attention_kernels, kernels, native
 from pentameter.fused_cpu.expert_rows import (
-    in_whole_blocks,
-    n_places,
+    places_by_expert,
     spread,
     weighted_sum,
     weighted_sum_gradients,
@@ -286,16 +285,15 @@ def test_rows_of_experts_are_copied_and_added_as_by_pytorch(width, dtype):
     generator = torch.Generator().manual_seed(11)
     experts = torch.randint(1, 6, (40, 3), generator=generator)
     routing = Routing(experts, torch.rand(40, 3, generator=generator), 5)
-    order, own_ends = routing.order()
-    places, ends = in_whole_blocks(order, own_ends, 3)
+    places = places_by_expert(routing)
+    ends = places.ends
     assert (ends % ROWS_PER_BLOCK == 0).all()
-    P = n_places(places, 5)
     x, g = (torch.randn(40, 48, generator=generator).to(dtype) for _ in range(2))
-    rows = torch.randn(P, 48, generator=generator).to(dtype)
+    rows = torch.randn(places.n_places, 48, generator=generator).to(dtype)
 
     def computed():
         return [
-            spread(x, places, P),
+            spread(x, places),
             weighted_sum(rows, places, routing.weights),
             weighted_sum(rows, places, None),
             *weighted_sum_gradients(g, rows, places, routing.weights),
@@ -303,8 +301,11 @@ def test_rows_of_experts_are_copied_and_added_as_by_pytorch(width, dtype):
 
     by_kernels = computed()
     library = native._loaded.pop("vector")
-    by_pytorch = computed()
+    by_pytorch, places_by_pytorch = computed(), places_by_expert(routing)
     native._loaded["vector"] = library
+    assert torch.equal(places.of_token, places_by_pytorch.of_token)
+    assert torch.equal(ends, places_by_pytorch.ends)
+    assert torch.equal(places.blank, places_by_pytorch.blank)
     assert torch.equal(by_kernels[0], by_pytorch[0])
     for number, end in enumerate(ends.tolist()):
         start = 0 if number == 0 else int(ends[number - 1])

@@ -7,12 +7,14 @@ Shapes: N tokens, D d_model, k experts per token, R = N · k rows; P places of s
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pentameter.fused_cpu.kernels import precise
 from pentameter.fused_cpu.native import CHANNELS, address, library, serves
+from pentameter.model.experts import Routing
 from pentameter.model.matmul import ROWS_PER_BLOCK
 
 
@@ -26,71 +28,94 @@ class _ExpertRows(ctypes.Structure):
     )
 
 
-def in_whole_blocks(order: Tensor, ends: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return (places, ends) of sorted rows with room behind each expert's, so that their number is
-    a multiple of ROWS_PER_BLOCK. places, int64 (N, k): where each token's rows lie. ends, int64
-    (E,): the place after each expert's room.
+@dataclass(frozen=True)
+class Places:
+    """Each row's place when rows are sorted by expert, with room behind each expert's rows, so that
+    the number of its places is a multiple of ROWS_PER_BLOCK."""
 
-    order, ends: from `Routing.order`. Rows for which there is no capacity come behind the last end.
-    """
-    counts = ends.diff(prepend=ends.new_zeros(1))
+    of_token: Tensor
+    """Int64 (N, k): where each token's rows lie."""
+    ends: Tensor
+    """Int64 (E,): the place after each expert's room. Rows for which there is no capacity come
+    behind the last end."""
+    blank: Tensor
+    """Int64 (P - R,): the places without a row."""
+
+    @property
+    def n_places(self) -> int:
+        """P, the same for every routing: as many as rows, and the most room that experts can
+        need."""
+        return self.of_token.numel() + len(self.blank)
+
+
+def places_by_expert(routing: Routing) -> Places:
+    """Return the rows' places, sorted by expert, then by token."""
+    E, experts = routing.n_experts, routing.experts.contiguous()
+    n_blank = E * (ROWS_PER_BLOCK - 1)
+    if serves("vector", torch.float32, torch.float32):
+        of_token = torch.empty_like(experts)
+        ends, blank = experts.new_empty(E), experts.new_empty(n_blank)
+        library("vector").pentameter_place_expert_rows(
+            address(experts),
+            *map(ctypes.c_int64, (experts.numel(), E, ROWS_PER_BLOCK)),
+            *map(address, (of_token, ends, blank)),
+        )
+        return Places(of_token, ends, blank)
+    order, own_ends = routing.order()
+    counts = own_ends.diff(prepend=own_ends.new_zeros(1))
     filled = (counts + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK * ROWS_PER_BLOCK
-    shift = torch.cat((ends.new_zeros(1), (filled - counts).cumsum(0)))
-    n_rows = torch.cat((counts, len(order) - ends[-1:]))
+    shift = torch.cat((own_ends.new_zeros(1), (filled - counts).cumsum(0)))
+    n_rows = torch.cat((counts, len(order) - own_ends[-1:]))
     sorted_places = torch.arange(len(order)) + shift.repeat_interleave(
         n_rows, output_size=len(order)
     )
-    places = torch.empty_like(order).scatter_(0, order, sorted_places)
-    return places.view(-1, k), filled.cumsum(0)
+    of_token = torch.empty_like(order).scatter_(0, order, sorted_places)
+    is_blank = torch.ones(len(order) + n_blank, dtype=torch.bool).index_fill_(0, of_token, False)
+    return Places(of_token.view_as(experts), filled.cumsum(0), is_blank.nonzero().flatten())
 
 
-def n_places(places: Tensor, n_experts: int) -> int:
-    """Return P for places (N, k), the same for every routing: as many as rows, and the most room
-    that `in_whole_blocks` leaves behind them."""
-    return places.numel() + n_experts * (ROWS_PER_BLOCK - 1)
-
-
-def spread(x: Tensor, places: Tensor, P: int) -> Tensor:
-    """Return sorted rows (P, D) for tokens x (N, D), which are copied to their `places` (N, k);
-    zeros elsewhere."""
-    out = x.new_zeros(P, x.shape[1])
+def spread(x: Tensor, places: Places) -> Tensor:
+    """Return sorted rows (P, D) for tokens x (N, D), which are copied to their places; zeros
+    elsewhere."""
+    out = x.new_empty(places.n_places, x.shape[1]).index_fill_(0, places.blank, 0)
     if _can_compute(x):
         _call("spread", _job(places, None, x), out, None, x, None)
         return out
-    return out.index_copy_(0, places.flatten(), x.repeat_interleave(places.shape[1], 0))
+    copies = x.repeat_interleave(places.of_token.shape[1], 0)
+    return out.index_copy_(0, places.of_token.flatten(), copies)
 
 
-def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def weighted_sum(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor:
     """Return each token's rows times their weights, added in the order of its places, (N, D), for
-    sorted rows (P, D), places (N, k) and weights (N, k), or None for weights of 1."""
+    sorted rows (P, D) and weights (N, k), or None for weights of 1."""
     if _can_compute(rows, weights):
-        out = rows.new_empty(len(places), rows.shape[1])
+        out = rows.new_empty(len(places.of_token), rows.shape[1])
         _call("sum", _job(places, weights, rows), out, rows)
         return out
-    of_token = precise(rows[places])
+    of_token = precise(rows[places.of_token])
     if weights is not None:
         of_token = of_token * weights[..., None]
     total = of_token[:, 0]
-    for j in range(1, places.shape[1]):
+    for j in range(1, of_token.shape[1]):
         total = total + of_token[:, j]
     return total.to(rows.dtype)
 
 
 def weighted_sum_gradients(
-    g: Tensor, rows: Tensor, places: Tensor, weights: Tensor
+    g: Tensor, rows: Tensor, places: Places, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sorted rows (P, D), 0 where no token's row is, and of the weights
     (N, k), given the sum's gradient g (N, D). rows, places, weights: as passed to
     `weighted_sum`."""
-    g_rows = torch.zeros_like(rows)
+    g_rows = torch.empty_like(rows).index_fill_(0, places.blank, 0)
     if _can_compute(rows, weights):
         g, g_weights = g.contiguous(), torch.empty_like(weights)
         _call("spread", _job(places, weights, g), g_rows, g_weights, g, rows)
         return g_rows, g_weights
     g = precise(g)[:, None]
     weighted = (g * weights[..., None]).to(rows.dtype).flatten(0, 1)
-    g_weights = (g * precise(rows[places])).sum(-1)
-    return g_rows.index_copy_(0, places.flatten(), weighted), g_weights
+    g_weights = (g * precise(rows[places.of_token])).sum(-1)
+    return g_rows.index_copy_(0, places.of_token.flatten(), weighted), g_weights
 
 
 def _can_compute(x: Tensor, weights: Tensor | None = None) -> bool:
@@ -100,11 +125,11 @@ def _can_compute(x: Tensor, weights: Tensor | None = None) -> bool:
     return serves("vector", dtype, x.dtype) and x.shape[1] % CHANNELS == 0 and x.is_contiguous()
 
 
-def _job(places: Tensor, weights: Tensor | None, x: Tensor) -> _ExpertRows:
-    """Return the C++ call's arguments for places and weights (N, k), and rows with x's width and
+def _job(places: Places, weights: Tensor | None, x: Tensor) -> _ExpertRows:
+    """Return the C++ call's arguments for places, weights (N, k), and rows with x's width and
     dtype."""
-    low = x.dtype is torch.bfloat16
-    return _ExpertRows(address(places), address(weights), *places.shape, x.shape[1], low)
+    low, of_token = x.dtype is torch.bfloat16, places.of_token
+    return _ExpertRows(address(of_token), address(weights), *of_token.shape, x.shape[1], low)
 
 
 def _call(name: str, job: _ExpertRows, *tensors: Tensor | None) -> None:

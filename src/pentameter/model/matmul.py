@@ -124,7 +124,9 @@ def grouped_weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     gradient = g.new_empty(len(ends), g.shape[1], x.shape[1])
     for group, rows in enumerate(_slices(ends)):
         n_missing = _whole_blocks(rows, g) - (rows.stop - rows.start)
-        left, right = (F.pad(each[rows], (0, 0, 0, n_missing)) for each in (g, x))
+        left, right = g[rows], x[rows]
+        if n_missing:  # padding copies, even by no rows
+            left, right = (F.pad(each, (0, 0, 0, n_missing)) for each in (left, right))
         torch.mm(left.t(), right, out=gradient[group])
     return gradient
 

@@ -1,5 +1,7 @@
-// Rows of tokens, copied to their places among rows that are sorted by expert, and added up again.
+// Rows of tokens: their places among rows that are sorted by expert, copies there, and their sums.
 // Each token has k places, which no other token has: threads share nothing.
+
+#include <vector>
 
 #include "vectors.h"
 
@@ -67,5 +69,27 @@ void pentameter_spread_expert_rows(const ExpertRows* job, void* out, float* prod
         spread(*job, (bf16*)out, products, (const bf16*)x, (const bf16*)rows);
     else
         spread(*job, (float*)out, products, (const float*)x, (const float*)rows);
+}
+
+// Computes each of R rows' place when they are sorted by expert, in their own order for the same one,
+// and each expert's number of places is rounded up to a multiple of `block`. `experts` holds numbers
+// from 0 to E; rows of expert E, for which there is no capacity, come last. Writes the place after
+// each expert's last to `ends` (E,), and the places below R + E · (block - 1) that no row has to
+// `blank` (E · (block - 1),).
+void pentameter_place_expert_rows(const int64_t* experts, int64_t R, int64_t E, int64_t block,
+                                  int64_t* places, int64_t* ends, int64_t* blank) {
+    std::vector<int64_t> next(E + 1, 0);
+    for (int64_t row = 0; row < R; row++) next[experts[row]]++;
+    int64_t end = 0;
+    for (int64_t e = 0; e < E; e++) {
+        const int64_t n = (next[e] + block - 1) / block * block;
+        next[e] = end;
+        ends[e] = end += n;
+    }
+    next[E] = end;
+    for (int64_t row = 0; row < R; row++) places[row] = next[experts[row]]++;
+    for (int64_t e = 0; e <= E; e++)
+        for (int64_t place = next[e]; place < (e < E ? ends[e] : R + E * (block - 1)); place++)
+            *blank++ = place;
 }
 }
