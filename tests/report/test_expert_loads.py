@@ -1,6 +1,7 @@
 """The loads of experts in the report: read from events, drawn as maps, summed up."""
 
 import json
+import math
 import re
 
 import pytest
@@ -14,8 +15,8 @@ from pentameter.report.reading import read_run
 from pentameter.report.results import results
 
 
-def loads_event(step, layer, *loads):
-    return {"event": "experts", "step": step, "layer": layer, "loads": list(loads)}
+def loads_event(step, layer, *loads, **further):
+    return {"event": "experts", "step": step, "layer": layer, "loads": list(loads), **further}
 
 
 EVENTS = [
@@ -40,6 +41,22 @@ def test_the_loads_of_each_layer_are_read(record):
     found = results(record)
     assert found.expert_imbalance == (1 + 2) / 2
     assert found.idle_experts == 2
+
+
+def test_logits_and_bytes_are_shown_where_they_are_recorded(make_run, run_events):
+    router = {"z": 4.0, "logit_rms": 0.5, "exchanged_bytes": 3_000_000}
+    events = [loads_event(10, 0, 1, 3, **router), loads_event(10, 1, 1, 3, **router | {"z": 2.0})]
+    record = read_run(make_run([*run_events(40), *events]))
+    first, _ = expert_maps(record.expert_loads)
+    assert first.detail == "busiest 1.50× the mean · logits 0.50 rms, z 4.00 · 3 MB exchanged"
+    found = results(record)
+    assert (found.router_z, found.exchanged_bytes) == (3.0, 6_000_000)
+
+
+def test_a_run_from_before_they_were_recorded_has_none(record):
+    found = results(record)
+    assert math.isnan(found.router_z)
+    assert math.isnan(found.exchanged_bytes)
 
 
 def test_damaged_loads_are_left_out(make_run):

@@ -34,10 +34,23 @@ def test_logged_steps_have_an_event_for_each_layer_with_experts(tmp_path):
         assert each["idle"] == loads.count(0)
         shares = [load / 128 for load in loads if load]
         assert each["entropy"] == pytest.approx(-sum(p * math.log(p) for p in shares))
+        assert each["z"] > math.log(4) ** 2 / 2  # of four small logits it is about log(4)²
+        assert 0 < each["logit_rms"] < 1
+        assert each["exchanged_bytes"] == 0
+
+
+def of_loads(step, layer, loads):
+    return ExpertMetrics.of_totals(step, layer, [*loads, 12.0, 27.0, 5.0], n_chosen=2)
+
+
+def test_sums_become_means():
+    metrics = of_loads(1, 0, (4, 2, 0))  # three tokens
+    assert (metrics.z, metrics.logit_rms) == (4.0, math.sqrt(3))
+    assert metrics.exchanged_bytes == 5
 
 
 def test_equal_loads_have_the_largest_entropy():
-    metrics = ExpertMetrics.of_loads(1, 0, (8,) * 5)
+    metrics = of_loads(1, 0, (8,) * 5)
     assert (metrics.max_over_mean, metrics.idle) == (1.0, 0)
     assert metrics.entropy == pytest.approx(math.log(5))
 
@@ -63,7 +76,7 @@ def warnings(loads_by_step, **model):
     )
     lines = RunLines()
     for step, loads in loads_by_step.items():
-        lines.on_experts(run, ExpertMetrics.of_loads(step, 1, loads))
+        lines.on_experts(run, of_loads(step, 1, loads))
     return said
 
 

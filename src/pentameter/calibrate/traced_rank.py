@@ -135,7 +135,7 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _EvenExchange(Exchange):
     """An exchange whose rows are the same number for each rank that holds different experts, since
     fake tensors have no values to count."""

@@ -77,6 +77,10 @@ class Router(nn.Module):
         self.counts: Tensor
         """Tokens that chose each expert, float32 (E,), over the step's backward passes on this
         rank."""
+        self.register_buffer("logit_sums", torch.zeros(2), persistent=False)
+        self.logit_sums: Tensor
+        """Sums over the same tokens, float32 (2,): the squared log-sum-exp of a token's logits, and
+        its squared logits."""
 
     def forward(self, x: Tensor) -> Routing:
         """Return the Routing of the tokens in x (B, T, D), as `route` does for their logits."""
@@ -97,7 +101,8 @@ class Router(nn.Module):
         loss = self._loss(logits, scores, chosen)
         weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
         if self.training:
-            weights = _Counted.apply(weights, chosen, self.counts)
+            added = _logit_sums(logits), (self.counts, self.logit_sums)
+            weights = _Counted.apply(weights, chosen, *added)
         if config.expert_capacity is not None:
             chosen = _within_capacity(chosen, config)
         assert config.n_experts is not None
@@ -229,26 +234,37 @@ def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
     return flat.masked_fill(number > n_most, E).view_as(chosen)
 
 
+def _logit_sums(logits: Tensor) -> Tensor:
+    """Return what `Router.logit_sums` adds for tokens with these logits (B, T, E), float32 (2,)."""
+    logits = logits.detach()
+    return torch.stack((logits.logsumexp(-1).square().sum(), logits.square().sum())).float()
+
+
 class _Counted(Function):
     """Identity on the router's weights, whose backward pass adds the number of tokens that chose
-    each expert to a tensor. The forward pass does not count, since recomputation runs it twice."""
+    each expert, and sums over their logits, to the router's tensors. The forward pass adds nothing,
+    since recomputation runs it twice."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, chosen: Tensor, sums: Tensor, totals: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """Return a view with the shape (B, T, k) and the values of `weights`. The backward pass
-        will count the experts' numbers `chosen` (B, T, k), and add the counts to `counts` (E,), in
-        place."""
-        ctx.save_for_backward(chosen)
-        ctx.counts = counts
+        will count the experts' numbers `chosen` (B, T, k), and add the counts and `sums` (2,) to
+        the `totals`, (E,) and (2,), in place."""
+        ctx.save_for_backward(chosen, sums)
+        ctx.totals = totals
         return weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient g (B, T, k) unchanged, and add to the counts."""
-        (chosen,) = ctx.saved_tensors
-        ctx.counts.add_(_counts(chosen, len(ctx.counts)).sum(0))
-        return g, None, None
+        """Return the gradient g (B, T, k) unchanged, and add to the totals."""
+        chosen, sums = ctx.saved_tensors
+        counts, logit_sums = ctx.totals
+        counts.add_(_counts(chosen, len(counts)).sum(0))
+        logit_sums.add_(sums)
+        return g, None, None, None
 
 
 class SortedRows(Function):

@@ -18,10 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.model.experts import Router
+from pentameter.model.experts import Experts, Router
+from pentameter.parallel.expert_parallel import Exchange
 from pentameter.parallel.mesh import Mesh
 from pentameter.planning.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
+
+N_SUMS = 3
+"""Columns behind the experts' in `ExpertLoads.total`."""
 
 
 def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -40,8 +44,9 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
 
 
 class ExpertLoads:
-    """The number of a step's tokens that chose each expert. `models` are this rank's slices of the
-    model, whose routers count during the backward pass; nothing is sent until `total` is called."""
+    """The number of a step's tokens that chose each expert, sums over their logits, and the bytes
+    exchanged. `models` are this rank's slices of the model, whose routers count during the backward
+    pass; nothing is sent until `total` is called."""
 
     def __init__(
         self, models: Sequence[nn.Module], plan: Plan, mesh: Mesh, device: torch.device
@@ -49,40 +54,49 @@ class ExpertLoads:
         layer_of = {spec.name: spec.layer for spec in plan.table if "router" in spec.axes}
         self.layers = tuple(sorted({layer for layer in layer_of.values() if layer is not None}))
         """Numbers of the L layers with experts, the same on every rank."""
-        self._routers = {
+        self._experts = {
             self.layers.index(layer): module
             for model in models
             for name, module in model.named_modules()
-            if isinstance(module, Router) and (layer := layer_of.get(f"{name}.weight")) is not None
+            if isinstance(module, Experts)
+            and (layer := layer_of.get(f"{name}.router.weight")) is not None
         }
         different = {"pipeline", *BATCH_DIMENSIONS, *plan.sharding.sharded_axes.get("time", ())}
         coordinates = mesh.coordinates.items()
         # Ranks along any other dimension route the same tokens, of which one rank's count.
         self._counts_here = not any(at for name, at in coordinates if name not in different)
-        self._shape = (len(self.layers), plan.config.model.n_experts or 0)
+        self._shape = (len(self.layers), (plan.config.model.n_experts or 0) + N_SUMS)
         self._world_size, self._device = mesh.world.size, device
 
     def start_step(self) -> None:
-        """Zero every router's token counts."""
-        for router in self._routers.values():
-            router.counts.zero_()
+        """Zero what every layer has counted."""
+        for experts in self._experts.values():
+            experts.router.counts.zero_()
+            experts.router.logit_sums.zero_()
+            if isinstance(experts.exchange, Exchange):
+                experts.exchange.sent_bytes = 0
 
     @torch.no_grad()
     def total(self) -> Tensor | None:
-        """Return how many of the step's tokens chose each expert, on the device (L, E), before any
-        is left out for want of capacity; None for a model without experts. The same on every
-        layout. Collective.
+        """Return the step's totals over all ranks, on the device (L, E + N_SUMS); None for a model
+        without experts. Collective.
 
-        A layer has zeros throughout if its router had no backward pass, as below the first adapter
-        (LoRA).
+        Column e < E: how many tokens chose expert e, before any is left out for want of capacity.
+        Then, summed over tokens, the squared log-sum-exp of the router's logits, and the squared
+        logits. These are the same on every layout. Last, the bytes of rows, outputs and gradients
+        that ranks sent one another. A layer has zeros throughout if its router had no backward
+        pass, as below the first adapter (LoRA).
         """
         if not self.layers:
             return None
         dtype = torch.float64 if self._world_size > 1 else torch.float32
         loads = torch.zeros(self._shape, dtype=dtype, device=self._device)
-        if self._counts_here:
-            for row, router in self._routers.items():
-                loads[row] = router.counts
+        for row, experts in self._experts.items():
+            router, exchange = experts.router, experts.exchange
+            if self._counts_here:
+                loads[row, :-1] = torch.cat((router.counts, router.logit_sums))
+            if isinstance(exchange, Exchange):
+                loads[row, -1] = exchange.sent_bytes
         if self._world_size > 1:
             dist.all_reduce(loads)
         return loads

@@ -50,12 +50,11 @@ def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn
     with which each expert's matrices compute on this rank's shards, which are DTensors."""
     layout = mesh.layout
     adds_bias = layout.parameter_coordinates(mesh.world.rank)["expert_tensor"] == 0
-    exchange = Exchange(mesh.group_name("expert"), layout.expert_tensor)
     forwards: dict[nn.Module, Forward] = {}
     for module in model.modules():
         if not isinstance(module, Experts):
             continue
-        module.exchange = exchange
+        module.exchange = Exchange(mesh.group_name("expert"), layout.expert_tensor)
         if layout.tensor > 1 and not layout.sequence:
             rank, group = mesh.coordinates["tensor"], mesh.group_name("tensor")
             module.shard_tokens = TokenShards(rank, layout.tensor, group)
@@ -78,13 +77,16 @@ def _on_shards(
     return matmul.grouped_linear(x, local(linear.weight), bias, ends)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exchange:
     """Brings rows to the ranks that hold their experts, and the outputs back. Collective over the
     named group, in which `n_shards` neighbours hold shards of the same experts."""
 
     group_name: str
     n_shards: int
+    sent_bytes: int = 0
+    """Bytes of rows, outputs and their gradients that this rank has sent to others in passes whose
+    backward pass is done; whoever reads it sets it back."""
 
     @torch.compiler.disable
     def __call__(self, compute: Compute, rows: Tensor, ends: Tensor) -> Tensor:
@@ -96,6 +98,11 @@ class Exchange:
         arrived = exchange_rows(leaving, n_sent, n_received, self.group_name)
         outputs = self._by_expert(compute, arrived, received)
         returned = exchange_rows(outputs, n_received, n_sent, self.group_name)
+        if returned.requires_grad:  # counted by the backward pass, once where recomputed
+            own = group_named(self.group_name).rank()
+            n_others = sum(n_sent) - n_sent[own] + sum(n_received) - n_received[own]
+            n_bytes = n_others * rows.shape[1] * leaving.itemsize
+            returned.register_hook(partial(self._count, n_bytes * (1 + rows.requires_grad)))
         total = self._summed(returned, n_sent)
         return F.pad(total, (0, 0, 0, len(rows) - len(total)))
 
@@ -109,6 +116,10 @@ class Exchange:
         received = exchange_counts(sent, self.group_name)
         n_sent, n_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
         return received, n_sent, n_received
+
+    def _count(self, n_bytes: int, _: Tensor) -> None:
+        """Add bytes, as the hook of a tensor whose gradient is known."""
+        self.sent_bytes += n_bytes
 
     @property
     def n_ranks(self) -> int:

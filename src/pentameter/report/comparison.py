@@ -176,6 +176,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak memory", "results.peak_memory_bytes", formatting.size),
     ("busiest expert ÷ mean", "results.expert_imbalance", lambda value: formatting.fixed(value, 2)),
     ("idle experts", "results.idle_experts", formatting.whole),
+    ("router z", "results.router_z", lambda value: formatting.fixed(value, 2)),
+    ("bytes exchanged a step", "results.exchanged_bytes", formatting.size),
     ("parameters", "results.parameters", formatting.whole),
     ("layout", "results.layout", lambda name: name or "–"),
     ("precision", "results.precision", lambda name: name or "–"),

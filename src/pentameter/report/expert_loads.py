@@ -40,6 +40,12 @@ class LayerLoads:
     steps: tuple[int, ...]
     loads: tuple[tuple[float, ...], ...]
     """(n, experts), 0 or more; no row is 0 throughout."""
+    z: tuple[float, ...]
+    """Mean squared log-sum-exp of the router's logits, (n,); NaN where none is recorded."""
+    logit_rms: tuple[float, ...]
+    """Root mean square of the router's logits, (n,); NaN where none is recorded."""
+    exchanged_bytes: tuple[float, ...]
+    """Bytes that ranks sent one another in the step, (n,); NaN where none are recorded."""
 
     @property
     def relative(self) -> np.ndarray:
@@ -60,19 +66,24 @@ def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
     The events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left
     out are events without valid loads, with no load at all, or with another number of experts than
     their layer's first."""
-    of_layer: dict[int, dict[int, list[float]]] = defaultdict(dict)
+    of_layer: dict[int, dict[int, tuple[list[float], Mapping[str, Any]]]] = defaultdict(dict)
     for event in events:
         layer, loads = event.get("layer"), event.get("loads")
         if not isinstance(layer, int) or not isinstance(loads, list):
             continue
         values = [number(load) for load in loads]
         if 0 < sum(values) < np.inf and min(values) >= 0:  # NaN is not
-            of_layer[layer][event["step"]] = values
+            of_layer[layer][event["step"]] = values, event
     found = []
     for layer, rows in sorted(of_layer.items()):
-        n_experts = len(next(iter(rows.values())))
-        kept = {step: values for step, values in rows.items() if len(values) == n_experts}
-        found.append(LayerLoads(layer, tuple(kept), tuple(map(tuple, kept.values()))))
+        n_experts = len(next(iter(rows.values()))[0])
+        kept = {step: row for step, row in rows.items() if len(row[0]) == n_experts}
+        loads = tuple(tuple(values) for values, _ in kept.values())
+        further = {
+            key: tuple(number(event.get(key)) for _, event in kept.values())
+            for key in ("z", "logit_rms", "exchanged_bytes")
+        }
+        found.append(LayerLoads(layer, tuple(kept), loads, **further))
     return tuple(found)
 
 
@@ -89,6 +100,17 @@ def n_idle(layers: Sequence[LayerLoads]) -> int | None:
     return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
 
 
+def mean_z(layers: Sequence[LayerLoads]) -> float:
+    """Return the mean over layers of `z` at the last recorded step; NaN if none is recorded."""
+    return float(np.mean([each.z[-1] for each in layers] or np.nan))
+
+
+def total_exchanged(layers: Sequence[LayerLoads]) -> float:
+    """Return the bytes that ranks sent one another for experts in the last recorded step, all
+    layers together; NaN if none are recorded."""
+    return float(np.sum([each.exchanged_bytes[-1] for each in layers] or np.nan))
+
+
 @dataclass(frozen=True)
 class ExpertMap:
     """A layer's map, ready for the page's template: a row for each expert, steps from left to
@@ -96,7 +118,8 @@ class ExpertMap:
 
     title: str
     detail: str
-    """The busiest expert's load, and which experts are idle, at the last recorded step."""
+    """The busiest expert's load, which experts are idle, the router's logits and the bytes that
+    were exchanged, at the last recorded step."""
     n_experts: int
     """Number of rows, one per expert."""
     first_step: int
@@ -136,7 +159,7 @@ def _map(layer: LayerLoads, n_columns: int) -> ExpertMap:
     row = min(MOST_ROW_PIXELS, max(FEWEST_ROW_PIXELS, MAP_PIXELS / n_experts))
     return ExpertMap(
         title=f"Layer {layer.layer}",
-        detail=_detail(layer.relative[-1]),
+        detail=_detail(layer),
         n_experts=n_experts,
         first_step=first,
         last_step=steps[-1],
@@ -155,12 +178,18 @@ def _runs(levels: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield int(levels[start]), start, stop
 
 
-def _detail(relative: np.ndarray) -> str:
-    """Return a line from a layer's loads ÷ mean (experts,): the largest one, and the numbers of the
-    experts without any token, at most MOST_NAMED."""
-    idle = np.flatnonzero(relative == 0).tolist()
-    words = f"busiest {formatting.fixed(float(relative.max()), 2)}× the mean"
-    if not idle:
-        return words
-    named = ", ".join(map(str, idle[:MOST_NAMED])) + (" …" if len(idle) > MOST_NAMED else "")
-    return f"{words} · {len(idle)} idle: {named}"
+def _detail(layer: LayerLoads) -> str:
+    """Return a line about a layer's last recorded step: the largest load ÷ mean, the numbers of the
+    experts without any token, at most MOST_NAMED, and, if recorded, the logits' size and the bytes
+    exchanged."""
+    relative = layer.relative[-1]
+    words = [f"busiest {formatting.fixed(float(relative.max()), 2)}× the mean"]
+    if idle := np.flatnonzero(relative == 0).tolist():
+        named = ", ".join(map(str, idle[:MOST_NAMED])) + (" …" if len(idle) > MOST_NAMED else "")
+        words.append(f"{len(idle)} idle: {named}")
+    if layer.z[-1] >= 0:  # NaN is not
+        logits, z = (formatting.fixed(each[-1], 2) for each in (layer.logit_rms, layer.z))
+        words.append(f"logits {logits} rms, z {z}")
+    if layer.exchanged_bytes[-1] > 0:
+        words.append(f"{formatting.size(layer.exchanged_bytes[-1])} exchanged")
+    return " · ".join(words)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pentameter import formatting
 from pentameter.config.data_schema import RESERVED_SPLITS
 from pentameter.report.event_reader import NAN, as_table
-from pentameter.report.expert_loads import imbalance, n_idle
+from pentameter.report.expert_loads import imbalance, mean_z, n_idle, total_exchanged
 from pentameter.report.reading import Evaluation, RecordedRun
 from pentameter.train.log_files import EndKind
 
@@ -53,6 +53,11 @@ class Results:
     idle_experts: int | None
     """Experts, over all layers, that had no token in these steps; None for a model without
     experts."""
+    router_z: float
+    """Mean squared log-sum-exp of the routers' logits, averaged over layers, at the last recorded
+    step."""
+    exchanged_bytes: float
+    """Bytes that ranks sent one another for experts in the last recorded step."""
     parameters: int | None
     layout: str
     """The layout; if a resume changed it, all in turn, as "a → b". Precision and device
@@ -97,6 +102,8 @@ def results(record: RecordedRun) -> Results:
         peak_memory_bytes=max(memory, default=NAN),
         expert_imbalance=imbalance(record.expert_loads),
         idle_experts=n_idle(record.expert_loads),
+        router_z=mean_z(record.expert_loads),
+        exchanged_bytes=total_exchanged(record.expert_loads) or NAN,  # 0 on one rank
         parameters=parameters if isinstance(parameters, int) else None,
         layout=_history(record, "layout"),
         precision=_history(record, "precision"),

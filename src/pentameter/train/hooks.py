@@ -120,8 +120,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class ExpertMetrics:
-    """The loads of one layer's experts (the tokens that chose each) in a step that has just
-    completed; `layer` counts from 0, `step` from 1."""
+    """One layer of experts in a step that has just completed; `layer` counts from 0, `step` from
+    1. A load is the number of tokens that chose an expert."""
 
     step: int
     layer: int
@@ -131,15 +131,37 @@ class ExpertMetrics:
     """Entropy of the loads as fractions of their sum, in nats; ln(experts) if all are equal."""
     idle: int
     """Experts that no token chose."""
+    z: float
+    """Mean over tokens of the squared log-sum-exp of the router's logits, which `router_z_loss`
+    makes small."""
+    logit_rms: float
+    """Root mean square of the router's logits."""
+    exchanged_bytes: int
+    """Bytes of rows, outputs and their gradients that ranks sent one another for this layer."""
     loads: tuple[int, ...]
     """Tokens of each expert, over the whole step, also those left out for want of capacity."""
 
     @classmethod
-    def of_loads(cls, step: int, layer: int, loads: tuple[int, ...]) -> ExpertMetrics:
-        """Return the metrics for `loads`, of which at least one is above 0."""
-        total = sum(loads)
-        entropy = sum(load / total * math.log(total / load) for load in loads if load)
-        return cls(step, layer, max(loads) * len(loads) / total, entropy, loads.count(0), loads)
+    def of_totals(
+        cls, step: int, layer: int, totals: Sequence[float], n_chosen: int
+    ) -> ExpertMetrics:
+        """Return the metrics for a layer's row of `ExpertLoads.total`, with at least one load
+        above 0. Each token chooses `n_chosen` experts."""
+        *counts, squared_sums, squares, n_bytes = totals
+        loads = tuple(map(round, counts))
+        total, n = sum(loads), len(loads)
+        n_tokens = total / n_chosen
+        return cls(
+            step,
+            layer,
+            max_over_mean=max(loads) * n / total,
+            entropy=sum(load / total * math.log(total / load) for load in loads if load),
+            idle=loads.count(0),
+            z=squared_sums / n_tokens,
+            logit_rms=math.sqrt(squares / (n_tokens * n)),
+            exchanged_bytes=round(n_bytes),
+            loads=loads,
+        )
 
 
 @dataclass(frozen=True)

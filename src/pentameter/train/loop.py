@@ -354,7 +354,9 @@ def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:
     if not isinstance(update.loads, list):
         return []
     rows = zip(run.engine.expert_loads.layers, update.loads, strict=True)
-    found = [(layer, tuple(map(round, loads))) for layer, loads in rows]
+    step, model = run.state.step, run.config.model
     return [
-        ExpertMetrics.of_loads(run.state.step, layer, loads) for layer, loads in found if any(loads)
+        ExpertMetrics.of_totals(step, layer, totals, model.n_chosen)
+        for layer, totals in rows
+        if any(totals[: model.n_experts])
     ]

@@ -25,7 +25,7 @@ class Update:
     loss: LossSum
     grad_norm: Tensor | float
     loads: Tensor | list[list[float]] | None = None
-    """Number of tokens that chose each expert, (layers with experts, experts); None if not asked
+    """The totals from `ExpertLoads.total`, a row for each layer with experts; None if not asked
     for."""
     left_out: Tensor | float = 0.0
     """1 if the guard left the update out, else 0."""
