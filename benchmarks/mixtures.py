@@ -35,8 +35,17 @@ NATURAL_IMBALANCE = 1.5
 """The imbalance of rows with natural routing, which no table says."""
 FOLDING_BATCH = 1024
 """Sequences per step in the folding paper's table 4, as its numbers of GPUs suggest."""
-PUBLISHED_DEVICES = {"h100": "h100-80gb"}
-"""Maps a row's device to ours; others cannot be planned for."""
+PUBLISHED_DEVICES = {
+    "h100": ("h100-80gb", 8),
+    **{name: (name, 8) for name in ("b200", "b300")},
+    **{name: (name, 64) for name in ("gb200", "gb300")},
+}
+"""Maps a row's device to ours, and to how many of them NVLink joins, as far as a power of two goes;
+others cannot be planned for."""
+FP8 = ("fp8", "fp8-cs", "fp8-mx", "mxfp8")
+"""Precisions of rows that multiply in 8 bits: they differ in what shares a scale."""
+SCORED = "bf16, h100"
+"""The kind of rows that the calibration of an H100 is tested on. Those of others are marked."""
 MOST_STAGES = 8
 """Stages a process where the row does not say how many, at most."""
 
@@ -146,9 +155,20 @@ class MixtureRow:
             return "a model with other layers"
         if self.facts["device"] not in PUBLISHED_DEVICES:
             return f"no {self.facts['device']} to plan for"
-        if self.facts["precision"] != "bf16":
-            return f"{self.facts['precision']} is no precision of ours"
+        if self.facts["precision"] not in ("bf16", *FP8):
+            return f"{self.facts['precision']} cannot be planned"
         return "no layout or no speed" if self.is_order_of_magnitude else None
+
+    @property
+    def matmuls(self) -> str | None:
+        """The number format of linear layers' matmuls that is planned, if not bf16."""
+        return "fp8" if self.facts["precision"] in FP8 else None
+
+    @property
+    def kind(self) -> str:
+        """The number format and the family of devices, by which errors are printed."""
+        family = "h100" if self.facts["device"] == "h100" else "blackwell"
+        return f"{self.matmuls or 'bf16'}, {family}"
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -193,10 +213,10 @@ class MixtureRow:
 
     @property
     def cluster(self) -> Cluster:
-        """The row's GPUs, in nodes of eight."""
+        """The row's GPUs, in nodes of those that NVLink joins."""
         n = int(self.facts["gpus"])
-        device = PUBLISHED_DEVICES[self.facts["device"]]
-        cluster = parse_cluster(f"{device}:{min(8, n)}x{max(1, n // 8)}")
+        device, node_size = PUBLISHED_DEVICES[self.facts["device"]]
+        cluster = parse_cluster(f"{device}:{min(node_size, n)}x{max(1, n // node_size)}")
         if not self.is_of_folding:
             return cluster
         calibration = cluster.device.calibration.model_copy(update={"counts_seconds": 0.0})
@@ -272,6 +292,7 @@ class MixtureRow:
             self.cluster,
             layout=self.layout(v),
             imbalance=NATURAL_IMBALANCE if natural else 1.0,
+            matmuls=self.matmuls,
         )
         exchange = TheirExchange(found.plan, found.cluster, found.precision, found.imbalance)
         return replace(exchange, sent=self._sent(found.plan, found.cluster))

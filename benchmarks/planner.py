@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mixtures import ROWS as MIXTURE_ROWS
-from mixtures import groups_in_order, mixture_rows, unscored
+from mixtures import SCORED, groups_in_order, mixture_rows, unscored
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
@@ -504,12 +504,18 @@ def print_mixtures(facts: Sequence[Mapping[str, Any]], *, every: bool) -> None:
     if every:
         print(*rows, sep="\n")
     timed = [row for row in rows if not row.is_out_of_memory]
-    print("\n| mixtures | rows | median | 90th percentile | worst | bias |\n" + "| --- " * 6 + "|")
-    for is_calibration, kind in ((False, "test"), (True, "calibration")):
-        chosen = [row for row in timed if row.is_calibration is is_calibration]
-        for source in (*dict.fromkeys(row.source for row in chosen), None):
-            errors = [row.error for row in chosen if source in (row.source, None)]
-            print(_line(f"{source or 'all'}, {kind}", errors))
+    for kind in dict.fromkeys((SCORED, *sorted({row.kind for row in timed}))):
+        print(f"\n| {kind} | rows | median | 90th percentile | worst | bias |")
+        print("| --- " * 6 + "|")
+        for is_calibration, use in ((False, "test"), (True, "calibration")):
+            chosen = [
+                row for row in timed if row.kind == kind and row.is_calibration is is_calibration
+            ]
+            for source in (*dict.fromkeys(row.source for row in chosen), None):
+                errors = [row.error for row in chosen if source in (row.source, None)]
+                if errors:
+                    print(_line(f"{source or 'all'}, {use}", errors))
+    timed = [row for row in timed if row.kind == SCORED]
     for key, group in groups_in_order(timed).items():
         names = [f"{row.name} {row.step_seconds:.3g} s ({row.seconds:.3g})" for row in group]
         pairs = list(itertools.combinations([row.seconds for row in group], 2))

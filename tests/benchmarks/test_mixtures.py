@@ -63,10 +63,21 @@ def test_a_run_out_of_memory_is_refused_and_another_is_not(mixtures):
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"device": "gb200"}, "no gb200 to plan for"),
-        ({"precision": "fp8"}, "fp8 is no precision of ours"),
+        ({"device": "h800"}, "no h800 to plan for"),
+        ({"precision": "nvfp4"}, "nvfp4 cannot be planned"),
         ({"model": "Nemotron"}, "a model with other layers"),
     ],
 )
 def test_what_cannot_be_planned_says_why(mixtures, facts, why):
     assert mixtures.MixtureRow({**QWEN3, **LAYOUTS[0], **facts}).obstacle == why
+
+
+def test_rows_in_8_bits_are_planned_and_kept_apart(mixtures):
+    facts = {**QWEN3, **LAYOUTS[0]}
+    wide = mixtures.MixtureRow(facts)
+    narrow = mixtures.MixtureRow({**facts, "precision": "mxfp8"})
+    assert (wide.kind, narrow.kind) == (mixtures.SCORED, "fp8, h100")
+    assert narrow.seconds < wide.seconds
+    blackwell = mixtures.MixtureRow({**facts, "device": "gb200", "precision": "fp8-mx"})
+    assert blackwell.kind == "fp8, blackwell"
+    assert blackwell.cluster.node_size == 64

@@ -52,6 +52,9 @@ class PlanArguments:
     imbalance: Annotated[float, tyro.conf.arg(metavar="RATIO")] = 1.0
     """Assume that, in each layer with experts, one rank's experts get so many times the mean number
     of tokens over ranks, in time and in memory. 1: all get equally many."""
+    matmuls: Annotated[str | None, tyro.conf.arg(metavar="fp8")] = None
+    """Assume that linear layers multiply in this number format, which can be planned, but not
+    trained in: fp8. All else is planned in bf16."""
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
     """The price of a device for an hour, to say what the run costs."""
     dry_run_rank: Annotated[int | None, tyro.conf.arg(metavar="RANK")] = None
@@ -67,7 +70,7 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
     from pentameter.config.command_source import configuration_of
     from pentameter.config.load import load_config
-    from pentameter.estimating.cluster import parse_cluster
+    from pentameter.estimating.cluster import parse_cluster, trained_precision
     from pentameter.machine.this_cluster import measured_cluster
 
     if parsed.layout == BEST:
@@ -87,18 +90,21 @@ def run(arguments: list[str]) -> int:
     if parsed.search:
         from pentameter.estimating.search import search, why_nothing_fits
 
-        found = search(config, cluster, *known, imbalance=parsed.imbalance)
+        found = search(config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls)
         if not found.estimates:
             raise ConfigError(why_nothing_fits(config, cluster, found))
         estimate = found.estimates[0]
     else:
         from pentameter.estimating.estimate import make_estimate
 
-        estimate = make_estimate(config, cluster, *known, imbalance=parsed.imbalance)
+        estimate = make_estimate(
+            config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls
+        )
     if parsed.dry_run_rank is not None:
         from pentameter.calibrate.traced_rank import trace_rank
 
-        traced = trace_rank(estimate.plan, parsed.dry_run_rank, estimate.precision)
+        precision = trained_precision(estimate.precision)
+        traced = trace_rank(estimate.plan, parsed.dry_run_rank, precision)
         print(traced, file=sys.stderr)
     _write_pictures(estimate, found, parsed)
     if parsed.json:
@@ -138,7 +144,7 @@ def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) ->
     hint = "name a cluster, --cluster a100-80gb:8x1, or measure this machine: doctor --measure"
     asked = [
         f"--{name.replace('_', '-')}"
-        for name in ("search", "scale", "timeline", "html", "price", "dry_run_rank")
+        for name in ("search", "scale", "timeline", "html", "price", "dry_run_rank", "matmuls")
         if getattr(parsed, name) not in (None, False)
     ]
     if asked:
@@ -166,7 +172,8 @@ def _scale(
                 ".png or .pdf"
             )
     points = []
-    for point in scale(config, cluster, *known, imbalance=parsed.imbalance):
+    scaled = scale(config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls)
+    for point in scaled:
         points.append(point)
         if sys.stderr.isatty():
             print(f"\r{point.n_devices:,} devices", end="", file=sys.stderr, flush=True)

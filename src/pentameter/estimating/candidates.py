@@ -17,7 +17,7 @@ from typing import Any
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import Cluster
+from pentameter.estimating.cluster import Cluster, trained_precision
 from pentameter.estimating.communication import Communication
 from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
 from pentameter.estimating.costs import ActivationBytes, Step
@@ -147,7 +147,7 @@ class Candidates:
 
     def _fuses_dropout(self, layout: Layout) -> bool:
         model, device = self.plan.config.model, self.cluster.device
-        return fuses_dropout(model, layout, self.precision, device)
+        return fuses_dropout(model, layout, trained_precision(self.precision), device)
 
     def _parallels(self) -> Iterator[ParallelConfig]:
         """Yield `[parallel]` sections whose mesh sizes multiply to the cluster's device count."""

@@ -39,6 +39,18 @@ Share = Annotated[float, Field(strict=True, ge=1e-4, le=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
 
 
+PLANNED_ONLY = {"fp8": "bf16"}
+"""Maps a number format of linear layers' matmuls that can be planned, but not trained in, to the
+precision of everything else in such a run. Other programs multiply in 8 bits, and keep weights,
+activations, attention and the head in 16."""
+
+
+def trained_precision(precision: str) -> str:
+    """Return the `train.precision` for all but linear layers' matmuls in the planned `precision`:
+    itself, unless that can be planned only."""
+    return PLANNED_ONLY.get(precision, precision)
+
+
 def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
     """Return the number format in which a GPU multiplies, as a key in `Device.tflops`: `precision`
     (a `train.precision`), unless that is fp32 or tf32 and `matmul_precision` selects the other one.
@@ -138,7 +150,7 @@ class Device(Section):
     driver_names: str = ""
     """A regular expression, searched for in the name that the driver reports."""
     tflops: dict[str, Teraflops]
-    """Maps `train.precision` to the peak matmul speed, in TFLOP/s."""
+    """Maps `train.precision`, and formats in PLANNED_ONLY, to the peak matmul speed, in TFLOP/s."""
     units: Positive = 1
     """Processors that each work on one matmul tile (streaming multiprocessors); 1 if matmuls are
     not tiled this way, as on a CPU."""
@@ -220,8 +232,9 @@ class Cluster(Section):
         Raises ConfigError if the device's peak in them is unknown."""
         peak = self.device.peak_flops(precision, matmul_precision)
         if peak is None:
+            option = "--matmuls " if precision in PLANNED_ONLY else "train.precision="
             raise ConfigError(
-                f"train.precision={precision}: a peak in "
+                f"{option}{precision}: a peak in "
                 f"{multiplied_in(precision, matmul_precision)} is not known of {self.device_key}, "
                 f"if it has one; known: {listed(self.device.tflops)}"
             )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import LoraConfig, ModelConfig
-from pentameter.estimating.cluster import Cluster, Device, ProductShares
+from pentameter.estimating.cluster import Cluster, Device, ProductShares, trained_precision
 from pentameter.estimating.costs import RECOMPUTES_PRODUCTS, ActivationBytes, PassSeconds, Step
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
@@ -120,7 +120,8 @@ class _ElementwiseTime:
         self.step = step
         config, layout, rules = step.config, step.layout, step.rules
         self.cluster = cluster
-        fused = fuses_dropout(config.model, layout, step.precision, cluster.device)
+        others = trained_precision(step.precision)
+        fused = fuses_dropout(config.model, layout, others, cluster.device)
         self.bytes = ActivationBytes(replace(step, fused_dropout=fused))
         self.adds_whole = step.n_micro_batches > 1 and not rules.reduces_each_micro_batch
         self.weights_come_rounded = rules.weights_come_rounded(step.n_micro_batches)
@@ -133,7 +134,10 @@ class _ElementwiseTime:
         """Whether activation functions run within the adjacent matmuls, and attention dropout
         within attention, as in the fused CPU step."""
         self.shares = calibration.products(step.precision, fused=is_fused)
-        self.peak = cluster.peak_flops(step.precision, config.train.matmul_precision)
+        self.peak = cluster.peak_flops(others, config.train.matmul_precision)
+        self.linear_peak, self.rounds_to_8_bits = self.peak, others != step.precision
+        if self.rounds_to_8_bits:
+            self.linear_peak = cluster.peak_flops(step.precision)
         precise = cluster.device.peak_flops("fp32", config.train.matmul_precision)
         self.precise_peak = self.peak if precise is None else precise / cluster.sharing
 
@@ -277,7 +281,7 @@ class _OperationTime(_ElementwiseTime):
         if (k := op.parameters[0].n_chosen) is not None:  # k rows a token, of a k-th of the numbers
             n_products, *_ = self.step.sharding.parameter_shape(op.parameters[0])
             m, n_out, n_in = math.ceil(m * k / n_products), n_out // k, n_in // k
-        p, peak = self.step.product_bytes, self.peak
+        p, peak = self.step.product_bytes, self.linear_peak if op.kind == "product" else self.peak
         if op.result.dtype == "softmax":  # a router's logits, in float32 whatever the precision
             p, peak = self.step.summed_bytes, self.precise_peak
         forward, to_input, to_weight = (
@@ -286,6 +290,10 @@ class _OperationTime(_ElementwiseTime):
         )
         sorting = self._sorting(op)
         forward, to_input = forward + sorting.forward, to_input + sorting.backward_input
+        if self.rounds_to_8_bits and peak is self.linear_peak:
+            # Read in 16 bits, written in 8, by rows and by columns: operands lie along the sum.
+            forward += self._moving(2 * self.bytes.of([replace(x, dtype="products")]))
+            to_input += self._moving(2 * self.bytes.of([replace(op.result, dtype="products")]))
         rounding, adding = self._weight_bytes(op.parameters)
         if not self.joins and self.step.rounds_weights:  # inputs and gradients, each separately
             both = 1 + self.step.element_bytes / self.step.product_bytes

@@ -22,6 +22,7 @@ from pentameter.config.choices import (
     refuse_unknown,
 )
 from pentameter.config.schema import Config
+from pentameter.estimating.cluster import trained_precision
 from pentameter.planning.adapters import Run, run_operations
 from pentameter.planning.architecture import (
     ActivationTensor,
@@ -93,7 +94,8 @@ class Step:
 
     @cached_property
     def _numbers(self) -> NumberFormats:
-        return look_up(PRECISIONS, self.precision, "train.precision", "the planner")
+        precision = trained_precision(self.precision)
+        return look_up(PRECISIONS, precision, "train.precision", "the planner")
 
     @cached_property
     def element_bytes(self) -> int:

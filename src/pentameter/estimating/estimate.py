@@ -8,8 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import Cluster, parse_cluster
+from pentameter.errors import ConfigError, either
+from pentameter.estimating.cluster import (
+    PLANNED_ONLY,
+    Cluster,
+    parse_cluster,
+    trained_precision,
+)
 from pentameter.estimating.communication import WORLD, StepCommunication, communication_of_stages
 from pentameter.estimating.compute_time import fuses_dropout
 from pentameter.estimating.links import Links
@@ -17,7 +22,7 @@ from pentameter.estimating.memory import Memory, device_bytes
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, step_of
 from pentameter.estimating.step_time import StepTime, step_time
 from pentameter.planning.auto_precision import auto_precision
-from pentameter.planning.layout import parse_parallel
+from pentameter.planning.layout import Layout, parse_parallel
 from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan, make_plan
 
@@ -34,8 +39,8 @@ class Estimate:
     plan: Plan
     cluster: Cluster
     precision: str
-    """The matmul precision: the configuration's `train.precision`, or for `auto` the devices'
-    best."""
+    """The matmul precision: the configuration's `train.precision`, for `auto` the devices' best, or
+    a number format of linear layers' matmuls in PLANNED_ONLY."""
     imbalance: float = 1.0
     """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
     rows, an assumption; 1 if all get equally many."""
@@ -55,8 +60,8 @@ class Estimate:
         """Whether GPU kernels are planned to apply attention dropout without writing out the
         attention weights."""
         plan = self.plan
-        inputs = (plan.config.model, plan.layout, self.precision, self.cluster.device)
-        return fuses_dropout(*inputs)
+        precision = trained_precision(self.precision)
+        return fuses_dropout(plan.config.model, plan.layout, precision, self.cluster.device)
 
     @cached_property
     def time(self) -> StepTime:
@@ -130,20 +135,7 @@ class Estimate:
                 f"the layout uses {layout.world_size:,} of {self.cluster.n_devices:,} devices, and "
                 f"{idle:,} stay idle; leave data out of the layout to use them all"
             )
-        links = Links(layout, self.cluster)
-        for dimension in ("tensor", "row", "context"):
-            if layout.sizes[dimension] > 1 and links.link(dimension) == "between nodes":
-                yield (
-                    f"{dimension}-parallel processes are in several nodes: every layer waits for "
-                    f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
-                    f"within the {self.cluster.node_size} devices of a node"
-                )
-        if layout.shards_experts and links.link("expert") == "between nodes":
-            yield (
-                "the ranks that exchange rows for experts are in several nodes: every layer waits "
-                "for the network; keep parallel.expert × parallel.expert_tensor within the "
-                f"{self.cluster.node_size} devices of a node"
-            )
+        yield from _between_nodes(layout, self.cluster)
         rows = plan.micro_batch_size * plan.config.model.context_length // layout.context
         if self.cluster.device.units > 1 and rows < SMALL_PRODUCT_ROWS:
             yield (
@@ -167,6 +159,12 @@ class Estimate:
             )
         if plan.config.train.offload:
             yield "train.offload: what travels between host and device is not in the time"
+        if self.precision in PLANNED_ONLY:
+            yield (
+                f"{self.precision} is planned only: pentameter does not train in it; memory and "
+                f"messages are those of {PLANNED_ONLY[self.precision]}, and no measured run "
+                "calibrated its time"
+            )
         if self.cluster.device.calibration.fitted_on.startswith("nothing"):
             yield (
                 f"no measured run calibrated {self.cluster.device_key}: its time is reckoned with "
@@ -214,6 +212,24 @@ class Estimate:
         return {name: links.link(name) for name in names if name != WORLD}
 
 
+def _between_nodes(layout: Layout, cluster: Cluster) -> Iterator[str]:
+    """Yield a sentence for each mesh dimension whose ranks wait for the network in every layer."""
+    links = Links(layout, cluster)
+    for dimension in ("tensor", "row", "context"):
+        if layout.sizes[dimension] > 1 and links.link(dimension) == "between nodes":
+            yield (
+                f"{dimension}-parallel processes are in several nodes: every layer waits for "
+                f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
+                f"within the {cluster.node_size} devices of a node"
+            )
+    if layout.shards_experts and links.link("expert") == "between nodes":
+        yield (
+            "the ranks that exchange rows for experts are in several nodes: every layer waits "
+            "for the network; keep parallel.expert × parallel.expert_tensor within the "
+            f"{cluster.node_size} devices of a node"
+        )
+
+
 def make_estimate(
     config: Config,
     cluster: Cluster,
@@ -222,15 +238,17 @@ def make_estimate(
     *,
     layout: str | None = None,
     imbalance: float = 1.0,
+    matmuls: str | None = None,
 ) -> Estimate:
     """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
     ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` is
     needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
     counts in epochs. `imbalance`, at least 1, is the most rows that a rank's experts get ÷ the mean
-    over ranks; only layouts with `expert` depend on it.
+    over ranks; only layouts with `expert` depend on it. `matmuls` is a number format in
+    PLANNED_ONLY for linear layers' matmuls, or None for the configured precision.
 
-    Raises ConfigError if the layout needs more devices than there are, or if model, batch and
-    layout do not fit each other.
+    Raises ConfigError if the layout needs more devices than there are, or if model, batch, layout
+    and number formats do not fit each other.
     """
     if layout is not None:
         config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
@@ -244,7 +262,7 @@ def make_estimate(
             )
         world_size = asked
     plan = make_plan(config, vocab_size, rows_per_epoch, world_size=world_size)
-    return Estimate(plan, cluster, best_precision(config, cluster), imbalance)
+    return Estimate(plan, cluster, best_precision(config, cluster, matmuls), imbalance)
 
 
 def plan(
@@ -283,10 +301,24 @@ def _named_processes(config: Config) -> int:
     return (parallel.data or 1) * parallel.tensor * parallel.pipeline * parallel.context
 
 
-def best_precision(config: Config, cluster: Cluster) -> str:
-    """Return the configured `train.precision`, or for `auto` the one that a run would choose on
-    these devices: bf16, else fp16, if its peak FLOP/s exceed fp32's; else fp32. Without an fp32
-    peak, the format with the highest."""
+def best_precision(config: Config, cluster: Cluster, matmuls: str | None = None) -> str:
+    """Return `matmuls` if it is set, a number format in PLANNED_ONLY; else the configured
+    `train.precision`, or for `auto` the one that a run would choose on these devices: bf16, else
+    fp16, if its peak FLOP/s exceed fp32's; else fp32. Without an fp32 peak, the format with the
+    highest.
+
+    Raises ConfigError for an unknown format, or one that does not go with `train.precision`.
+    """
+    if matmuls is not None:
+        if matmuls not in PLANNED_ONLY:
+            raise ConfigError(f"--matmuls {matmuls}: choose {either(PLANNED_ONLY)}")
+        if config.train.precision not in ("auto", PLANNED_ONLY[matmuls]):
+            others = PLANNED_ONLY[matmuls]
+            raise ConfigError(
+                f"--matmuls {matmuls} goes with train.precision={others!r}, in which all else is "
+                f"planned, not {config.train.precision!r}"
+            )
+        return matmuls
     if config.train.precision != "auto":
         return config.train.precision
     known: dict[str, float] = dict(cluster.device.tflops)

@@ -68,18 +68,25 @@ def scale(
     *,
     most: int = MOST_DEVICES,
     imbalance: float = 1.0,
+    matmuls: str | None = None,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
     `cluster`. The configuration's batch size is kept. `vocab_size` is needed if the configuration
     sets none, `rows_per_epoch` (batch rows in the training split) if it counts in epochs.
-    `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks."""
+    `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks.
+    `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1
     while n <= most:
         resized = cluster.resized(n)
         candidates = all_candidates(
-            config, resized, vocab_size, rows_per_epoch, imbalance=imbalance
+            config,
+            resized,
+            vocab_size,
+            rows_per_epoch,
+            imbalance=imbalance,
+            matmuls=matmuls,
         )
 
         def best(

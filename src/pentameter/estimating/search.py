@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
 from pentameter.config.schema import Config, ParallelConfig
@@ -66,6 +67,7 @@ def search(
     most_timed: int = MOST_TIMED,
     sequence: bool | None = None,
     imbalance: float = 1.0,
+    matmuls: str | None = None,
     allowed: Allowed = lambda candidate: True,
     among: Candidates | None = None,
 ) -> Found:
@@ -77,14 +79,16 @@ def search(
     rows in the training split) if it counts in epochs. At most `n_best` layouts are returned, after
     at most `most_timed` full timings. `sequence` sets whether tensor-parallel ranks also split the
     sequence; None tries both. `imbalance` is the most rows that a rank's experts get ÷ the mean
-    over ranks. Candidates for which `allowed` is false are left out. `among` reuses the candidates
-    from another search for the same configuration, cluster and imbalance; None lists them anew.
+    over ranks. `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    Candidates for which `allowed` is false are left out. `among` reuses the candidates
+    from another search for the same configuration, cluster, imbalance and matmuls; None lists them
+    anew.
     """
     start = time.monotonic()
+    sizes = vocab_size, rows_per_epoch
     every = among or all_candidates(
-        config, cluster, vocab_size, rows_per_epoch, sequence=sequence, imbalance=imbalance
+        config, cluster, *sizes, sequence=sequence, imbalance=imbalance, matmuls=matmuls
     )
-    precision = every.precision
     candidates = list(filter(allowed, every.by_bound))
     best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
     least, nearest = math.inf, None
@@ -112,12 +116,7 @@ def search(
         if took < min(best_of_mesh, limit):
             best[candidate.degrees] = took, candidate
     ranked = sorted(best.values(), key=lambda each: each[0])[:n_best]
-
-    def estimate(candidate: LayoutCandidate) -> Estimate:
-        n = candidate.step.layout.world_size
-        chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
-        return Estimate(chosen, cluster, precision, imbalance)
-
+    estimate = partial(_estimate, every, *sizes)
     return Found(
         estimates=tuple(estimate(candidate) for _, candidate in ranked),
         nearest=None if best or nearest is None else estimate(nearest),
@@ -128,6 +127,18 @@ def search(
         is_complete=is_complete,
         seconds=time.monotonic() - start,
     )
+
+
+def _estimate(
+    among: Candidates,
+    vocab_size: int | None,
+    rows_per_epoch: int | None,
+    candidate: LayoutCandidate,
+) -> Estimate:
+    """Return the Estimate for one of the candidates; sizes as passed to `search`."""
+    n = candidate.step.layout.world_size
+    chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
+    return Estimate(chosen, among.cluster, among.precision, among.imbalance)
 
 
 def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
@@ -263,13 +274,15 @@ def all_candidates(
     *,
     sequence: bool | None = None,
     imbalance: float = 1.0,
+    matmuls: str | None = None,
 ) -> Candidates:
     """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
     as `among`. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch rows
     in the training split) if it counts in epochs. `sequence` sets whether tensor-parallel ranks
     also split the sequence; None tries both. `imbalance` is the most rows that a rank's experts get
-    ÷ the mean over ranks."""
-    plan, precision = _base(config, vocab_size, rows_per_epoch), best_precision(config, cluster)
+    ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY, or None."""
+    precision = best_precision(config, cluster, matmuls)
+    plan = _base(config, vocab_size, rows_per_epoch)
     return Candidates(plan, cluster, precision, sequence=sequence, imbalance=imbalance)
 
 
