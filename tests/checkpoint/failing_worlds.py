@@ -6,21 +6,19 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from file_operations import DieAt, before_each
 from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pentameter.checkpoint.save_phases import HostBuffers
 from pentameter.processes.world import World
-
-OPERATIONS = ("open", "close", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,6 @@ BROKEN = [
     for operation in ("open", "write", "fsync")
     for number in (errno.ENOSPC, errno.EIO)
 ] + [Case(0, "mkdir", errno.EROFS), Case(0, "rename", errno.EIO)]
-
-
-@contextmanager
-def before_each(act: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `act(operation, arguments)` before each file-system operation of the body."""
-    real = {name: getattr(os, name) for name in OPERATIONS}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-
-            def wrapped(*arguments, _name=name, _real=real[name], **keywords):
-                if _name == "close":  # a failing close has closed
-                    _real(*arguments)
-                act(_name, arguments)
-                return None if _name == "close" else _real(*arguments, **keywords)
-
-            patch.setattr(os, name, wrapped)
-        yield
 
 
 def fail_in_turn(world: World, folder: Path) -> dict[Case, tuple[str, list[str]]]:
@@ -194,18 +175,7 @@ def _fork(folder: Path, after: tuple[int, float], rank: int, n: int, how: str) -
     try:
         torch.set_num_threads(1)
         join(str(folder / "rendezvous"), rank, 2)
-        n_seen = 0
-        real_write = os.write
-
-        def act(name, arguments):
-            nonlocal n_seen
-            n_seen += 1
-            if n_seen == n:
-                if name == "write":
-                    real_write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with before_each(act):
+        with before_each(DieAt(n)):
             save_mark(World(rank, 2, rank, 2), folder, *after, how)
         status = 0
     finally:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
+from file_operations import CHANGES, DieAt, before_each
 
 from pentameter.checkpoint.save_phases import HostBuffers
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
-
-CHANGES = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-OPERATIONS = ("open", "close", *CHANGES)
 
 
 @pytest.fixture(autouse=True)
@@ -27,44 +24,16 @@ def quick_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@contextmanager
-def before_each(act: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `act(operation, arguments)` before each file-system operation of the body."""
-    real = {name: getattr(os, name) for name in OPERATIONS}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-
-            def wrapped(*arguments, _name=name, _real=real[name], **keywords):
-                if _name == "close":  # a failing close has closed
-                    _real(*arguments)
-                act(_name, arguments)
-                return None if _name == "close" else _real(*arguments, **keywords)
-
-            patch.setattr(os, name, wrapped)
-        yield
-
-
 def dies_at(n: int, work: Callable[[], object]) -> bool:
     """Run `work` in a child killed before its n-th operation, or in the middle of it if a write.
 
     Whether it got there.
     """
-    real_write = os.write
     pid = os.fork()
     if pid == 0:
-        n_seen = 0
-
-        def act(name, arguments):
-            nonlocal n_seen
-            n_seen += 1
-            if n_seen == n:
-                if name == "write":
-                    real_write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
         status = 1
         try:
-            with before_each(act):
+            with before_each(DieAt(n)):
                 work()
             status = 0
         finally:

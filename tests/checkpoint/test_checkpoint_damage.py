@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from damage import DAMAGES, FILES, swap_with_older
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,62 +13,9 @@ from pentameter.checkpoint.manifest import Manifest
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import ConfigError, CorruptError
 
-FILES = ["manifest.json", "state.json", "config.toml", "model.safetensors", "optimizer.safetensors"]
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x04
-    path.write_bytes(data)
-
-
-def zero(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def extend(path):
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def swap_with_older(path):
-    older = path.parent.with_name("step-00000001") / path.name
-    content = path.read_bytes()
-    path.write_bytes(older.read_bytes())
-    if path.name != "manifest.json":  # leave the older checkpoint whole where it can be
-        assert content != path.read_bytes() or path.name == "config.toml"
-
-
-def link(path):
-    path.rename(path.with_name("real"))
-    path.symlink_to("real")
-
-
-def pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def delete(path):
-    path.unlink()
-
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "damage", [truncate, empty, flip, zero, extend, swap_with_older, link, pipe, folder, delete]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_named_and_passed_over(store, save, name, damage):
     save(store, 1)
     saved = save(store, 2)

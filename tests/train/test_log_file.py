@@ -88,6 +88,26 @@ def test_a_removed_file_is_put_back(log, warnings):
     assert warnings == []
 
 
+def test_the_name_of_a_new_file_is_synced_too(monkeypatch, log):
+    """Else a power loss may leave a checkpoint, and no file with the events that led to it."""
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))
+    )
+    file, folder = str(log.path), str(log.path.parent)
+    log.append("line 1")
+    log.sync()
+    assert synced == [file, folder]
+    log.append("line 2")
+    log.sync()
+    assert synced == [file, folder, file]  # once is enough
+    log.path.unlink()
+    log.append("line 3")
+    log.sync()
+    assert synced[-2:] == [file, folder]
+
+
 def test_a_folder_that_is_gone_and_comes_back(tmp_path, warnings):
     log = LogFile(tmp_path / "run" / "log.jsonl", warnings.append)
     log.append("line 1")  # not there yet

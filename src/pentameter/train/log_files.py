@@ -20,7 +20,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import read_regular, storage_error, storage_errors, write_atomic
+from pentameter.disk.atomic import (
+    read_regular,
+    storage_error,
+    storage_errors,
+    sync,
+    write_atomic,
+)
 from pentameter.errors import StorageError
 
 MAX_METRICS_BYTES = 2**32  # ten million lines
@@ -67,6 +73,7 @@ class LogFile:
         self._warn = warn
         self._has_warned = False
         self._fd: int | None = None
+        self._is_name_synced = False  # else a power loss may leave no file of this name
         self._torn_at: int | None = None  # offset of a half-written line still in the file
 
     def append(self, line: str) -> None:
@@ -112,6 +119,9 @@ class LogFile:
     def _write_and_sync(self) -> None:
         self._write()
         os.fsync(self._at_path())
+        if not self._is_name_synced:
+            sync(self.path.parent)
+            self._is_name_synced = True
 
     def _append(self, fd: int, line: bytes) -> None:
         if self._torn_at is not None:
@@ -148,7 +158,7 @@ class LogFile:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "it is a pipe or a device")
-        self._fd = fd
+        self._fd, self._is_name_synced = fd, False
         return fd
 
     def _size(self) -> int:
