@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +120,32 @@ def launch(config: str, folder: str, where: str, how: str) -> None:
 
 def train(config: str, folder: str, where: str, how: str) -> None:
     """Train as one of two ranks, of which rank 1 hangs."""
-    from functools import partial
+    from pentameter.processes.place import find_place
+    from pentameter.train import start
 
+    planted, place = _Planted(where, partial(_hang, how, Path(folder, "hung"))), find_place()
+    if where == "load" and place is not None and place.rank == 1:
+        start.load_tensors = lambda *arguments: planted.hang()
+    train_with(config, folder, planted)
+
+
+def train_with(config: str, folder: str, hook: object) -> None:
+    """Train a configuration file as one of the ranks that were started, in FOLDER/run, with a
+    hook."""
     from pentameter.config.load import load_config
     from pentameter.machine.ceilings import ceiling
     from pentameter.machine.peaks import measure_matmul
     from pentameter.processes.join import joined_world_of
     from pentameter.processes.place import find_place
     from pentameter.processes.worker import watch_launcher
-    from pentameter.train import compute, start
+    from pentameter.train import compute
     from pentameter.train.loop import Trainer
 
     watch_launcher()
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
-    settings, place = load_config(Path(config)), find_place()
-    planted = _Planted(where, partial(_hang, how, Path(folder, "hung")))
-    if where == "load" and place is not None and place.rank == 1:
-        start.load_tensors = lambda *arguments: planted.hang()
-    with joined_world_of(settings, place) as world:
-        Trainer(settings, run_dir=Path(folder, "run"), hooks=[planted], world=world).fit()
+    settings = load_config(Path(config))
+    with joined_world_of(settings, find_place()) as world:
+        Trainer(settings, run_dir=Path(folder, "run"), hooks=[hook], world=world).fit()
 
 
 class _Planted:
@@ -198,18 +206,23 @@ def _hang(how: str, path: Path) -> None:
                 time.sleep(600)
 
 
-def _act(verb: str, arguments: list[str]) -> int:
-    {"launch": launch, "train": train}[verb](*arguments)
-    return 0
+def as_command(verbs: dict[str, Callable[..., None]]) -> int:
+    """Be the command itself, with other verbs, so that failures take their real way; return the
+    exit code."""
+    from pentameter.cli import main as cli
+
+    def act(verb: str, arguments: list[str]) -> int:
+        verbs[verb](*arguments)
+        return 0
+
+    cli._run_verb = act
+    return cli.main()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     if sys.argv[1:2] in (["launch"], ["train"]):
-        from pentameter.cli import main as cli
-
-        cli._run_verb = _act
-        raise SystemExit(cli.main())
+        raise SystemExit(as_command({"launch": launch, "train": train}))
     chosen = [sys.argv[1:]] if sys.argv[1:] else itertools.product(LAYOUTS, PLACES, WAYS)
     for each in chosen:
         left = hang_at(*each)
