@@ -47,6 +47,7 @@ ROOMS = {
     },
     "parallel": {
         "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
+        "waits": 0,
         "context": 1, "linear": 1,
         "memory": 2, "tensor": 2,
         "expert_parallel": 3, "grid": 3,
@@ -54,8 +55,9 @@ ROOMS = {
         "sources": 5,
         "stage_module": 6,
         "data_parallel": 7, "pipeline": 7,
-        "engine": 8,
-        "assemble": 9,
+        "names": 8,
+        "engine": 9,
+        "assemble": 10,
     },
 }  # fmt: skip
 """Package → its rooms and the files beside them, each with its layer within the package."""

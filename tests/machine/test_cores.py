@@ -13,6 +13,7 @@ from pentameter.cli.main import main
 from pentameter.errors import ConfigError
 from pentameter.machine import cores as machine_cores
 from pentameter.machine.cores import (
+    BusyTime,
     OtherPrograms,
     check_memory,
     check_processes,
@@ -133,3 +134,37 @@ def test_how_threads_wait_is_chosen_before_torch_is_loaded():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
     )
     assert done.stdout in ("True {'GOMP_SPINCOUNT'}\n", "True {'OMP_WAIT_POLICY'}\n")
+
+
+def spin(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+@pytest.fixture
+def busy():
+    clock = BusyTime()
+    yield clock
+    clock.close()
+
+
+def test_sleeping_is_not_busy(busy):
+    start = busy.seconds()
+    time.sleep(0.2)
+    assert busy.seconds() - start < 0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a stolen core")
+def test_computing_is_busy_also_while_another_program_has_the_core(busy):
+    start = busy.seconds()
+    spin(0.1)
+    assert 0.08 < busy.seconds() - start < 0.2
+
+
+def test_a_closed_clock_counts_the_time_on_a_core():
+    clock = BusyTime()
+    clock.close()
+    start = clock.seconds()
+    spin(0.05)
+    assert clock.seconds() > start

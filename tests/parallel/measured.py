@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from ledger import Ledger
+from ledger import BODIES, Ledger
 from live_bytes import LiveBytes
+from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
@@ -26,8 +28,10 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.expert_parallel import Exchange
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
+from pentameter.parallel.waits import BucketSums
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.waiting import Wait, wait_behind
 from pentameter.processes.world import World
 from pentameter.train.update import update_weights
 
@@ -199,3 +203,64 @@ def held(world: World, config: Config) -> dict[str, int]:
             with_gradients = live.now
             update_weights(engine, optimizer, loss, 1e-3, 1.0, 1.0)
     return {"before": before, "with_gradients": with_gradients, "most": live.most}
+
+
+class Failing(TorchDispatchMode):
+    """Has the collective number `nth` within its `with` fail, as gloo's do when a rank does not
+    answer."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self._left = nth
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.name().partition("::")[2]
+        if func.namespace == "pentameter" and name in BODIES:
+            with self:
+                return BODIES[name](*args)
+        if func.namespace == "c10d":
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def failing_bucket(nth: int) -> Iterator[None]:
+    """Has DDP's all-reduce number `nth` within the `with` fail while it is under way."""
+    start, left = BucketSums.start, itertools.count(-nth)
+
+    def failing(sums: BucketSums, bucket: Any) -> Any:
+        future = start(sums, bucket)
+        if next(left) < 0:
+            return future
+        future.wait()
+        failed: Any = torch.futures.Future()
+        failed.set_exception(RuntimeError("Timed out waiting 3000ms for recv operation"))
+        sums._started[-1] = (sums._started[-1][0], failed)
+        return failed
+
+    with patch.object(BucketSums, "start", failing):
+        yield
+
+
+def waits(
+    world: World, config: Config, numbers: list[int], in_buckets: bool = False
+) -> list[Wait | None]:
+    """Where this process is said to wait when the collectives with these numbers in a step fail;
+    None beyond the last. With `in_buckets` those of DDP alone are counted, which fail as they are
+    waited for."""
+    found = []
+    for nth in numbers:
+        _, engine = engine_of(world, config)  # a failure leaves the last one in no good order
+        try:
+            with failing_bucket(nth) if in_buckets else Failing(nth):
+                engine.forward_backward(own_batch(engine, 0), 0)
+                engine.gradient_norm()
+        except RuntimeError as error:
+            found.append(wait_behind(error, world.progress.naming, 1.5))
+        else:
+            found.append(None)
+    return found

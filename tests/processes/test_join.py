@@ -67,14 +67,14 @@ def test_those_that_miss_nobody_are_the_absent(tmp_path):
     stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
         told = list(pool.map(lambda rank: absent_ranks(stores[rank], rank, 4, 1.0), range(3)))
-    assert told == [[3]] * 3
+    assert told == [([3], {})] * 3
 
 
 def test_a_store_that_is_gone_names_nobody():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
     del server
-    assert absent_ranks(client, 1, 2, 5.0) == []
+    assert absent_ranks(client, 1, 2, 5.0) == ([], {})
 
 
 @pytest.fixture

@@ -151,8 +151,11 @@ def test_a_worker_that_hangs_is_given_up(launch):
     assert code == 70
     *shown, message = err.splitlines()
     assert message.startswith(
-        "pentameter: rank 1 did not answer within 1 s (parallel.timeout_seconds) while starting."
+        "pentameter: rank 1 did not answer within 1 s (parallel.timeout_seconds) while starting: "
+        "it did not reach the all-reduce over all ranks of lose (launched.py:"
     )
+    assert "where rank 0 waits. The same command" in message
+    assert any("rank 0 waited at the all-reduce over all ranks of lose" in line for line in shown)
     assert any(
         re.search(r'rank 1:   File ".*launched.py", line \d+ in _plant', line) for line in shown
     )
@@ -163,7 +166,7 @@ def test_a_worker_that_hangs_is_given_up(launch):
     ("how", "shown"),
     [
         ("asleep", r'rank 1:   File ".*launched.py", line \d+ in oversleep'),
-        ("stopped", "is stopped"),
+        ("stopped", r'is stopped(.|\n)*rank 1:   File ".*launched.py", line \d+ in freeze'),
     ],
 )
 def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, shown):
@@ -179,7 +182,7 @@ def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, sh
         r"\(training\) and had to be killed; the same command goes back to the last checkpoint",
         message,
     )
-    assert any(re.search(shown, line) for line in stacks)
+    assert re.search(shown, "\n".join(stacks))
     wait_until_dead(*pids)
 
 

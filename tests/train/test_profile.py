@@ -197,3 +197,10 @@ def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path
         assert steps == ["step 2", "step 3"]
         assert any("all_reduce" in name or "allreduce" in name for name in names)
     assert "profile of steps 2 to 3" in (tmp_path / "run" / "logs" / "rank-00001.txt").read_text()
+    events = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    ranks = [event for event in events if event["event"] == "ranks"]
+    assert [event["step"] for event in ranks] == list(range(1, 9))
+    for event in ranks:
+        assert event["slowest"] in (0, 1)
+        assert 0 < event["others_seconds"] <= event["own_seconds"]
+        assert 0 <= event["waited"] <= 1

@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.fsdp import (
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.stage_module import StageModule
+from pentameter.parallel.waits import BucketSums
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
@@ -67,17 +67,17 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
     if source.may_leave_unused:
         # The alternative, `find_unused_parameters`, walks the graph in each pass, and warns.
         module.register_forward_hook(partial(_touched, parameters))
-    group = mesh.parameters[over].get_group()
+    sums = module.bucket_sums = BucketSums(mesh.parameters[over].get_group())
     ddp = DistributedDataParallel(
         module,
-        process_group=group,
+        process_group=sums.group,
         init_sync=False,  # every copy draws the same initial values, afterwards
         **_NO_BROADCASTS,  # buffers are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )
     # A lambda, as DDP refuses a hook whose annotations are strings.
-    ddp.register_comm_hook(group, lambda group, bucket: _all_reduce_bucket(group, bucket))  # noqa: PLW0108
+    ddp.register_comm_hook(sums, lambda sums, bucket: sums.start(bucket))
     return ddp
 
 
@@ -111,14 +111,6 @@ class _EveryParameter(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient g for y unchanged, and None for each parameter."""
         return g, *(None for _ in range(ctx.n_parameters))
-
-
-def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: all-reduce a bucket's flat buffer (n,) over `group`, without
-    averaging."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def shard_state(module: StageModule, mesh: Mesh, plan: Plan, *, offload: bool) -> None:

@@ -27,6 +27,7 @@ from pentameter.parallel.balance import ExpertLoads, RouterBalance
 from pentameter.parallel.data_parallel import micro_batch, reshard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh
+from pentameter.parallel.names import Names
 from pentameter.parallel.pipeline.pipeline import Pipeline
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSource
@@ -93,6 +94,7 @@ class Engine:
             plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
         )
         self._tied = tied
+        mesh.world.progress.naming = Names(dict(zip(wrapped, stage_modules, strict=True)), mesh)
         self._stages: Pipeline | SingleStage
         if plan.layout.pipeline == 1 or not self.meshes:
             self._stages = SingleStage(stage_modules[0], wrapped, plan)

@@ -24,6 +24,7 @@ from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSlice
 from pentameter.parallel.sources.tied_parameters import give_memory
 from pentameter.parallel.tensor.tensor_products import gathered
+from pentameter.parallel.waits import BucketSums
 from pentameter.planning.plan import Plan
 
 REPLAYED_FLOPS = 2**43
@@ -61,6 +62,7 @@ class StageModule(nn.Module):
         self.reads_inputs = model_slice.reads_inputs
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
+        self.bucket_sums: BucketSums | None = None
         self._received: MessageShards | None = None
         self._sent: MessageShards | None = None
         self.replays = False

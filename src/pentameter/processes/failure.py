@@ -31,6 +31,7 @@ from pentameter.errors import (
     terminal_message,
 )
 from pentameter.processes.place import LAUNCH_FOLDER, find_place
+from pentameter.processes.waiting import Wait
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
 """Exceptions whose message is enough for a person; others are printed with their traceback."""
@@ -63,7 +64,12 @@ _MOST_RANKS_NAMED = 8
 
 
 class LostProcessError(TrainingFailedError):
-    """Another process of the run ended or no longer responds. Only that process knows why."""
+    """Another process of the run ended or no longer responds. Only that process knows why. `wait`
+    says where this process waited for it; None if that is not known."""
+
+    def __init__(self, message: str, wait: Wait | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
 
 
 class WorkerFailedError(PentameterError):
@@ -94,6 +100,10 @@ class Failure:
     """True if it merely follows from another process's failure: a lost connection or a timeout."""
     agreed: bool = False
     """True if it is a stop, on a signal, that all processes have agreed on."""
+    waited: str = ""
+    """In a consequence, where the process waited: the collective in words."""
+    stack: str = ""
+    """In a consequence, the functions in which the process waited, a line for each."""
 
 
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
@@ -169,6 +179,7 @@ def failure_of(error: BaseException, rank: int = 0) -> Failure:
     if isinstance(error, WorkerFailedError):
         return error.failure
     message, exit_code = explanation(error)
+    wait = error.wait if isinstance(error, LostProcessError) else None
     return Failure(
         rank=rank,
         exit_code=exit_code,
@@ -178,6 +189,8 @@ def failure_of(error: BaseException, rank: int = 0) -> Failure:
         expected=isinstance(error, EXPECTED),
         consequence=isinstance(error, LostProcessError),
         agreed=isinstance(error, InterruptedRunError) and error.agreed,
+        waited="" if wait is None else str(wait),
+        stack="" if wait is None else wait.stack,
     )
 
 

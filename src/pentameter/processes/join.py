@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_c
 from pentameter.processes.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.place import LAUNCH_FOLDER, Place, find_place
 from pentameter.processes.progress import Progress, progress_path
+from pentameter.processes.waiting import Wait, first_wait, read_wait, wait_behind
 from pentameter.processes.worker import watch_agent
 from pentameter.processes.world import World
 
@@ -189,8 +190,14 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     if how is None or world.store is None:
         return None
     is_cut_off = False
+    progress = world.progress
+    own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
+    waits = {} if own is None else {world.rank: own}
     try:
-        absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
+        absent, others = absent_ranks(
+            world.store, world.rank, world.size, _OTHERS_SECONDS[how], own
+        )
+        waits |= others
     except TimeoutError:
         is_cut_off = True
         first = world.rank - world.local_rank  # the store is remote; this machine works
@@ -199,7 +206,12 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     # Several silent ranks need not all be lost: one lost rank may keep others from noticing.
     who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
     waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
-    said = f"{who} did not answer {waited} {world.progress.latest}."
+    earliest = first_wait(list(waits.values()), absent)
+    where = before = ""
+    if earliest is not None:
+        before = f", before {earliest}"
+        where = f": it did not reach {earliest}, where {_waiting(waits, earliest)}"
+    said = f"{who} did not answer {waited} {progress.latest}{where}."
     if is_cut_off and absent:
         said = (
             f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
@@ -207,12 +219,20 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         )
     elif how == "gone":
         who = who if absent else "another process of the run"
-        said = f"{who} went away {world.progress.latest}; look for its message."
+        said = f"{who} went away {progress.latest}{before}; look for its message."
     elif not absent:
         said = (
-            f"no answer {waited} {world.progress.latest}, and no process hangs: is the network cut?"
+            f"no answer {waited} {progress.latest}{where}, and no process hangs: is the network "
+            "cut?"
         )
-    return LostProcessError(f"{said} The same command goes back to the last checkpoint")
+    return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)
+
+
+def _waiting(waits: Mapping[int, Wait], earliest: Wait) -> str:
+    """Return which ranks wait there, `ranks 0, 2 and 3 wait`: those whose wait reads as the
+    `earliest` one does. `waits` maps ranks to their waits."""
+    there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
+    return f"{spelled(there)} wait{'s' * (len(there) == 1)}"
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
@@ -290,14 +310,24 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
     return dist.PrefixStore(f"pentameter/{name}", store)
 
 
-def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
+def absent_ranks(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float,
+    wait: Wait | None = None,
+) -> tuple[list[int], dict[int, Wait]]:
     """Report in the store that `rank` misses another process, and return the other ranks among
-    `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang.
+    `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang. Also
+    return where the ranks that do report wait, by rank.
 
-    Every process that lost another one calls this. The list is empty if the store itself is gone.
+    wait: where this rank waits, for the others; None if that is not known.
+
+    Every process that lost another one calls this. Both are empty if the store itself is gone.
     Raises TimeoutError if the store does not respond: the network to it is cut.
     """
     others = [other for other in range(world_size) if other != rank]
+    told = "1" if wait is None else wait.to_json()
 
     def silent() -> list[int]:
         return [other for other in others if not store.check([f"misses-another/{other}"])]
@@ -305,12 +335,16 @@ def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: floa
     deadline = time.monotonic() + timeout_seconds
     absent = others
     with contextlib.suppress(RuntimeError):
-        _ask_store(lambda: store.set(f"misses-another/{rank}", "1"), deadline)
+        _ask_store(lambda: store.set(f"misses-another/{rank}", told), deadline)
         while absent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
             absent = _ask_store(silent, deadline)
-        return absent
-    return []
+        heard = [other for other in others if other not in absent]
+        read = _reader(store)
+        texts = _ask_store(lambda: [read(f"misses-another/{each}") for each in heard], deadline)
+        waits = {each: read_wait(text) for each, text in zip(heard, texts, strict=True)}
+        return absent, {each: wait for each, wait in waits.items() if wait is not None}
+    return [], {}
 
 
 def _ask_store(ask: Callable[[], T], deadline: float) -> T:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,7 +33,13 @@ from pentameter.processes.failure import (
     spelled,
 )
 from pentameter.processes.place import LAUNCH_FOLDER, Place
-from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
+from pentameter.processes.progress import (
+    Watchdog,
+    culprits,
+    is_stopped,
+    read_progress,
+    stacks,
+)
 from pentameter.processes.stop_signals import handling_stop_signals
 
 if TYPE_CHECKING:
@@ -70,7 +77,7 @@ def run_local(
         workers.start(command, n_processes)
         failures = workers.wait()
     if failures:
-        failure = first_failure(failures)
+        failure = _with_wait(first_failure(failures), failures)
         if failure.message:
             raise WorkerFailedError(failure)
 
@@ -225,6 +232,7 @@ class _Workers:
             if all(failure.consequence for failure in failures):
                 if not self._ended_by_us:
                     self._ended_by_us = True
+                    _show_waits(failures)
                     self._show_stacks()
                 self._kill()
             elif not self._ended_by_us:
@@ -265,11 +273,14 @@ class _Workers:
         pids = {rank: child.pid for rank, child in self._running.items()}
         if not pids:
             return []
+        stopped = [rank for rank, pid in pids.items() if is_stopped(pid)]
         shown = stacks(self._folder, pids)
-        silent = culprits(pids, shown)
+        silent = stopped or culprits(pids, shown)
         for rank in silent:
-            said = "is stopped" if is_stopped(pids[rank]) else "cannot show where it is"
-            _relay(rank, iter(shown.get(rank, f"{said}, process {pids[rank]}").splitlines()))
+            lines = shown.get(rank, f"cannot show where it is, process {pids[rank]}").splitlines()
+            if rank in stopped:
+                lines.insert(0, f"is stopped, process {pids[rank]}")
+            _relay(rank, iter(lines))
         return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
@@ -294,7 +305,11 @@ class _Workers:
             return []
         message = f"{exit_reason(code)} and no report"
         if code < 0:
-            message = f"{exit_reason(code)}; the same command goes back to the last checkpoint"
+            note = read_progress(self._folder, rank)
+            where = f" {note}" if note.step else ""
+            message = (
+                f"{exit_reason(code)}{where}; the same command goes back to the last checkpoint"
+            )
             now = 0.0 if -code in _ROOT_CAUSES else now
             code = TrainingFailedError.exit_code
         return [Failure(rank, code, message, now)]
@@ -325,6 +340,27 @@ class _Workers:
         """Kill the workers that still run, and wait for them."""
         for child in self._children:
             child.close()
+
+
+def _with_wait(failure: Failure, failures: Sequence[Failure]) -> Failure:
+    """Return `failure`; if a process ended without a report, also with the collective that it did
+    not reach, from those in `failures` that lost it there."""
+    waited = next((each.waited for each in failures if each.waited), "")
+    if failure.consequence or failure.traceback or not failure.message or not waited:
+        return failure
+    return replace(failure, message=f"{failure.message}. It did not reach {waited}")
+
+
+def _show_waits(failures: Sequence[Failure]) -> None:
+    """Print on stderr in which functions the ranks waited that lost another one, ranks that waited
+    alike together."""
+    alike: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.stack:
+            alike.setdefault(f"{failure.waited}:\n{failure.stack}", []).append(failure.rank)
+    for text, ranks in alike.items():
+        who = spelled(sorted(ranks))
+        print(f"{who} waited at {text}", file=sys.stderr, flush=True)
 
 
 def _relay(rank: int, lines: Iterator[str]) -> None:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentameter.processes.waiting import Naming
+
 LEAST_TIMEOUT_SECONDS = 30.0
 """Least timeout of an action: so long without a note never counts as a hang."""
 
@@ -73,6 +75,7 @@ class Progress:
         dump_stacks: bool = False,
     ) -> None:
         self.latest = Note(since=time.monotonic())
+        self.naming = Naming()
         self._timeout_seconds = timeout_seconds
         self._longest: dict[str, float] = {}  # seconds, by action
         self._is_timed = False
@@ -195,14 +198,15 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
     folder: the launch folder, in which each process writes its stacks to a file on STACKS_SIGNAL.
     pids: rank → process id.
 
-    This takes at most 2 s. A rank is missing from the result if it does not handle the signal yet,
-    is suspended, or has not written by then.
+    This takes at most 2 s. A suspended process is resumed, since it could not write otherwise. A
+    rank is missing from the result if it does not handle the signal yet, or has not written by
+    then.
     """
-    can_write = (rank for rank in pids if _stacks_path(folder, rank).exists())
-    ready = [rank for rank in can_write if not is_stopped(pids[rank])]
+    ready = [rank for rank in pids if _stacks_path(folder, rank).exists()]
     for rank in ready:
         with suppress(ProcessLookupError):
             os.kill(pids[rank], STACKS_SIGNAL)
+            os.kill(pids[rank], signal.SIGCONT)  # the stacks come first: the signal is pending
     deadline = time.monotonic() + _STACKS_SECONDS
     found: dict[int, str] = {}
     while len(found) < len(ready) and time.monotonic() < deadline:

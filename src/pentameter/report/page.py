@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pentameter import formatting
@@ -126,9 +129,21 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Tokens per second", formatting.count(found.tokens_per_second), "median"),
         ("MFU", formatting.percent(found.mfu), f"median{of_peak}"),
         ("Peak memory", formatting.size(found.peak_memory_bytes), ""),
+        ("Slowest rank", *_slowest_rank(record)),
         ("Busiest expert", formatting.fixed(found.expert_imbalance, 2), f"× the mean; {idle} idle"),
     ]
     return [fact for fact in facts if fact[1] != "–"]
+
+
+def _slowest_rank(record: RecordedRun) -> tuple[str, str]:
+    """Return the median share of a step for which ranks waited for the slowest one, and which rank
+    that was most often; – if nothing of it is recorded."""
+    waited = [value for value in record.train["waited"].values if math.isfinite(value)]
+    if not waited or not record.slowest_ranks:
+        return "–", ""
+    ((rank, host), times), *_ = Counter(record.slowest_ranks).most_common(1)
+    share = formatting.percent(times / len(record.slowest_ranks))
+    return formatting.percent(median(waited)), f"of a step; {share} of it rank {rank} on {host}"
 
 
 def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:

@@ -121,7 +121,8 @@ def loss_figure(
 
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
     """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
-    norm, tokens per second, MFU (on the speed's right axis if the two are proportional)."""
+    norm, tokens per second, MFU (on the speed's right axis if the two are proportional), share of a
+    step for which ranks wait for the slowest one."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
@@ -132,6 +133,7 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
         ("grad_norm", "Gradient norm before clipping", FuncFormatter(_format_number), True),
         ("tokens_per_second", speed, engineering, True),
         ("mfu", "Model FLOPs utilisation", percent, True),
+        ("waited", "Waiting for the slowest rank", percent, True),
     )
     figures = []
     for key, title, formatter, noisy in wanted:
@@ -150,7 +152,7 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
             axes.legend(loc="upper right", frameon=False, fontsize=8, labelcolor=palette.muted)
         _draw_marks(axes, record, palette)
         if span is not None:
-            from_zero = key in ("tokens_per_second", "mfu", "learning_rate")
+            from_zero = key in ("tokens_per_second", "mfu", "learning_rate", "waited")
             _limit_axes(axes, (0.0, span[1]) if from_zero else span)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)

@@ -79,7 +79,10 @@ class RecordedRun:
     starts: tuple[dict[str, Any], ...]
     """Start and resume events, in order."""
     train: dict[str, Series]
-    """Curve by name: those in CURVES, and `elapsed_seconds`, the training time."""
+    """Curve by name: those in CURVES, `elapsed_seconds`, the training time, and `waited`, the
+    fraction of a step for which the other ranks waited for the slowest one."""
+    slowest_ranks: tuple[tuple[int, str], ...]
+    """(Rank, its machine) that was the slowest one, at each point of `waited`."""
     expert_loads: tuple[LayerLoads, ...]
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
@@ -168,6 +171,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
     """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
     skipped."""
     folder, train = files.folder, _latest(events, "train")
+    ranks = _latest(events, "ranks")
     sessions = [e for e in events if e["event"] in SESSIONS]
     starts = [e for e in sessions if e["event"] != "end"]
     end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
@@ -202,7 +206,11 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         train={
             key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
         }
-        | {"elapsed_seconds": elapsed},
+        | {
+            "elapsed_seconds": elapsed,
+            "waited": _series([(e["step"], number(e.get("waited"))) for e in ranks]),
+        },
+        slowest_ranks=tuple((_integer(e.get("slowest")), str(e.get("host"))) for e in ranks),
         expert_loads=layer_loads(_latest(events, "experts", "layer")),
         evaluations=evaluations,
         marks=tuple(sorted(_marks(events))),

@@ -7,6 +7,7 @@ those that are still to do.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -105,18 +106,21 @@ class Boundary:
             run.console.say(f"  │ {line}")
         self.hooks.call("on_sample", run, SampledText(state.step, text))
 
-    def end_if_due(self, step_seconds: float) -> RunEnd | None:
+    def end_if_due(self, step_seconds: float, beside: Sequence[int] = ()) -> RunEnd | None:
         """Return the end of the run if it ends at this step, else None: after a stop signal on any
         rank, the last step, `train.patience` evaluations in a row without a new best, or a hook's
         call to `run.stop`.
 
         `step_seconds` is the latest step's time (0: unknown). It sets how many steps may pass until
-        the ranks compare signals again: those that take about PROMPT_SECONDS.
+        the ranks compare signals again: those that take about PROMPT_SECONDS. `beside` are numbers
+        whose maxima over ranks are wanted: they travel in the same message (`StopSignals.maxima`).
         """
         run, state, patience = self.run, self.run.state, self.run.config.train.patience
         end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
         took = step_seconds or PROMPT_SECONDS  # a first step may compile
-        hooks_reason = self.signals.agree(run.world, run.stop_reason, step_seconds=took)
+        hooks_reason = self.signals.agree(
+            run.world, run.stop_reason, step_seconds=took, beside=beside
+        )
         if self.signals.agreed is not None:
             return end(kind=EndKind.SIGNAL, reason=self.signals.agreed)
         if state.step >= run.plan.steps:

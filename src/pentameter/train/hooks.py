@@ -1,4 +1,4 @@
-"""Hooks: objects with any of eleven methods, which the trainer calls in the order they were given.
+"""Hooks: objects with any of twelve methods, which the trainer calls in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -39,6 +39,7 @@ HOOK_METHODS = (
     "on_start",
     "on_step",
     "on_experts",
+    "on_ranks",
     "on_skip",
     "on_rollback",
     "on_epoch",
@@ -162,6 +163,28 @@ class ExpertMetrics:
             exchanged_bytes=round(n_bytes),
             loads=loads,
         )
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """The slowest rank over the `n_steps` steps up to `step`, counted from 1: its number and its
+    machine's name. Times are means over these steps."""
+
+    step: int
+    n_steps: int
+    slowest: int
+    host: str
+    own_seconds: float
+    """Seconds of a step in which the rank computes or reads its batch, and does not wait for
+    others."""
+    others_seconds: float
+    """The same of the other ranks that do the same work, their median."""
+    waited: float
+    """Fraction of a step for which the others wait for this rank: the difference ÷ the step's
+    time."""
+    alike: bool = True
+    """False if no other rank does the same work, in a pipeline with one rank per stage: then
+    `others_seconds` is what the plan expects, by the other stages' times."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from pentameter.train.hooks import (
     records_loads,
 )
 from pentameter.train.log_files import EndKind
+from pentameter.train.pace import RankPace
 from pentameter.train.recorder import Recorder
 from pentameter.train.resuming import RunRequest
 from pentameter.train.run_lines import RunLines
@@ -138,6 +139,7 @@ class Trainer:
             if (warning := others.warning(run.world.all_gather)) is not None:
                 console.say(f"warning: {warning}")
             throughput = Throughput(run.plan, run.compute)
+            stack.callback(throughput.close)
             built_in = (Recorder(), RunLines(), PlannedPace(throughput))
             hooks = Hooks((*built_in, *self._hooks))
             checkpoints.on_saved = partial(hooks.call, "on_checkpoint", run)
@@ -212,6 +214,7 @@ class _Loop:
         self._unread: list[_Step] = []
         self._guard = self._new_guard()
         self._boundary = Boundary(run, checkpoints, hooks, signals)
+        self._pace = RankPace(run.plan, run.world)
         for tokens in run.dataset.training_tokens:
             tokens.waiting = lambda: run.world.progress.note(AWAITING_TOKENS, run.state.step + 1)
 
@@ -232,7 +235,7 @@ class _Loop:
             self._checkpoints.check_copies_if_due()
             boundary.evaluate_if_due()
             boundary.sample_if_due()
-            end = boundary.end_if_due(self._throughput.step_seconds)
+            end = self._end_if_due()
             boundary.save_if_due(end)
             if end is not None:
                 if end.kind != EndKind.SIGNAL:
@@ -243,6 +246,18 @@ class _Loop:
             while not self._must_read():
                 self._train_step()
             self._read_steps()
+
+    def _end_if_due(self) -> RunEnd | None:
+        """Return the end of the run if it ends at this step, else None. After a logged step, also
+        compare how long each rank computed since the last one, and call `on_ranks` hooks."""
+        run, step_seconds = self._run, self._throughput.step_seconds
+        own = self._throughput.take_own_time() if is_logged(run.state.step, run.config) else None
+        numbers = () if own is None else self._pace.numbers(own)
+        end = self._boundary.end_if_due(step_seconds, numbers)
+        if own is not None:
+            maxima = self._signals.maxima
+            self._hooks.call("on_ranks", run, self._pace.metrics(run.state.step, maxima, own))
+        return end
 
     def _train_step(self) -> None:
         run, state, throughput = self._run, self._run.state, self._throughput

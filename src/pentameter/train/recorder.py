@@ -10,6 +10,7 @@ from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
     ExpertMetrics,
+    RankMetrics,
     Rollback,
     RunEnd,
     SampledText,
@@ -57,6 +58,10 @@ class Recorder:
     def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
         """Write the event `experts`, one for each layer."""
         run.events.write("experts", **asdict(metrics))
+
+    def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
+        """Write the event `ranks`, with all fields in `metrics`."""
+        run.events.write("ranks", **asdict(metrics))
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Write the event `skip`, with the step and the reason."""

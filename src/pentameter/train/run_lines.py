@@ -15,6 +15,7 @@ from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
     ExpertMetrics,
+    RankMetrics,
     Rollback,
     RunEnd,
     SkippedStep,
@@ -22,6 +23,7 @@ from pentameter.train.hooks import (
     TrainingRun,
     is_logged,
 )
+from pentameter.train.pace import SlowRank
 
 SLOW_STEP_SECONDS = 0.5
 """Seconds of a step from which its line shows them, next to the tokens per second."""
@@ -41,6 +43,7 @@ class RunLines:
         self._losses = _Curve()
         self._validation: EvalMetrics | None = None
         self._idle = _IdleExperts()
+        self._slow = SlowRank()
 
     def on_start(self, run: TrainingRun) -> None:
         """Print, on one rank of each further machine, its rank, machine and device; rank 0 has
@@ -80,6 +83,11 @@ class RunLines:
         """Print a warning, once, if experts of a layer have been idle for long; no line else."""
         if idle := self._idle.first_found(metrics):
             run.console.say(f"warning: {_idle_words(metrics, idle, run.config.model.balance)}")
+
+    def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
+        """Print a warning if a rank has been slower than the others for long; no line else."""
+        if (warning := self._slow.warning(metrics)) is not None:
+            run.console.say(f"warning: {warning}")
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Print a line for every skipped update."""

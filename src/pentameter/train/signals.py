@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Self
@@ -41,6 +42,8 @@ class StopSignals:
         self.received: str | None = None
         self.agreed: str | None = None
         self.nothing_to_lose = True
+        self.maxima: Sequence[int] = ()
+        """The largest of each number in `beside` that a rank gave to the latest `agree`."""
         self.steps_unasked = 1
         """Number of steps that may pass before the next `agree`, about PROMPT_SECONDS long; the
         same on every rank. 1 until a step's time is known."""
@@ -60,17 +63,25 @@ class StopSignals:
             ) from None
 
     def agree(
-        self, world: World, word: str | None = None, *, step_seconds: float = PROMPT_SECONDS
+        self,
+        world: World,
+        word: str | None = None,
+        *,
+        step_seconds: float = PROMPT_SECONDS,
+        beside: Sequence[int] = (),
     ) -> str | None:
         """Return the reason to stop, the same on every rank; None to go on. Collective.
 
         A signal that any rank received comes before a hook's reason (`word`, which may be given on
         some ranks alone), and its name is in `agreed` afterwards. `step_seconds` is this rank's
-        latest step time: the slowest rank's sets `steps_unasked`.
+        latest step time: the slowest rank's sets `steps_unasked`. `beside` are numbers that travel
+        in the same message, as many on each rank, for `maxima`.
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
         code = number or (_HAS_WORD if word is not None else 0)
-        most, nanoseconds = world.all_reduce_maxima(code, max(1, round(1e9 * step_seconds)))
+        most, nanoseconds, *self.maxima = world.all_reduce_maxima(
+            code, max(1, round(1e9 * step_seconds)), *beside
+        )
         self.steps_unasked = max(1, int(1e9 * PROMPT_SECONDS) // nanoseconds)
         if most == _HAS_WORD:
             return next(other for other in world.all_gather(word) if other is not None)

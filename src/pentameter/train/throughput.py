@@ -13,11 +13,13 @@ from typing import Self
 
 from pentameter.estimating.estimate import Estimate
 from pentameter.estimating.step_time import StepTime
+from pentameter.machine.cores import BusyTime
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan
 from pentameter.train.compute import Compute
 from pentameter.train.hooks import StepMetrics, TrainingRun
+from pentameter.train.pace import OwnTime
 
 WINDOW_STEPS = 20
 """Number of latest steps whose median time predicts the remaining ones."""
@@ -56,13 +58,21 @@ class Throughput:
         """Seconds that the latest step took."""
         self.input_seconds = 0.0
         """Seconds that the latest step waited for its batch."""
+        is_measured = plan.layout.world_size > 1 and compute.device.type == "cpu"
+        self._busy = BusyTime() if is_measured else None
+        self._busy_start = self._own_seconds = self._all_seconds = 0.0
+        self._n_untold = 0
 
     def __enter__(self) -> Self:
         self._start = time.perf_counter()
+        if self._busy is not None:
+            self._busy_start = self._busy.seconds()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._seconds += time.perf_counter() - self._start
+        if self._busy is not None:
+            self._own_seconds += self._busy.seconds() - self._busy_start
 
     @contextmanager
     def reading_batch(self) -> Iterator[None]:
@@ -71,17 +81,35 @@ class Throughput:
         start = time.perf_counter()
         yield
         self._reading_seconds += time.perf_counter() - start
+        if self._busy is not None:  # a disk that is waited for is this rank's own, too
+            self._own_seconds += time.perf_counter() - start
+            self._busy_start = self._busy.seconds()
 
     def end_steps(self, n_steps: int) -> None:
         """End `n_steps` steps: each took an equal part of the time measured since the last call."""
         self.step_seconds = self._seconds / n_steps
         self.input_seconds = self._reading_seconds / n_steps
+        self._all_seconds += self._seconds
+        self._n_untold += n_steps
         self._seconds = self._reading_seconds = 0.0
         self._raise_ceiling()
         if self._n_steps == 1:
             self._recent.clear()  # the first step compiled, and predicts nothing about the rest
         self._n_steps += n_steps
         self._recent.extend([self.step_seconds] * n_steps)
+
+    def take_own_time(self) -> OwnTime | None:
+        """Return this rank's mean times in the steps since the last call; None if there were none,
+        or they are not measured: in a single process, and on a GPU, whose kernels wait inside a
+        collective."""
+        n, own, whole = self._n_untold, self._own_seconds, self._all_seconds
+        self._n_untold, self._own_seconds, self._all_seconds = 0, 0.0, 0.0
+        return OwnTime(own / n, whole / n, n) if n and self._busy is not None else None
+
+    def close(self) -> None:
+        """Close the clock of this rank's own time."""
+        if self._busy is not None:
+            self._busy.close()
 
     def tokens_per_second(self, n_tokens: int) -> float:
         """Return the rate of target tokens in the latest step, which had `n_tokens`."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from pentameter.model.attention import for_each_head
 from pentameter.model.dropout import AttentionDropout, drop, weight_index
 from pentameter.parallel.mesh import group_named
+from pentameter.parallel.waits import finish
 
 TILE = 1024
 """Tokens per block, in queries and in keys, when attention weights are materialized."""
@@ -304,7 +305,7 @@ class _Ring:
                 dist.P2POp(dist.irecv, received, before, self._group),
             ]
         )
-        return _Arriving(received, tensor, work)
+        return _Arriving(received, tensor, work, self._group)
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
         """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at
@@ -329,11 +330,12 @@ class _Arriving(NamedTuple):
     received: Tensor
     sent: Tensor
     work: list[dist.Work]
+    group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
         """Wait for both messages, and return the received tensor."""
         for each in self.work:
-            each.wait()
+            finish(each, "messages", self.group)
         return self.received
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.collectives import product_operation
+from pentameter.parallel.waits import finish
 from pentameter.planning.sharding import shard_size
 
 
@@ -116,7 +117,7 @@ def _each(
 
     block, work = start_broadcast(0)
     for step in range(len(shapes)):
-        work.wait()
+        finish(work, "broadcast", group)
         current = block
         if step + 1 < len(shapes):
             block, work = start_broadcast(step + 1)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from pentameter.parallel.waits import finish
+
 SCHEDULES_LET_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
 """Whether PyTorch's schedules release sent activations: since torch 2.15, which also allocates no
 buffers in advance, so that a BoundedStage finds none to drop."""
@@ -208,4 +210,4 @@ def _post(ops: Iterable[dist.P2POp]) -> list[dist.Work]:
 
 def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
-        work.wait()
+        finish(work, "messages", None)

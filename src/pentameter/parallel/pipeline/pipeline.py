@@ -71,7 +71,7 @@ class Pipeline:
         self._take_gradients = take_gradients
         self._modules = modules
         self._plan = plan
-        self._group = group
+        self.group = group
         self._device = module.device
         self._stream_dtype = next(module.model.parameters()).dtype
         self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded
@@ -243,7 +243,7 @@ class Pipeline:
             self._device,
             input_args=tuple(inputs) if number == 0 else stream,
             output_args=output if number == layout.n_stages - 1 else stream,
-            group=self._group,
+            group=self.group,
             take_gradients=self._take_gradients,
         )
 

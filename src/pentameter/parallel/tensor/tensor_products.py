@@ -26,6 +26,7 @@ from torch import Tensor
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.collectives import all_gather
+from pentameter.parallel.waits import finish
 
 Order = Literal["whole", "by_time", "by_process"]
 """The layout in which a matmul gets all tokens. `whole`: the stream is replicated on each rank.
@@ -44,8 +45,7 @@ def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
     def wait() -> Tensor:
         """Return all tokens, (B, T, D) or (n · B, t, D)."""
-        assert work is not None
-        work.wait()
+        finish(work, "all-gather", group)
         if order == "by_process":
             return shards
         return shards.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
@@ -73,8 +73,7 @@ def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
     def wait() -> Tensor:
         """Return this rank's tokens (B, t, D) of the sum."""
-        assert work is not None
-        work.wait()
+        finish(work, "all-reduce" if order == "whole" else "all-to-all", group)
         if order == "whole":
             return received
         precise = torch.promote_types(x.dtype, torch.float32)

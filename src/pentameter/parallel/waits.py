@@ -1,0 +1,54 @@
+"""Waiting for collectives that were started before, so that what is waited for can be named if
+another rank never answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def finish(work: dist.Work | None, collective: str, group: dist.ProcessGroup | None) -> None:
+    """Wait for a collective or message over `group` that was started asynchronously; `collective`
+    says in words which one. If it fails, a message is made of these arguments, which it finds in
+    the traceback (`processes/waiting.py`)."""
+    assert work is not None  # this rank is a member
+    work.wait()
+
+
+class BucketSums:
+    """DDP's communication hook over `group`: all-reduces each bucket of gradients without
+    averaging, and knows which of them are not done."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._parameters: dict[tuple[int, int], list[Tensor]] = {}
+        self._started: list[tuple[tuple[int, int], torch.futures.Future[Tensor]]] = []
+
+    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start to all-reduce a bucket's flat buffer (n,); return the future of the sum."""
+        buffer, index = bucket.buffer(), bucket.index()
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        assert work is not None
+        if index == 0:
+            self._started.clear()
+        key = index, buffer.numel()
+        if key not in self._parameters:  # DDP forms its buckets anew after the first step
+            self._parameters[key] = bucket.parameters()
+        future = work.get_future().then(lambda done: done.value()[0])
+        self._started.append((key, future))
+        return future
+
+    def first_not_done(self) -> Sequence[Tensor]:
+        """Return the parameters in the first bucket of this step whose all-reduce failed or is not
+        done; none if all are done."""
+        for key, future in self._started:
+            with suppress(RuntimeError):
+                if future.done():
+                    future.value()
+                    continue
+            return self._parameters[key]
+        return ()
