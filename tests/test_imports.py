@@ -28,8 +28,9 @@ LAYER = {
     "checkpoint": 8, "evaluate": 8, "generation": 8,
     "harness": 9, "train": 9,
     "verify": 10, "report": 10, "serve": 10,
-    "cli": 11,
-    "__main__": 12, "__init__": 12,
+    "replay": 11,
+    "cli": 12,
+    "__main__": 13, "__init__": 13,
 }  # fmt: skip
 """A module may import what is in a lower layer, or in its own package."""
 

@@ -25,6 +25,7 @@ VERBS = {
     "plan": "memory, time, fit and best layouts on a cluster: plan PRESET-or-FILE [--cluster …]",
     "verify": "verify layouts against one process: verify PRESET-or-FILE [--layouts all]",
     "data": "what a step of a run reads, token by token: data RUN_DIR --step N",
+    "replay": "compute a step of a run again, and compare: replay RUN_DIR --step N [--layout …]",
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
     "watch": "a live page of the runs in a folder, with reports and comparisons: watch [RUNS]",

@@ -58,8 +58,9 @@ class RunData:
         return step - 1
 
 
-def open_run_data(folder: Path) -> RunData:
-    """Open a run's data from the token shards that it trains on; nothing is tokenized.
+def open_run_data(folder: Path, *, verify: bool = False) -> RunData:
+    """Open a run's data from the token shards that it trains on; nothing is tokenized. With
+    `verify`, every token is hashed; else it is relied on whoever trains to do it.
 
     Raises ConfigError if the folder holds no run, or one with batches from the user's code;
     CorruptError if the shards are missing or changed.
@@ -82,7 +83,7 @@ def open_run_data(folder: Path) -> RunData:
     paths = data.get("shards")
     if not isinstance(paths, list) or len(paths) != len(config.data.sources or (config.data,)):
         raise CorruptError(f"{plan_file} is damaged: data.shards={paths!r:.80}")
-    opened = [_opened(Path(str(path)), folder) for path in paths]
+    opened = [_opened(Path(str(path)), folder, verify) for path in paths]
     dataset = joined_sources(config.data, opened) if config.data.sources else opened[0]
     if dataset.hash != data.get("hash"):
         raise CorruptError(
@@ -95,14 +96,14 @@ def open_run_data(folder: Path) -> RunData:
     return RunData(config, dataset, batches, first_step)
 
 
-def _opened(recorded: Path, run_folder: Path) -> Dataset:
+def _opened(recorded: Path, run_folder: Path, verify: bool) -> Dataset:
     """Open token shards at their recorded path, else by the same name in this machine's cache.
     Raises CorruptError if they are in neither."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
         if is_stream(folder):
-            return open_stream(folder, NoSource(folder), verify=False)
+            return open_stream(folder, NoSource(folder), verify=verify)
         if (header := find_header(folder)) is not None:
-            return open_shards(header, verify=False)  # whoever trains verifies
+            return open_shards(header, verify=verify)
     raise CorruptError(
         f"the tokens of the run in {run_folder} are gone: {recorded} is not there. The command "
         "that trained the run prepares them again from the same text; shards that were prepared "

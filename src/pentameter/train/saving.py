@@ -317,7 +317,7 @@ class RunCheckpoints:
         run, world = self.run, self.run.world
         world.progress.note(doing, run.state.step)
         world.agreed(run.folder.check_there)
-        tensors = tensors_to_save(run)
+        tensors = tensors_to_save(run.engine, run.optimizer)
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
@@ -465,17 +465,16 @@ def _planned(
     return _PendingSave(save, is_best, is_evaluated, [*state.guard.rollback_steps])
 
 
-def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
+def tensors_to_save(engine: Engine, optimizer: AnyOptimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Return this rank's tensors by group, `model` and `optimizer`, and name, without copies of
     tied parameters that another pipeline stage owns. Collective."""
-    engine = run.engine
     # First, as it shards what FSDP left gathered: `named` must hold the optimizer's parameters.
     model = model_state(engine.models)
     named = dict(engine.named_parameters())
     copies = named.keys() - {name for name, _ in engine.owned_parameters()}
     return {
         "model": {name: tensor for name, tensor in model.items() if name not in copies},
-        "optimizer": optimizer_state(run.optimizer, named.items(), copies),
+        "optimizer": optimizer_state(optimizer, named.items(), copies),
     }
 
 

@@ -17,20 +17,13 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-import numpy as np
-
-from pentameter.data.batches.rows_read import rows_read, source_names
 from pentameter.data.batches.step import TrainingBatches
-from pentameter.evaluate.split import evaluation_batch_size
-from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.train.guard import initial_history, spike_limits
 from pentameter.train.hooks import Hooks, Rollback, SkippedStep, TrainingRun
+from pentameter.train.row_losses import highest_rows
 from pentameter.train.saving import RunCheckpoints, load_tensors
 from pentameter.train.state import EpochSums, GuardState, saved_state
 from pentameter.train.update import Update
-
-NAMED_ROWS = 3
-"""Batch rows that are named when a run rolls back or gives up: those with the highest loss."""
 
 
 def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Update) -> bool:
@@ -91,33 +84,12 @@ def _highest_rows(run: TrainingRun) -> str:
     if not isinstance(batches, TrainingBatches):
         return ""
     first = state.step - state.consecutive_skips + 1
-    losses = _row_losses(run, batches, first - 1)
-    # What is not finite comes first; equal rows by their number, on every rank alike.
-    highest = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[:NAMED_ROWS]
-    names = source_names(run.config.data)
-    rows = rows_read(batches, run.dataset.tokenizer, first - 1, highest)
-    told = [
-        f"row {row.row} ({losses[row.row]:.4g}; {row.origin(names[row.source])})" for row in rows
-    ]
+    found = highest_rows(run.engine, batches, run.dataset.tokenizer, first)
     return (
         f"; the batch of step {first} begins it, whose rows of the highest loss "
-        f"(median {np.median(losses):.4g}) are {', '.join(told)}: "
+        f"(median {found.median:.4g}) are {', '.join(found.told)}: "
         f"pentameter data {run.run_dir} --step {first} shows them"
     )
-
-
-def _row_losses(run: TrainingRun, batches: TrainingBatches, batch_index: int) -> np.ndarray:
-    """Return the mean loss in nats per target of each row in a step's global batch, float64 (B,),
-    the same on every rank; as many rows at once as an evaluation takes. Collective."""
-    n_rows = run.plan.batch_size
-    at_once = evaluation_batch_size(run.plan, run.config.model.context_length)
-    losses = []
-    for start in range(0, n_rows, at_once):
-        rows = np.arange(start, min(start + at_once, n_rows), dtype=np.int64)
-        batch = batches.batch(batch_index, rows)
-        n_targets = np.maximum(1, (batch.targets != IGNORED_TARGET).sum(1))
-        losses.append(run.engine.row_losses(batch) / n_targets)
-    return np.concatenate(losses)
 
 
 def _roll_back(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, why: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.command_source import with_tokenizer_beside
@@ -23,6 +24,7 @@ from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.world import World
 from pentameter.train.compute import Compute, check_device_memory, choose_compute
 from pentameter.train.console import Console
 from pentameter.train.evaluations import splits_to_evaluate
@@ -35,7 +37,7 @@ from pentameter.train.saving import RunCheckpoints, load_tensors
 from pentameter.train.start_warnings import compute_warnings, evaluation_warnings, settings_warnings
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.trackers import require_trackers
-from pentameter.train.user_components import CustomBatches
+from pentameter.train.user_components import CustomBatches, UserComponents
 
 
 def start_run(
@@ -162,15 +164,11 @@ def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
         return text_prompt(tokenizer, "")
 
 
-def _build(
-    request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
-) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """Build the engine and the optimizer, load the initial weights or the checkpoint to resume
-    from, and return both with the saved state (a fresh one without a checkpoint). Each rank reads
-    its own shards, whichever layout wrote the checkpoint. Collective."""
-    world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
-    if checkpoint is not None:
-        supplied.check_same(checkpoint, plan)
+def build_engine(
+    plan: Plan, compute: Compute, world: World, supplied: UserComponents
+) -> tuple[Engine, AnyOptimizer]:
+    """Build the engine, with the initial weights that follow from the seed, and an optimizer
+    without state for its parameters. Collective."""
     engine = assemble(
         plan,
         compute.device,
@@ -180,7 +178,19 @@ def _build(
         source=supplied.source,
         fused_dropout=compute.fused_dropout,
     )
-    optimizer = supplied.build_optimizer(list(engine.named_parameters()), plan)
+    return engine, supplied.build_optimizer(list(engine.named_parameters()), plan)
+
+
+def _build(
+    request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
+) -> tuple[Engine, AnyOptimizer, TrainState]:
+    """Build the engine and the optimizer, load the initial weights or the checkpoint to resume
+    from, and return both with the saved state (a fresh one without a checkpoint). Each rank reads
+    its own shards, whichever layout wrote the checkpoint. Collective."""
+    world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
+    if checkpoint is not None:
+        supplied.check_same(checkpoint, plan)
+    engine, optimizer = build_engine(plan, compute, world, supplied)
     if folder.initial_weights is not None:
         folder.initial_weights.load_into(engine.models)
     if checkpoint is None:
@@ -204,8 +214,19 @@ def _introduce(run: TrainingRun) -> None:
             console.say(f"warning: {warning}")
     if run.world.is_main:
         try:
-            folder.write_environment(run.compute.environment())
+            folder.write_environment({**run.compute.environment(), **_which_steps(run)})
         except StorageError as error:
             console.say(f"warning: {error}. Training goes on")
     for line in introduction(run):
         console.say(line)
+
+
+def _which_steps(run: TrainingRun) -> dict[str, Any]:
+    """Return what environment.json says of this start beside the machine: the `step` after which it
+    goes on, and how it divides the work."""
+    plan = run.plan
+    return {
+        "step": run.state.step,
+        "layout": str(plan.layout),
+        "micro_batch_size": plan.micro_batch_size,
+    }

@@ -1,0 +1,147 @@
+"""`pentameter replay`: compute a step of a run again, and compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from pentameter.checkpoint.lazy_tensors import few
+from pentameter.cli.arguments import parse
+from pentameter.errors import TrainingFailedError, printable, terminal_message
+from pentameter.processes.local_launch import check_launch, python_command, run_local
+from pentameter.processes.place import find_place, processes_together
+from pentameter.processes.worker import watch_launcher
+
+if TYPE_CHECKING:
+    from pentameter.processes.world import World
+    from pentameter.replay.conclusion import Compared
+    from pentameter.replay.replay_step import StepReplay
+    from pentameter.replay.steps import WeightsCompared
+
+
+@dataclass(frozen=True)
+class ReplayArguments:
+    """Compute a step of a run again, from the checkpoint before it, and say whether loss, gradient
+    norm and weights agree: to the bit in the run's layout on the same kind of machine, to rounding
+    elsewhere.
+
+    It concludes: batch (the step is reproducible, and the rows with the highest loss are named),
+    hardware (what must be equal to the bit is not) or code (versions or machine differ). Ends with
+    0 if all agrees, else with 70. The run folder is only read; the run may go on meanwhile.
+    """
+
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run's folder, runs/NAME. Its tokens must still be there."""
+    step: Annotated[int, tyro.conf.arg(metavar="N")]
+    """The step, from 1, as metrics.jsonl, the log and the report number them."""
+    layout: Annotated[str | None, tyro.conf.arg(metavar="LAYOUT")] = None
+    """Another layout, data=2,tensor=2; as many processes of this machine are started. The one in
+    which the run made the step when absent."""
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """The number of processes, if --layout leaves `data` out."""
+    oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Start more processes than the cores of this machine can serve."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Replay the step that `arguments` (the command line after the verb) name, and return the exit
+    code 0. Raises TrainingFailedError if it differs from what the run recorded."""
+    watch_launcher()
+    asked = parse(ReplayArguments, arguments, verb="replay")
+    from pentameter.planning.layout import make_layout
+    from pentameter.replay.record import read_record
+
+    place = find_place()
+    config = read_record(asked.run_dir).config_on(asked.step, asked.layout)
+    layout = make_layout(config.parallel, processes_together(asked.nproc, place))
+    check_launch(
+        config, layout.world_size, place, oversubscribe=asked.oversubscribe, check_fit=True
+    )
+    if place is None and layout.world_size > 1:
+        run_local(python_command("replay", *arguments), layout.world_size)
+        return 0
+    from pentameter.processes.join import joined_world_of
+
+    with joined_world_of(config, place) as world:
+        found = _replay(asked, world)
+    if not found.conclusion.agrees:
+        raise TrainingFailedError(
+            f"step {asked.step} of {asked.run_dir} is not what its replay gave: "
+            f"{found.conclusion.verdict}: {found.conclusion.reason}"
+        )
+    return 0
+
+
+def _replay(asked: ReplayArguments, world: World) -> StepReplay:
+    """Replay the step, and print the result on rank 0. Collective."""
+    from pentameter.replay.replay_step import replay_step
+
+    def say(text: str) -> None:
+        if world.is_main:
+            print(terminal_message(f"pentameter: {text}"), file=sys.stderr, flush=True)
+
+    found = replay_step(asked.run_dir, asked.step, asked.layout, world, say)
+    if world.is_main:
+        print(json.dumps(found.to_json()) if asked.json else "\n".join(_lines(found)), flush=True)
+    return found
+
+
+def _lines(found: StepReplay) -> list[str]:
+    """Return the result for people, a line each."""
+    conclusion, record, step = found.conclusion, found.record, found.step
+    begun = "the initial weights" if found.route.base == 0 else f"checkpoint {found.route.base}"
+    lines = [
+        f"{record.config.name}, step {step:,} computed again from {begun} on {found.layout}"
+        f" ({len(found.route.steps)} steps)"
+    ]
+    if (reason := record.skips.get(step)) is not None:
+        made = conclusion.replayed.numbers[step].made
+        lines.append(
+            f"  the run left its update out ({reason}); the replay "
+            f"{'makes it' if made else 'leaves it out, too'}"
+        )
+    if (last := record.undone_by(step)) is not None:
+        lines.append(f"  its update was undone by the rollback after step {last:,}")
+    if found.route.steps[-1] != step:
+        lines.append(
+            f"  nothing is recorded of it: compared with step {found.route.steps[-1]:,}, the next "
+            "that is"
+        )
+    shown = {step, found.route.steps[-1], conclusion.first_different}
+    lines += [f"  {_compared(each)}" for each in conclusion.numbers if each.step in shown]
+    weights = conclusion.replayed.weights
+    if weights is not None:
+        lines.append(
+            f"  step {weights.step:,} weights and optimizer state: " + _weights_compared(weights)
+        )
+    lines += [f"  differs here: {each}" for each in found.differences]
+    lines.append(f"{conclusion.verdict}: {conclusion.reason}")
+    lines.append(f"rows of the highest loss (median {found.rows.median:.4g}):")
+    lines += [f"  {each}" for each in found.rows.told]
+    lines.append(f"pentameter data {record.folder} --step {step} shows them")
+    return [printable(line) for line in lines]
+
+
+def _weights_compared(weights: WeightsCompared) -> str:
+    if weights.is_equal:
+        return f"all {weights.n_tensors} tensors equal to the bit"
+    return (
+        f"{len(weights.different)} of {weights.n_tensors} tensors differ "
+        f"({few(weights.different)}); the weights by {weights.weights_distance:.2g} of the way "
+        f"that they went, the optimizer's state by {weights.optimizer_distance:.2g} of its norm"
+    )
+
+
+def _compared(each: Compared) -> str:
+    how = "equal to the bit" if each.is_equal else "to rounding" if each.is_close else "DIFFERS"
+    return (
+        f"step {each.step:,} {each.name}: recorded {each.recorded!r}, replayed {each.replayed!r}, "
+        f"{how}"
+    )

@@ -1,0 +1,150 @@
+"""Replays a step of a run and concludes: the whole of `pentameter replay` but its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.opening import Checkpoint
+from pentameter.errors import CorruptError
+from pentameter.planning.layout import make_layout
+from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.world import World
+from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
+from pentameter.replay.record import Route, RunRecord, read_record
+from pentameter.replay.steps import Replay, Replayed
+from pentameter.report.run_data import open_run_data
+from pentameter.train.compute import check_device_memory, choose_compute
+from pentameter.train.log_files import strict
+from pentameter.train.row_losses import HighestRows
+
+
+@dataclass(frozen=True)
+class StepReplay:
+    """A replayed step: the `route` by which it was computed, in `layout`, and what follows."""
+
+    record: RunRecord
+    step: int
+    route: Route
+    layout: str
+    differences: tuple[str, ...]
+    """What the run was made with and is otherwise here, "name: then → now"."""
+    rows: HighestRows
+    """The batch rows with the highest loss, by the weights before the step."""
+    conclusion: Conclusion
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of `replay --json`; NaN becomes null."""
+        found, weights = self.conclusion, self.conclusion.replayed.weights
+        return {
+            "step": self.step,
+            "from_step": self.route.base,
+            "steps": list(self.route.steps),
+            "layout": self.layout,
+            "agrees": found.agrees,
+            "equal": found.equal,
+            "verdict": found.verdict,
+            "reason": found.reason,
+            "numbers": [
+                strict({**asdict(each), "is_equal": each.is_equal}) for each in found.numbers
+            ],
+            "weights": None if weights is None else strict(asdict(weights)),
+            "skipped": self.record.skips.get(self.step),
+            "undone_by": self.record.undone_by(self.step),
+            "differences": list(self.differences),
+            "rows": [
+                {"row": row.row, "loss": loss, "told": told}
+                for (row, loss), told in zip(self.rows.rows, self.rows.told, strict=True)
+            ],
+        }
+
+
+def replay_step(
+    folder: Path, step: int, layout: str | None, world: World, say: Callable[[str], None]
+) -> StepReplay:
+    """Compute a step of the run in `folder` again, on the ranks of `world`, and compare it with
+    what the run recorded. Nothing is written there.
+
+    step: its number, from 1. layout: the degrees of parallelism as text, None for the run's own.
+    say: prints a line, on rank 0. Collective. Raises ConfigError for a step that cannot be
+    replayed, CorruptError if the data has changed or no intact checkpoint is left.
+    """
+    data = open_run_data(folder, verify=world.local_rank == 0)
+    index = data.batch_index(step)
+    record, route, base, saved = world.on_main(lambda: _prepared(folder, step, say))
+    data.batches.prepare(index + 1)
+    config = record.config_on(step, layout)
+    plan = make_plan(
+        config,
+        data.dataset.vocab_size,
+        data.batches.rows_per_epoch,
+        world_size=world.size,
+        local_size=world.local_size,
+    )
+    compute = choose_compute(plan, world)
+    check_device_memory(plan, compute, world.local_size)
+    here = world.on_main(compute.environment)
+    differences = differing_facts(record.start_of(step), here)
+    replay = Replay(record, data, plan, compute, world, base)
+    begun = "the initial weights" if base is None else f"checkpoint step {base.step}"
+    say(f"from {begun}, {len(route.steps)} steps on {plan.layout}")
+    rows: list[HighestRows] = []
+
+    def before_step(number: int) -> None:
+        world.progress.note("training", number)
+        if number == step:
+            rows.append(replay.highest_rows(step))
+
+    first = replay.run(route.steps, saved, before_step)
+
+    def concluded(again: Replayed | None) -> Conclusion:
+        return conclude(
+            record,
+            first,
+            again,
+            precision=compute.precision,
+            differences=differences,
+            is_own_layout=_is_own_layout(record, step, plan),
+        )
+
+    conclusion = concluded(None)
+    if conclusion.equal != "bits" and conclusion.verdict == "hardware":
+        say("it differs: computing it once more")
+        conclusion = concluded(replay.run(route.steps, saved))
+    return StepReplay(
+        record, step, route, str(plan.layout), tuple(differences), rows[0], conclusion
+    )
+
+
+def _prepared(
+    folder: Path, step: int, say: Callable[[str], None]
+) -> tuple[RunRecord, Route, Checkpoint | None, Checkpoint | None]:
+    """Read the run's record; return it, the steps to make, the checkpoint to begin with (None: the
+    initial weights) and the one after the last step (None: not saved). Damaged checkpoints are
+    passed over, with a line each."""
+    record = read_record(folder)
+    while True:
+        route = record.route(step)
+        last = route.steps[-1]
+        wanted = [route.base, last if record.saves_result_of(last) else 0]
+        opened: list[Checkpoint | None] = []
+        try:
+            for number in wanted:
+                opened.append(None)
+                if number:
+                    opened[-1] = record.open_checkpoint(number)
+        except CorruptError as error:
+            say(f"passed over a checkpoint: {error}")
+            record = record.without(wanted[len(opened) - 1], error)
+            continue
+        base, saved = opened
+        return record, route, base, saved
+
+
+def _is_own_layout(record: RunRecord, step: int, plan: Plan) -> bool:
+    """Return True if `plan` divides the work as the run did when it made `step`."""
+    own = record.config_on(step, None)
+    same = make_layout(own.parallel) == plan.layout
+    return same and own.train.micro_batch_size in (None, plan.micro_batch_size)

@@ -1,0 +1,228 @@
+"""Computes steps of a run again: the same batches, rates, dropout and decisions of the guard, from
+a checkpoint, on any layout. Nothing is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pentameter.checkpoint.opening import Checkpoint
+from pentameter.config.load import load_config
+from pentameter.config.schema import ScheduleConfig
+from pentameter.errors import ConfigError, CorruptError
+from pentameter.optim.build import AnyOptimizer, JointOptimizer
+from pentameter.optim.schedule import learning_rate
+from pentameter.parallel.engine import Engine
+from pentameter.parallel.local_shards import local_shard
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
+from pentameter.replay.record import RunRecord, StepNumbers
+from pentameter.report.run_data import RunData
+from pentameter.train.compute import Compute
+from pentameter.train.guard import Guard
+from pentameter.train.row_losses import HighestRows, highest_rows
+from pentameter.train.saving import load_tensors, tensors_to_save
+from pentameter.train.start import build_engine
+from pentameter.train.state import TrainState, saved_state
+from pentameter.train.update import read, update_weights
+from pentameter.train.user_components import UserComponents
+
+
+@dataclass(frozen=True)
+class WeightsCompared:
+    """Weights and optimizer state after replayed steps beside those that the run saved."""
+
+    step: int
+    n_tensors: int
+    different: tuple[str, ...]
+    """Names of the tensors that are not equal to the bit."""
+    weights_distance: float
+    """Euclidean distance of the weights ÷ that of the saved ones from those before the steps."""
+    optimizer_distance: float
+    """Euclidean distance of the optimizer's state ÷ the norm of the saved one."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every tensor is equal to the bit."""
+        return not self.different
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What computing steps again gave: the numbers of each, and the weights at the end beside the
+    saved ones, None without a checkpoint there."""
+
+    numbers: Mapping[int, StepNumbers]
+    weights: WeightsCompared | None
+
+
+class Replay:
+    """The engine on which steps of the run `record` are computed again, by its own `data`. `plan`
+    and `compute` say in which layout and how. Every method is collective.
+
+    Raises ConfigError if `base`, the checkpoint to begin with (None: the initial weights), was made
+    with a model or an optimizer of the user's code.
+    """
+
+    def __init__(
+        self,
+        record: RunRecord,
+        data: RunData,
+        plan: Plan,
+        compute: Compute,
+        world: World,
+        base: Checkpoint | None,
+    ) -> None:
+        supplied = UserComponents()
+        if base is not None:
+            supplied.check_same(base, plan)
+        self._record, self._data, self._plan, self._compute = record, data, plan, compute
+        self._world, self._base = world, base
+        self._engine, self._optimizer = build_engine(plan, compute, world, supplied)
+        self._schedule = _earlier_schedule(record, base)
+
+    def highest_rows(self, step: int) -> HighestRows:
+        """Return the rows of the highest loss in the batch of `step` by the engine's present
+        weights."""
+        tokenizer = self._data.dataset.tokenizer
+        return highest_rows(self._engine, self._data.batches, tokenizer, step)
+
+    def run(
+        self,
+        steps: Sequence[int],
+        saved: Checkpoint | None,
+        before_step: Callable[[int], None] = lambda _: None,
+    ) -> Replayed:
+        """Make `steps` from the beginning, and compare the weights with those `saved` after the
+        last one, unless that is None. `before_step` is called with each step before it is made."""
+        state = self._begin()
+        guard = None
+        if self._plan.config.guard.spike_factor is not None:
+            device = self._engine.device if self._engine.host_waits else torch.device("cpu")
+            guard = Guard(self._plan.config.guard, state, device, halts=False)
+        before = {} if saved is None else self._weights()
+        numbers = {}
+        for step in steps:
+            before_step(step)
+            numbers[step] = self._make(step, state, guard)
+        weights = None
+        if saved is not None:
+            weights = _compared(self._engine, self._optimizer, saved, before, self._world)
+        return Replayed(numbers, weights)
+
+    def _begin(self) -> TrainState:
+        """Load the weights and the optimizer's state to begin with; return the state beside
+        them."""
+        if self._base is not None:
+            load_tensors(self._engine, self._optimizer, self._base, self._world)
+            return saved_state(self._base)[0]
+        optimizer = self._optimizer
+        for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
+            part.state.clear()
+        layout = self._plan.layout
+        stages = layout.stages_of(layout.coordinates(self._world.rank)["pipeline"])
+        models = dict(zip(stages, self._engine.models, strict=True))
+        self._engine.source.initialize(models, self._plan)
+        return TrainState()
+
+    def _make(self, step: int, state: TrainState, guard: Guard | None) -> StepNumbers:
+        """Make a step as the training loop does, and return its numbers."""
+        engine, index = self._engine, step - 1
+        is_fp16 = self._compute.precision == "fp16"
+        scale = state.loss_scale.scale if is_fp16 else 1.0
+        batch = self._data.batches.batch(index, engine.rows)
+        loss = engine.forward_backward(batch, index, loss_scale=scale)
+        clip_norm = self._plan.config.optimizer.clip_norm
+        update = update_weights(
+            engine, self._optimizer, loss, self._rate(step), scale, clip_norm, guard=guard
+        )
+        (update,) = read([update])
+        if is_fp16:
+            state.loss_scale.update(finite=update.made)
+        return StepNumbers(update.loss.mean, float(update.grad_norm), update.made)
+
+    def _rate(self, step: int) -> float:
+        """Return the step's learning rate. Raises ConfigError if the run recorded another one."""
+        config, index = self._plan.config, step - 1
+        begun = index >= config.schedule.start_step
+        rate = learning_rate(index, config.optimizer, config.schedule if begun else self._schedule)
+        recorded = self._record.rates.get(step, rate)
+        if rate != recorded:
+            raise ConfigError(
+                f"step {step} of {self._record.folder} was made with the learning rate {recorded}, "
+                f"and its configuration says {rate}: it had a schedule of its user, which only "
+                "their code knows"
+            )
+        return rate
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return a copy of this rank's shards of the weights, name → tensor on the host."""
+        held = tensors_to_save(self._engine, self._optimizer)["model"]
+        return {name: local_shard(each)[0].to("cpu", copy=True) for name, each in held.items()}
+
+
+def _earlier_schedule(record: RunRecord, base: Checkpoint | None) -> ScheduleConfig:
+    """Return the schedule of the steps before `schedule.start_step`, at which a run was extended:
+    that of the checkpoint's own configuration."""
+    if base is None:
+        return record.config.schedule
+    base.read("config.toml")  # raises if it is damaged
+    return load_config(base.path / "config.toml").schedule
+
+
+def _compared(
+    engine: Engine,
+    optimizer: AnyOptimizer,
+    saved: Checkpoint,
+    before: Mapping[str, torch.Tensor],
+    world: World,
+) -> WeightsCompared:
+    """Compare weights and optimizer state with those in `saved`, each rank its own shards. `before`
+    has its shards of the weights with which the steps began. Collective."""
+    different: set[str] = set()
+    squares = torch.zeros(2, 2, dtype=torch.float64)  # (model, optimizer) × (distance, measure)
+    names = set()
+    for name, group, own, there in _beside(engine, optimizer, saved):
+        names.add(name)
+        if not torch.equal(own.view(torch.uint8), there.view(torch.uint8)):
+            different.add(name)
+        is_weight = group == "model"
+        begun = _flat(before[name.removeprefix("model ")]) if is_weight else torch.zeros_like(own)
+        row = squares[0 if is_weight else 1]
+        row[0] += (own.double() - there.double()).square().sum()
+        row[1] += (there.double() - begun.double()).square().sum()
+    every = world.all_gather((names, different, squares))
+    total = sum((of_rank[2] for of_rank in every), torch.zeros_like(squares)).sqrt()
+    distances = [0.0 if d == 0 else d / m if m else math.inf for d, m in total.tolist()]
+    return WeightsCompared(
+        saved.step,
+        len(set().union(*(of_rank[0] for of_rank in every))),
+        tuple(sorted(set().union(*(of_rank[1] for of_rank in every)))),
+        *distances,
+    )
+
+
+def _beside(
+    engine: Engine, optimizer: AnyOptimizer, saved: Checkpoint
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield, for each of this rank's tensors, its name with its group, the group, its shard, and
+    the same region of the saved tensor, both contiguous and on the host, at least 1-dimensional.
+    Raises CorruptError if a tensor is not saved."""
+    for group, tensors in tensors_to_save(engine, optimizer).items():
+        stored = saved.tensors(group) if tensors else {}
+        for name, tensor in tensors.items():
+            own, offset = local_shard(tensor)
+            if name not in stored:
+                raise CorruptError(f"{saved.path} has no {group} tensor {name}")
+            region = tuple(
+                slice(start, start + size) for start, size in zip(offset, own.shape, strict=True)
+            )
+            there = stored[name][region]
+            yield f"{group} {name}", group, _flat(own), _flat(there)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().reshape(-1).contiguous()

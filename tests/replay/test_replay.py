@@ -1,0 +1,184 @@
+"""A replayed step is the run's, to the bit; where it is not, the reason is told."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+from late_reads import spoil
+from tiny_runs import events, fit
+
+from pentameter.cli.replay import run as replay
+from pentameter.errors import ConfigError, CorruptError, TrainingFailedError
+from pentameter.replay.record import Route, RunRecord, StepNumbers, read_record
+
+KEEPS = {"interval": 4, "keep_last": 9}
+PLAIN = {"checkpoint": KEEPS, "train": {"eval_interval": None}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory, short_measurement):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 12 steps, saved every 4, with a bias on which Adam steps by the sign of rounding."""
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    fit(folder, sections={**PLAIN, "model": {"qkv_bias": True}})
+    return folder
+
+
+def copied(folder, tmp_path):
+    """A copy of a run folder that a test may damage."""
+    import shutil
+
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def replayed(capsys, folder, step, *options):
+    """The JSON of a replay that agrees."""
+    capsys.readouterr()
+    assert replay([str(folder), "--step", str(step), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, folder, step):
+    """The JSON of a replay that differs, and its error."""
+    capsys.readouterr()
+    with pytest.raises(TrainingFailedError) as raised:
+        replay([str(folder), "--step", str(step), "--json"])
+    return json.loads(capsys.readouterr().out), str(raised.value)
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("step", [2, 7, 8])
+def test_a_step_computed_again_is_equal_to_the_bit(capsys, trained, step):
+    before = content(trained)
+    found = replayed(capsys, trained, step)
+    assert content(trained) == before
+    assert (found["equal"], found["verdict"], found["differences"]) == ("bits", "batch", [])
+    base = 4 * ((step - 1) // 4)
+    assert found["steps"] == list(range(base + 1, step + 1))
+    logged = {each["step"]: each for each in events(trained, "train")}
+    for each in found["numbers"]:
+        name = "loss" if each["name"] == "loss" else "grad_norm"
+        assert each["recorded"] == each["replayed"] == logged[each["step"]][name]
+    if step == 8:
+        assert found["weights"]["n_tensors"] > 20
+        assert found["weights"]["different"] == []
+    assert len(found["rows"]) == 3
+    assert found["rows"][0]["loss"] >= found["rows"][1]["loss"]
+
+
+def changed_loss(folder, step, by):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for each in records:
+        if each["event"] == "train" and each["step"] == step:
+            each["loss"] += by
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+
+
+def test_what_must_be_equal_to_the_bit_and_is_not_is_the_hardware(capsys, trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    changed_loss(folder, 6, 1e-7)
+    found, error = refused(capsys, folder, 7)
+    assert found["verdict"] == "hardware"
+    assert "hardware: from step 6 on: " in error
+    assert "a second replay gave what the first did" in error
+
+
+def test_other_versions_are_the_code_and_rounding_is_no_difference(capsys, trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["versions"]["torch"] = "1.0"
+    (folder / "environment.json").write_text(json.dumps(environment))
+    changed_loss(folder, 6, 1e-7)
+    found = replayed(capsys, folder, 7)
+    assert (found["equal"], found["verdict"]) == ("rounding", "batch")
+    changed_loss(folder, 6, 1e-2)
+    found, error = refused(capsys, folder, 7)
+    assert found["verdict"] == "code"
+    assert f"torch: 1.0 → {torch.__version__}" in error
+
+
+def test_a_step_without_a_record_is_compared_with_the_next_that_has_one(capsys, tmp_path):
+    fit(tmp_path / "run", sections={**PLAIN, "log": {"interval": 5}})
+    found = replayed(capsys, tmp_path / "run", 7)
+    assert found["steps"] == [5, 6, 7, 8]
+    assert found["weights"]["step"] == 8
+
+
+def test_a_skip_that_is_not_reproduced_is_the_hardware(capsys, tmp_path):
+    guard = {"rollback_interval": 4, "skips": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, bad_losses={9, 10}, bad_gradients=set())  # steps 10 and 11, then a rollback
+        fit(tmp_path / "run", sections={**PLAIN, "guard": guard, "train": {"steps": 14}})
+    assert [(e["step"], e["to_step"]) for e in events(tmp_path / "run", "rollback")] == [(11, 8)]
+    found, error = refused(capsys, tmp_path / "run", 10)
+    assert found["verdict"] == "hardware"
+    assert found["undone_by"] == 11
+    assert found["skipped"].startswith("loss is nan")
+    assert "from step 10 on" in error
+    # What follows the rollback begins with the weights of step 8.
+    after = replayed(capsys, tmp_path / "run", 12)
+    assert (after["from_step"], after["steps"], after["equal"]) == (8, [12], "bits")
+
+
+def test_damage_and_missing_steps_are_told(capsys, trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    with pytest.raises(ConfigError, match=r"--step 13 is no step of this run"):
+        replay([str(folder), "--step", "13"])
+    for step in (4, 8):
+        file = next((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+        if step == 8:
+            break
+        with pytest.raises(CorruptError, match=r"step-00000004"):
+            replay([str(folder), "--step", "7"])
+    with pytest.raises(CorruptError, match=r"step-0000000"):
+        replay([str(folder), "--step", "9"])
+
+
+def test_changed_data_is_refused(trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["data"]["hash"] = "0" * 64
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(CorruptError, match="are not those of the run"):
+        replay([str(folder), "--step", "7"])
+
+
+def test_the_way_to_a_step_passes_over_what_rollbacks_have_undone(trained):
+    record = replace(
+        read_record(trained),
+        numbers={step: StepNumbers(2.0, 1.0) for step in range(1, 31)},
+        rollbacks={14: 10, 21: 8},
+        checkpoints=(4, 12, 24),
+    )
+    assert record.route(9) == Route(4, (5, 6, 7, 8, 9))
+    assert record.route(13) == Route(12, (13,))  # itself undone
+    assert record.route(16) == Route(4, (5, 6, 7, 8, 9, 10, 15, 16))
+    assert record.route(23) == Route(4, (5, 6, 7, 8, 22, 23))
+    assert [record.undone_by(step) for step in (10, 11, 14, 15)] == [21, 14, 14, 21]
+    without = record.without(4, CorruptError("it is damaged"))
+    with pytest.raises(CorruptError, match="it is damaged"):
+        without.route(9)
+    begun = replace(record, begins_with="the weights of elsewhere", checkpoints=(12, 24))
+    with pytest.raises(ConfigError, match="no checkpoint before it is left"):
+        RunRecord.route(begun, 9)
