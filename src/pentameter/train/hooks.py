@@ -1,4 +1,4 @@
-"""Hooks: objects with any of eleven methods, which the trainer calls in the order they were given.
+"""Hooks: objects with any of twelve methods, which the trainer calls in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -29,6 +29,7 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.compute import Compute
 from pentameter.train.console import Console
+from pentameter.train.copying import CheckpointCopies
 from pentameter.train.event_log import EventLog
 from pentameter.train.log_files import EndKind
 from pentameter.train.run_folder import RunFolder
@@ -45,6 +46,7 @@ HOOK_METHODS = (
     "on_eval",
     "on_sample",
     "on_checkpoint",
+    "on_copy",
     "on_end",
     "on_error",
 )
@@ -74,6 +76,8 @@ class TrainingRun:
     console: Console
     """The console and the log; `say` prints a line on rank 0, and logs it on every rank."""
     events: EventLog
+    copies: CheckpointCopies
+    """The copies of this run's checkpoints in `checkpoint.copy_to`."""
     stop_reason: str | None = field(default=None, init=False)
     """The reason given by a hook on this rank that asked the run to end; None if none did."""
 
