@@ -54,8 +54,7 @@ from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.fused_step import architecture_obstacle
 from pentameter.planning.layout import Layout, make_layout
 from pentameter.planning.plan import make_plan
-from pentameter.train.saving import RunCheckpoints
-from pentameter.train.state import TrainState
+from pentameter.train.saving import failure_ends_run
 
 # Sizes that no other test uses: the fused kernels keep what was compiled for each shape.
 BASE = Config.model_validate(
@@ -312,11 +311,6 @@ def evaluated(config: Config) -> None:
     evaluation.evaluate(SimpleNamespace(plan=plan), split(), name="val", step=0, batch_size=2)
 
 
-def failed_to_save(config: Config) -> None:
-    """What a save that fails asks."""
-    RunCheckpoints(SimpleNamespace(config=config, state=TrainState()), dict)._failure_ends_run  # noqa: B018
-
-
 def optimizer_of(config: Config) -> None:
     plan = make_plan(BASE)
     build_optimizer(built(BASE).named_parameters(), plan.table, config.optimizer)
@@ -374,7 +368,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "checkpoint.asynchronous": {
         "save": lambda c: choose_asynchronous(c.checkpoint.asynchronous, 1, 2),
     },
-    "checkpoint.on_error": {"save": failed_to_save},
+    "checkpoint.on_error": {"save": failure_ends_run},
 }
 """Key → the places that branch on it, each a function that meets a configuration there."""
 

@@ -12,6 +12,7 @@ from pentameter.config.urls import last_part, shown_path, shown_url, url_problem
 from pentameter.data.corpora import remote
 from pentameter.data.corpora.remote import local_copy, remote_files
 from pentameter.data.open_dataset import open_dataset
+from pentameter.disk import file_systems
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, StorageError
 
@@ -31,8 +32,8 @@ def one_server():
 def server(one_server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(remote, "CONNECT_SECONDS", 1.0)
-    monkeypatch.setattr(remote, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(file_systems, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(file_systems, "SILENCE_SECONDS", 0.3)
     one_server.files = {"/a.txt": BODY}
     one_server.failures.clear()
     one_server.head_failures.clear()

@@ -267,7 +267,11 @@ def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
     state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
     store = SimpleNamespace(prune=lambda *kept: pruned.append(kept[:2]))
     run = SimpleNamespace(
-        config=config(), state=state, world=World(), folder=SimpleNamespace(store=store)
+        config=config(),
+        state=state,
+        world=World(),
+        folder=SimpleNamespace(store=store),
+        copies=SimpleNamespace(steps_in_use={25}),
     )
-    RunCheckpoints(run, dict).prune()
-    assert pruned == [(2, [20, 10, 29])]
+    RunCheckpoints(run, dict).old.prune()
+    assert pruned == [(2, [20, 10, 25, 29])]

@@ -105,7 +105,12 @@ def read_manifest(folder: Path) -> Manifest:
     are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
     version."""
     path = folder / MANIFEST_NAME
-    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    return decode_manifest(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+
+
+def decode_manifest(data: bytes, path: Path) -> Manifest:
+    """Parse and verify `data`, the content of a manifest; `path` names it in errors. Raises
+    CorruptError if it is damaged, malformed or written by a newer version."""
     content = decode_json(data, path)
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -125,15 +130,25 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(content: Mapping[str, Any]) -> Manifest:
+def parse_records(entries: Mapping[str, Any]) -> tuple[FileRecord, ...]:
+    """Return the records in a manifest's JSON: file name → `n_bytes` and `sha256`. Raises
+    ValueError for a name that could lead out of the folder, and an impossible size or hash;
+    LookupError or TypeError for another form."""
     files = []
-    for name, entry in content["files"].items():
+    for name, entry in entries.items():
         n_bytes, sha256 = entry["n_bytes"], entry["sha256"]
-        if not is_plain_name(name) or name == MANIFEST_NAME:
+        if not is_plain_name(name):
             raise ValueError(f"file name {name!r} could lead out of the folder")
         if type(n_bytes) is not int or n_bytes < 0 or not _SHA256.fullmatch(sha256):
             raise ValueError(f"size or sha256 of {name!r} is impossible")
         files.append(FileRecord(name, n_bytes, sha256))
+    return tuple(files)
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    files = parse_records(content["files"])
+    if MANIFEST_NAME in content["files"]:
+        raise ValueError(f"{MANIFEST_NAME!r} cannot hold its own sha256")
     groups = {str(group): tuple(names) for group, names in content["groups"].items()}
     for group, names in groups.items():
         for name in names:
@@ -148,5 +163,5 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         config_hash=str(content["config_hash"]),
         layout={str(axis): int(degree) for axis, degree in content["layout"].items()},
         groups=groups,
-        files=tuple(files),
+        files=files,
     )

@@ -137,6 +137,28 @@ class _StepFolders:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 self.discard(aside)
 
+    def receive(self, step: int, fill: Callable[[Path], object]) -> None:
+        """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
+        it. Raises CorruptError if that is no checkpoint of this run at `step`."""
+        temporary = self._folder / temporary_name(step_folder_name(step))
+        try:
+            with storage_errors(temporary, "create the folder"):
+                os.mkdir(temporary)
+            fill(temporary)
+            manifest = read_manifest(temporary)
+            if (manifest.run_id, manifest.step) != (self._run_id, step):
+                raise CorruptError(
+                    f"step {manifest.step} of run {manifest.run_id} came for step {step} of run "
+                    f"{self._run_id}"
+                )
+            check_files(temporary, manifest.files)
+            sync(temporary)
+            self.publish(temporary, manifest)
+        except BaseException:
+            with suppress(StorageError):
+                remove_tree(temporary)
+            raise
+
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
         """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
         appears half removed, then call `remove` on that."""
@@ -264,6 +286,13 @@ class CheckpointStore:
             raise
         seconds = time.perf_counter() - save.started_at
         return Saved(self.folder / step_folder_name(save.step), save.step, n_bytes, seconds)
+
+    def receive(self, step: int, fill: Callable[[Path], object]) -> None:
+        """Add this run's checkpoint at `step` from elsewhere: `fill` writes its files and its
+        manifest into the empty folder that it is called with. It appears once all of them verify,
+        and is durable then. Raises CorruptError if they do not, or are of another run or step."""
+        make_folder(self.folder)
+        self._folders.receive(step, fill)
 
     def _refuse_foreign(self, step: int) -> None:
         """Raise ConfigError if a checkpoint from another run has this step's name."""

@@ -36,6 +36,7 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
+from pentameter.config.urls import is_remote, url_problem
 
 
 class OptimizerConfig(Section):
@@ -322,9 +323,31 @@ class CheckpointConfig(Section):
     asynchronous: Literal["auto"] | Switch = "auto"
     """Overlap writing checkpoints with training, which waits for a snapshot of weights and
     optimizer in the host's memory and no longer; `auto` if that memory has room for it."""
+    copy_to: str | None = None
+    """URL of a folder (`s3://bucket/runs/NAME`, `gs://…`, `file:///…`: what fsspec opens) for
+    copies of checkpoints and of the run's own files, made while training goes on. A run whose
+    folder holds none of its checkpoints, or older ones, goes on from the newest copy there. One run
+    to a folder."""
+    copy_wait_seconds: NonNegativeFloat = 60.0
+    """Longest wait for copies when a signal ends the run; a complete run waits until they are
+    made."""
     on_error: Literal["stop", "warn"] = "stop"
-    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on until the last. A log
-    that cannot be written is a warning in either case."""
+    """A save or copy that fails (disk full, no network): `stop` ends with exit 74, a failed copy
+    once the next checkpoint is saved; `warn` goes on until the last. A log that cannot be written
+    is a warning in either case."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.copy_to is None:
+            return self
+        if not is_remote(self.copy_to):
+            raise ValueError(
+                f"checkpoint.copy_to={self.copy_to!r} is no URL; write s3://bucket/folder, or "
+                "file:///folder for a mounted disk"
+            )
+        if (problem := url_problem(self.copy_to, "leave checkpoint.copy_to out")) is not None:
+            raise ValueError(problem)
+        return self
 
 
 class GuardConfig(Section):

@@ -20,6 +20,11 @@ def is_remote(path: str | Path) -> bool:
     return isinstance(path, str) and _REMOTE.match(path) is not None
 
 
+def was_url(path: Path) -> bool:
+    """Return True for a path made from a URL, in which `//` has become `/`: `s3:/bucket/prefix`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
 def shown_url(url: str) -> str:
     """Return a URL without user, password, query and fragment, printable, for messages."""
     try:
@@ -42,9 +47,10 @@ def last_part(path: str) -> str:
     return PurePosixPath(unquote(parts.path)).name or parts.netloc.rpartition("@")[2]
 
 
-def url_problem(path: str | None) -> str | None:
+def url_problem(path: str | None, instead: str = "download the file and name that") -> str | None:
     """Return the reason that a URL may not stand in a configuration: it has a user, a password, or
-    a query key that looks like a secret. The secret is not repeated. Return None for all others."""
+    a query key that looks like a secret. The secret is not repeated; the remedy ends with what to
+    do `instead` of logging in. Return None for all others."""
     if path is None or not is_remote(path):
         return None
     try:
@@ -62,5 +68,5 @@ def url_problem(path: str | None) -> str | None:
     return (
         f"{shown_url(path)} is given with {secret}, and a configuration is written into run "
         "folders, checkpoints and reports; log in as its kind of storage wants it (~/.netrc, "
-        "AWS_PROFILE, HF_TOKEN, …), or download the file and name that"
+        f"AWS_PROFILE, HF_TOKEN, …), or {instead}"
     )

@@ -7,6 +7,7 @@ nothing is sent and torch.distributed is never imported.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 T = TypeVar("T")
+
+PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class World:
     def barrier(self) -> None:
         """Return once every rank has reached this call. Collective."""
         self.all_reduce_max(0)
+
+    def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
+        """Return once `is_busy`, asked every PAUSE_SECONDS on rank 0, returns False. For what takes
+        one rank longer than others may wait in a collective; `doing` and `step` are noted as this
+        rank's progress meanwhile. Collective."""
+        while self.all_reduce_max(self.is_main and is_busy()):
+            self.progress.note(doing, step, nothing_to_lose=True)
+            time.sleep(PAUSE_SECONDS)
 
     def agreed(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, and return this rank's result. If it raises on any rank, every

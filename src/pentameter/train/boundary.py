@@ -16,7 +16,7 @@ from pentameter.generation.loop import sample_text
 from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
 from pentameter.train.hooks import Hooks, RunEnd, SampledText, TrainingRun
 from pentameter.train.log_files import EndKind
-from pentameter.train.saving import RunCheckpoints
+from pentameter.train.saving import RunCheckpoints, failure_ends_run
 from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 
@@ -36,6 +36,8 @@ class Boundary:
     _new_best: bool = field(default=False, init=False)
     """True if the evaluation at this boundary found a new best model."""
     _has_lost_a_sample: bool = field(default=False, init=False)
+    _last_saved: int = field(default=0, init=False)
+    """The step of the newest checkpoint at the boundary before."""
 
     def evaluate_if_due(self) -> None:
         """Every `train.eval_interval` steps and after the last one, evaluate every split, update
@@ -144,6 +146,27 @@ class Boundary:
             new_best=new_best,
         )
         self.checkpoints.say_warnings()
+        self.tell_of_copies()
+        if end is None and self.checkpoints.last_step > self._last_saved:
+            self._refuse_failed_copy()
+        self._last_saved = self.checkpoints.last_step
+
+    def tell_of_copies(self) -> None:
+        """Call `on_copy` hooks for the copies that were made, or have failed, since the last
+        call."""
+        for metrics in self.run.copies.take_done():
+            self.hooks.call("on_copy", self.run, metrics)
+
+    def _refuse_failed_copy(self) -> None:
+        """Raise StorageError on every rank if the latest copy has failed and `checkpoint.on_error`
+        says that this ends the run. A checkpoint was just committed; a pending one is, too."""
+        run = self.run
+        if run.config.checkpoint.copy_to is None or not failure_ends_run(run.config):
+            return
+        failure = run.world.broadcast(run.copies.failure)
+        if failure is not None:
+            self.checkpoints.commit_pending()
+            raise StorageError(f"{failure}; {self.checkpoints}")
 
     def test(self) -> None:
         """Evaluate the test split with the best checkpoint's weights (the last ones without a

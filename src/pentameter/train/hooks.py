@@ -29,6 +29,7 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.compute import Compute
 from pentameter.train.console import Console
+from pentameter.train.copying import CheckpointCopies
 from pentameter.train.event_log import EventLog
 from pentameter.train.log_files import EndKind
 from pentameter.train.run_folder import RunFolder
@@ -46,6 +47,7 @@ HOOK_METHODS = (
     "on_eval",
     "on_sample",
     "on_checkpoint",
+    "on_copy",
     "on_end",
     "on_error",
 )
@@ -75,6 +77,8 @@ class TrainingRun:
     console: Console
     """The console and the log; `say` prints a line on rank 0, and logs it on every rank."""
     events: EventLog
+    copies: CheckpointCopies
+    """The copies of this run's checkpoints in `checkpoint.copy_to`."""
     stop_reason: str | None = field(default=None, init=False)
     """The reason given by a hook on this rank that asked the run to end; None if none did."""
 

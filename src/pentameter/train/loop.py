@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError, InterruptedRunError
+from pentameter.config.urls import shown_url, was_url
+from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import perplexity
 from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
@@ -110,6 +111,13 @@ class Trainer:
             )
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        if was_url(self.run_dir):
+            raise ConfigError(
+                f"run_dir={shown_url(str(self.run_dir).replace(':/', '://', 1))} is a URL, and a "
+                "run folder has a lock and logs that grow, which an object store has not; keep it "
+                "on a disk and set checkpoint.copy_to to the URL: on a new machine the run goes on "
+                "from there"
+            )
         if "\0" in str(self.run_dir):
             raise ConfigError(f"run_dir={str(self.run_dir)!r} holds a NUL, which no path can")
         self.world = world or lone_world()
@@ -153,15 +161,22 @@ class Trainer:
                 lost = loss_behind(error, run.world)
                 checkpoints.close()
                 hooks.tell_error(run, lost or error)
+                run.copies.finish_after_error()
                 if lost is None:
                     raise
                 raise lost from error
+            not_copied = loop.finish_copies()
             if end.kind != EndKind.SIGNAL:
+                if not_copied is not None:
+                    raise StorageError(f"{not_copied}; it is complete, and in {run.folder.path}")
                 return end
             what = f"stopped by {end.reason} after step {end.step}"
+            also = "" if not_copied is None else f"; {not_copied}"
             if checkpoints.last_step == end.step:
-                raise InterruptedRunError(f"{what}, which is saved; the same command continues")
-            raise InterruptedRunError(f"{what}, whose update was skipped; {checkpoints}")
+                raise InterruptedRunError(
+                    f"{what}, which is saved; the same command continues{also}"
+                )
+            raise InterruptedRunError(f"{what}, whose update was skipped; {checkpoints}{also}")
 
     def _rate(self) -> Callable[[int], float]:
         """Return a function from the step, 0-based, to its learning rate: the user's, else the
@@ -258,6 +273,15 @@ class _Loop:
             maxima = self._signals.maxima
             self._hooks.call("on_ranks", run, self._pace.metrics(run.state.step, maxima, own))
         return end
+
+    def finish_copies(self) -> str | None:
+        """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
+        signals = self._signals
+        not_copied = self._run.copies.finish(
+            self._run.world, lambda: bool(signals.agreed or signals.received)
+        )
+        self._boundary.tell_of_copies()
+        return not_copied
 
     def _train_step(self) -> None:
         run, state, throughput = self._run, self._run.state, self._throughput

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from pentameter.data.corpora.grammar import grammar_entropy_rate
 from pentameter.evaluate.split import EvalMetrics
+from pentameter.train.copying import CopyMetrics
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -89,6 +90,10 @@ class Recorder:
                 metrics.step, metrics.path, metrics.bytes, metrics.seconds, metrics.stall_seconds
             ),
         )
+
+    def on_copy(self, run: TrainingRun, metrics: CopyMetrics) -> None:
+        """Write the event `copy`, with all fields in `metrics`."""
+        run.events.write("copy", **asdict(metrics))
 
     def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
         """Send the text to the trackers alone: the run folder has a separate file for each

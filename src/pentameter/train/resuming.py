@@ -238,9 +238,10 @@ def _refusal(
             "continued as they are: their rates do not depend on what follows.\n"
         )
     listed = "\n  ".join(differences)
+    other_copies = ", with another checkpoint.copy_to" if asked.checkpoint.copy_to else ""
     return (
         f"{path} holds a run of another configuration{where}, which differs in\n  {listed}\n"
-        f"{remedy}Use the same values to continue it, or {NEW_FOLDER}"
+        f"{remedy}Use the same values to continue it, or {NEW_FOLDER}{other_copies}"
     )
 
 

@@ -72,6 +72,13 @@ class RunFolder:
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
 
+    @property
+    def holds_checkpoint(self) -> bool:
+        """True if `checkpoint` is one of this folder, False for none and for one elsewhere from
+        which the run branches off."""
+        found = self.checkpoint
+        return found is not None and found.path.is_relative_to(self.path.resolve())
+
     def check_there(self) -> None:
         """Raise StorageError unless `path` still leads to this run's folder. After an unmount, an
         empty mount point has the same name, and files would be written there."""
@@ -347,7 +354,7 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
     of later steps. Without a checkpoint in this folder, empty the logs and remove those of other
     ranks."""
     checkpoint = folder.checkpoint
-    if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
+    if checkpoint is None or not folder.holds_checkpoint:
         last_step, record, event = -1, None, None
     else:
         last_step = checkpoint.step

@@ -10,6 +10,7 @@ from statistics import fmean
 from pentameter.evaluate.multiple_choice import ChoiceMetrics
 from pentameter.evaluate.split import EvalMetrics, perplexity
 from pentameter.formatting import duration, rough_duration, size, sparkline
+from pentameter.train.copying import CopyMetrics
 from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
 from pentameter.train.hooks import (
     CheckpointMetrics,
@@ -150,6 +151,15 @@ class RunLines:
         """Show name, size and time of the save on the live line only: it is routine."""
         run.console.status(
             [f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s"]
+        )
+
+    def on_copy(self, run: TrainingRun, metrics: CopyMetrics) -> None:
+        """Show step, size and time of a copy on the live line; print a warning if it failed."""
+        if metrics.error is not None:
+            run.console.say(f"warning: {metrics.error}. The next copy makes up for it")
+            return
+        run.console.status(
+            [f"copied step {metrics.step}, {size(metrics.bytes)}, {metrics.seconds:.1f} s"]
         )
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:

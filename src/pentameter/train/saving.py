@@ -51,6 +51,7 @@ from pentameter.checkpoint.state_dicts import (
 from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.disk.atomic import remove_tree
 from pentameter.errors import StorageError, TrainingFailedError
@@ -127,7 +128,7 @@ class RunCheckpoints:
         self._is_owed = False
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
-        self._old = OldCheckpoints(run)
+        self.old = OldCheckpoints(run)
 
     def __str__(self) -> str:
         """Return a clause that says from which step the same command would resume."""
@@ -150,7 +151,7 @@ class RunCheckpoints:
         if self._pending is not None and (is_due or ends or self._pending.all_have_written()):
             self._commit(may_fail=is_due and ends, beside=not ends)
         if is_due or ends:
-            self._old.await_removals()
+            self.old.await_removals()
         if not is_due:
             return
         step = self.run.state.step
@@ -160,7 +161,7 @@ class RunCheckpoints:
             if beside:
                 pending.save.start_writing(self._buffers)
         except StorageError as error:
-            if ends or self._failure_ends_run:
+            if ends or failure_ends_run(self.run.config):
                 raise
             self._say_not_saved(step, error)
             return
@@ -201,22 +202,18 @@ class RunCheckpoints:
         try:
             saved = pending.commit(self.run)
         except StorageError as error:
-            if must_not_fail or (self._failure_ends_run and not may_fail):
+            if must_not_fail or (failure_ends_run(self.run.config) and not may_fail):
                 raise
             self._say_not_saved(step, error)
             return
         again, self.last_step = self.last_step == step, step
-        self._old.rollback_steps = pending.rollback_steps
-        self.prune(beside=beside)
+        self.old.rollback_steps = pending.rollback_steps
+        self.run.copies.request(step, self.old.returned_to, at_end=must_not_fail)
+        self.old.prune(beside=beside)
         stall_seconds = pending.stall_seconds + time.perf_counter() - start
         self.on_saved(
             CheckpointMetrics(step, saved.path, saved.n_bytes, saved.seconds, stall_seconds, again)
         )
-
-    @property
-    def _failure_ends_run(self) -> bool:
-        on_error = self.run.config.checkpoint.on_error
-        return look_up(ENDS_RUN, on_error, "checkpoint.on_error", "the trainer")
 
     def _say_not_saved(self, step: int, error: object) -> None:
         self.run.console.say(f"warning: step {step} is not saved: {error}")
@@ -229,7 +226,7 @@ class RunCheckpoints:
         """Finish the pending save after an error has ended the run. A single process commits it. If
         there are more ranks, print that it is not saved, as all of them would have to take part.
         Not collective."""
-        self._old.await_removals()
+        self.old.await_removals()
         if self._pending is None:
             return
         if self.run.world.size == 1:
@@ -260,19 +257,18 @@ class RunCheckpoints:
             self._pending.is_proved = True
         if self.last_step not in (0, self._left_step, self.run.state.proved_step):
             self.run.state.proved_step = self.last_step
-            self.prune(beside=self._is_asynchronous)
+            self.old.prune(beside=self._is_asynchronous)
 
     def leave_for(self, step: int) -> Checkpoint | None:
         """Return this run's checkpoint at `step`, to roll back to; None if it is gone. A pending
         save is committed first. Collective."""
-        self._commit(may_fail=True)
+        self.commit_pending()
         self._left_step = self.last_step
         return self.run.world.on_main(lambda: self.run.folder.store.at(step))
 
-    def prune(self, *, beside: bool = False) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
-        good one and those to roll back to; with `beside`, in a thread while training goes on."""
-        self._old.prune(beside=beside)
+    def commit_pending(self) -> None:
+        """Commit the pending save, if there is one; print a warning if it failed. Collective."""
+        self._commit(may_fail=True)
 
     def say_warnings(self) -> None:
         """Print the store's warnings that were not printed yet."""
@@ -284,12 +280,13 @@ class RunCheckpoints:
         """Remove the checkpoints after the newest known good one, from which the run could not
         resume, and raise TrainingFailedError with `why`, a clause, and advice. If none is known
         good, all are kept."""
-        self._old.await_removals()
-        self._commit(may_fail=True)
+        self.old.await_removals()
+        self.commit_pending()
         proved, store = self.run.state.proved_step, self.run.folder.store
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
                 if self.run.world.on_main(lambda: store.discard_after(proved)):
+                    self.run.copies.discard_after(proved)
                     why += f"; step {self.last_step} is removed, nothing finite came of its weights"
                     self.last_step = proved
         raise TrainingFailedError(
@@ -303,7 +300,7 @@ class RunCheckpoints:
         run = self.run
         wrong = different_copies(run)
         if wrong is not None:
-            self._commit(may_fail=True)  # its replicas were equal
+            self.commit_pending()  # its replicas were equal
             raise TrainingFailedError(
                 f"step {run.state.step} {consequence}: {wrong}, and they should be equal copies. "
                 "Faulty memory does this, or a hook that changes the weights of one process; "
@@ -352,15 +349,31 @@ class OldCheckpoints:
         self._remover = ThreadPoolExecutor(1)
         self._removals: list[Future[None]] = []
 
-    def prune(self, *, beside: bool) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
-        good one and those to roll back to. With `beside`, a thread removes the files while training
-        goes on, which may take as long as writing them. A failure only warns."""
-        state, settings = self.run.state, self.run.config.checkpoint
+    def begin(self) -> None:
+        """As the run starts: remove the checkpoints that a kill between a save and its pruning
+        left, and have the one that it resumes from copied, if it is not."""
+        self.prune()
+        if self.run.folder.holds_checkpoint:
+            self.run.copies.request(self.run.state.step, self.returned_to)
+
+    @property
+    def returned_to(self) -> list[int]:
+        """The steps that a run resumed from the newest checkpoint may return to: its best, and
+        those to roll back to. Not all of them need be on disk."""
+        state = self.run.state
         # The best may be unsaved because the disk was full: then the best before it is kept.
-        best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
-        keep = [step for step in (*best, state.proved_step) if step is not None]
-        keep += [*self.rollback_steps, *state.guard.rollback_steps]
+        best = (state.best_step, state.saved_best_step)
+        kept = best if self.run.config.checkpoint.keep_best else ()
+        return [*(step for step in kept if step is not None), *self.rollback_steps]
+
+    def prune(self, *, beside: bool = False) -> None:
+        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
+        good one, those to roll back to and those being copied. With `beside`, a thread removes the
+        files while training goes on, which may take as long as writing them. A failure only
+        warns."""
+        state, settings = self.run.state, self.run.config.checkpoint
+        keep = [*self.returned_to, *state.guard.rollback_steps, *self.run.copies.steps_in_use]
+        keep += [] if state.proved_step is None else [state.proved_step]
         store = self.run.folder.store
 
         def remove(folder: Path) -> None:
@@ -385,6 +398,12 @@ class OldCheckpoints:
 
     def _say_not_removed(self, error: StorageError) -> None:
         self.run.console.say(f"warning: an old checkpoint could not be removed: {error}")
+
+
+def failure_ends_run(config: Config) -> bool:
+    """Return True if `checkpoint.on_error` says that a failed save or copy ends the run."""
+    on_error = config.checkpoint.on_error
+    return look_up(ENDS_RUN, on_error, "checkpoint.on_error", "the trainer")
 
 
 def advice(run: TrainingRun) -> str:

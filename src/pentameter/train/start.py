@@ -27,10 +27,12 @@ from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World
 from pentameter.train.compute import Compute, check_device_memory, choose_compute
 from pentameter.train.console import Console
+from pentameter.train.copying import open_copies
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.event_log import EventLog
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.introduction import introduction
+from pentameter.train.restoring import restore_newer_copy
 from pentameter.train.resuming import RunRequest, plan_run
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.saving import RunCheckpoints, load_tensors
@@ -51,6 +53,7 @@ def start_run(
     configuration, data set, machine or folder.
     """
     world = request.world
+    remote = restore_newer_copy(request, console)
     config, warnings = with_tokenizer_beside(request.config, request.init_from)
     request = replace(request, config=config)
     dataset = open_dataset(
@@ -98,10 +101,11 @@ def start_run(
         world=world,
         console=console,
         events=EventLog(plan.config, folder, state.step, world, console),
+        copies=open_copies(plan.config.checkpoint, folder, remote, world),
     )
     stack.callback(run.events.close)
     checkpoints = RunCheckpoints(run, lambda: {**run.events.sync(), "log_bytes": console.sync()})
-    checkpoints.prune()  # those that a kill between a save and its pruning left
+    checkpoints.old.begin()
     _introduce(run)
     checkpoints.say_warnings()
     return run, checkpoints

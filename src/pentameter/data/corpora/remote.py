@@ -15,13 +15,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, BinaryIO
 
 from pentameter.config.naming import name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem
@@ -34,26 +34,30 @@ from pentameter.data.corpora.files import (
 )
 from pentameter.disk.atomic import FolderExistsError, check_free_space, storage_errors, sync
 from pentameter.disk.cache import cache_folder
+from pentameter.disk.file_systems import (
+    LOG_IN,
+    has_folders,
+    is_passing,
+    open_file_system,
+    reason,
+    retried,
+    status_of,
+)
 from pentameter.disk.lock import building
-from pentameter.errors import ConfigError, PentameterError, StorageError, printable
+from pentameter.errors import ConfigError, PentameterError, StorageError
 
 ATTEMPTS = 5
 """Requests in a row, each bringing less than `PROGRESS_BYTES`, after which a file counts as
 unreadable."""
 FIRST_WAIT_SECONDS = 1.0
 """Seconds before the second attempt; doubled before each further one."""
-CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
-"""Maximum seconds to wait for an HTTP server to accept a connection, and to send the next bytes."""
 PROGRESS_BYTES = BLOCK_BYTES = 1 << 20
 
-_HTTP = ("http", "https")
 _VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "md5", "content_md5", "Content-MD5", "Digest", "checksum",
     "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
 )  # fmt: skip
 """Keys under which `fsspec`'s file systems report a file's version, better ones first."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
         root = url
         if "*" in path:
             found = fs.glob(path, detail=True)
-        elif fs_has_folders(url) and fs.isdir(path):
+        elif has_folders(url) and fs.isdir(path):
             found = fs.find(path, detail=True)
         else:
             root, found = "", {path: fs.info(path)}
@@ -128,15 +132,11 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
         ]
         return listed, root
 
-    files, root = _retried(url, find)
+    pauses = [FIRST_WAIT_SECONDS * 2**n for n in range(ATTEMPTS - 1)]
+    files, root = retried(find, pauses, partial(_failure, url))
     if not files:
         raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
     return files, root
-
-
-def fs_has_folders(url: str) -> bool:
-    """Return False for an HTTP URL, for which a folder is a page like any other; else True."""
-    return urlsplit(url).scheme.lower() not in _HTTP
 
 
 def local_copy(file: RemoteFile) -> Path:
@@ -184,7 +184,7 @@ def _download(file: RemoteFile, partial: Path) -> None:
         except Exception as error:  # each kind of file system has errors of its own
             after = partial.stat().st_size if partial.exists() else 0
             n_failures = 1 if after - before >= PROGRESS_BYTES else n_failures + 1
-            if n_failures >= ATTEMPTS or not _is_passing(error):
+            if n_failures >= ATTEMPTS or not is_passing(error):
                 raise _failure(
                     file.url, error, n_failures, f"; {after:,} bytes are kept"
                 ) from error
@@ -229,7 +229,7 @@ def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
     """Context manager that yields the file's bytes as a stream, and the offset at which the stream
     begins (0 if the server ignores the range)."""
     fs, path = _file_system(file.url)
-    if fs_has_folders(file.url):
+    if has_folders(file.url):
         with fs.open(path, "rb", block_size=8 * BLOCK_BYTES, cache_type="readahead") as stream:
             stream.seek(offset)
             yield stream, offset
@@ -280,101 +280,24 @@ def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFi
 def _file_system(url: str) -> tuple[Any, str]:
     """Return the `fsspec` file system for a URL, and the path within it. Raises ConfigError for a
     missing package or an unknown scheme."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise _missing("fsspec", url) from error
-    options: dict[str, Any] = {}
-    if not fs_has_folders(url):
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise _missing("aiohttp", url) from error
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
-        )
-        options["client_kwargs"] = {"timeout": timeout, "trust_env": True}  # proxies, ~/.netrc
-    try:
-        fs, path = fsspec.url_to_fs(url, **options)
-    except ImportError as error:
-        raise _missing(str(error).partition("\n")[0], url) from error
-    except ValueError as error:
-        raise ConfigError(f"{shown_url(url)}: {_reason(url, error)}") from error
-    return fs, path
-
-
-def _missing(what: str, url: str) -> ConfigError:
-    return ConfigError(
-        f"reading {shown_url(url)} needs a package that is not installed ({what}); "
-        "`pip install 'pentameter[remote]'`, or download the file and name it"
-    )
-
-
-def _retried(url: str, ask: Callable[[], Result]) -> Result:
-    """Return the result of `ask`, called up to ATTEMPTS times while it fails with an error that may
-    pass (such as HTTP 503); then raise ConfigError if `url` does not exist, else StorageError."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return ask()
-        except PentameterError:
-            raise
-        except Exception as error:
-            if attempt == ATTEMPTS or not _is_passing(error):
-                raise _failure(url, error, attempt) from error
-        time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-    raise AssertionError("unreachable")
-
-
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error or its causes; None without one."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(status := getattr(at, "status", None), int):
-            return status
-        at = at.__cause__
-    return None
-
-
-def _is_passing(error: BaseException) -> bool:
-    """Return True if the same request may succeed later: HTTP status 5xx, 408, 425 or 429, or an
-    error without a status that is not a missing file or permission."""
-    status = _status(error)
-    if status is not None:
-        return status >= 500 or status in (408, 425, 429)
-    if isinstance(error, FileNotFoundError):
-        return error.__cause__ is not None  # HTTP's, for whatever went wrong
-    return not isinstance(error, PermissionError | NotImplementedError)
+    return open_file_system(url, "reading", "download the file and name it")
 
 
 def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
     """Build the error for a file that could not be read: ConfigError if the server says that it
     does not exist, else StorageError. It has the URL, the reason, the remedy, and `kept`, a note on
     the bytes kept."""
-    status, where = _status(error), shown_url(url)
+    status, where = status_of(error), shown_url(url)
     is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
     if status in (404, 410) or is_missing:
         return ConfigError(f"{where} does not exist (the server says so); check the URL")
     if status in (401, 403) or isinstance(error, PermissionError):
         return StorageError(
-            f"{where} may not be read ({_reason(url, error)}); log in as its kind of storage wants "
-            "it (~/.netrc, AWS_PROFILE, HF_TOKEN, …), or download it and name the file"
+            f"{where} may not be read ({reason(url, error)}); {LOG_IN}, or download it and name "
+            "the file"
         )
     times = f" after {n_attempts} attempts" if n_attempts > 1 else ""
     return StorageError(
-        f"{where} could not be read{times} ({_reason(url, error)}{kept}); check the network and "
+        f"{where} could not be read{times} ({reason(url, error)}{kept}); check the network and "
         "start again, or download it and name the file"
     )
-
-
-def _reason(url: str, error: BaseException) -> str:
-    """Describe an error in a few words, without the URL's secrets."""
-    at = error
-    while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
-        at = at.__cause__
-    if (status := _status(at)) is not None:
-        return f"HTTP status {status}"
-    if isinstance(at, TimeoutError) or "Timeout" in type(at).__name__:
-        return "no answer in time"
-    text = str(at).partition("\n")[0].replace(url, shown_url(url))
-    text = re.sub(r"(?<=\S)\?[^\s'\")]+", "", re.sub(r"//[^/\s@]+@", "//", text))
-    return printable(f"{type(at).__name__.strip('_')}: {text}" if text else type(at).__name__)[:300]

@@ -1,0 +1,117 @@
+"""File systems that `fsspec` opens by URL (`https://`, `s3://`, `hf://`, …): opening one, repeating
+a request whose failure may pass, and errors in words without the secrets that a URL may hold."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pentameter.config.urls import shown_url
+from pentameter.errors import ConfigError, PentameterError, printable
+
+CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
+"""Maximum seconds to wait for an HTTP server to accept a connection, and to send the next bytes."""
+
+LOG_IN = "log in as its kind of storage wants it (~/.netrc, AWS_PROFILE, HF_TOKEN, …)"
+
+_HTTP = ("http", "https")
+
+Result = TypeVar("Result")
+
+
+def has_folders(url: str) -> bool:
+    """Return False for an HTTP URL, for which a folder is a page like any other; else True."""
+    return urlsplit(url).scheme.lower() not in _HTTP
+
+
+def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tuple[Any, str]:
+    """Return the `fsspec` file system for a URL, made with `options`, and the path within it.
+
+    Raises ConfigError for a missing package or an unknown scheme; its message begins with `doing`
+    (`reading`) and ends with what to do `instead` of installing the package.
+    """
+
+    def missing(what: str) -> ConfigError:
+        return ConfigError(
+            f"{doing} {shown_url(url)} needs a package that is not installed ({what}); "
+            f"`pip install 'pentameter[remote]'`, or {instead}"
+        )
+
+    try:
+        import fsspec
+    except ImportError as error:
+        raise missing("fsspec") from error
+    if not has_folders(url):
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise missing("aiohttp") from error
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
+        )
+        options["client_kwargs"] = {"timeout": timeout, "trust_env": True}  # proxies, ~/.netrc
+    try:
+        fs, path = fsspec.url_to_fs(url, **options)
+    except ImportError as error:
+        raise missing(str(error).partition("\n")[0]) from error
+    except ValueError as error:
+        raise ConfigError(f"{shown_url(url)}: {reason(url, error)}") from error
+    return fs, path
+
+
+def retried(
+    ask: Callable[[], Result],
+    pauses: Iterable[float],
+    failed: Callable[[Exception, int], PentameterError],
+) -> Result:
+    """Return the result of `ask`, called again after each of `pauses` (seconds) while it fails with
+    an error that may pass. Then raise `failed(error, number of calls)`; an error of ours is raised
+    as it is."""
+    for n_calls, pause in enumerate((*pauses, None), start=1):
+        try:
+            return ask()
+        except PentameterError:
+            raise
+        except Exception as error:  # each kind of file system has errors of its own
+            if pause is None or not is_passing(error):
+                raise failed(error, n_calls) from error
+        time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status in an error or its causes; None without one."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(status := getattr(at, "status", None), int):
+            return status
+        at = at.__cause__
+    return None
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return True if the same request may succeed later: HTTP status 5xx, 408, 425 or 429, or an
+    error without a status that is not a missing file or permission."""
+    status = status_of(error)
+    if status is not None:
+        return status >= 500 or status in (408, 425, 429)
+    if isinstance(error, FileNotFoundError):
+        return error.__cause__ is not None  # HTTP's, for whatever went wrong
+    return not isinstance(error, PermissionError | NotImplementedError)
+
+
+def reason(url: str, error: BaseException) -> str:
+    """Describe an error in a few words, without the URL's secrets."""
+    at = error
+    while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
+        at = at.__cause__
+    if (status := status_of(at)) is not None:
+        return f"HTTP status {status}"
+    if isinstance(at, TimeoutError) or "Timeout" in type(at).__name__:
+        return "no answer in time"
+    text = str(at).partition("\n")[0].replace(url, shown_url(url))
+    text = re.sub(r"(?<=\S)\?[^\s'\")]+", "", re.sub(r"//[^/\s@]+@", "//", text))
+    return printable(f"{type(at).__name__.strip('_')}: {text}" if text else type(at).__name__)[:300]

@@ -1,0 +1,164 @@
+"""Objects in a store that fails: written whole, read back, told in words."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pentameter.disk import remote_folder
+from pentameter.disk.atomic import FileRecord
+from pentameter.disk.remote_folder import RemoteFolder
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
+
+import object_store
+from object_store import forget_client, running_store, use_client
+
+BODY = random.Random(7).randbytes(3000)
+FAULTS = ["500", "503", "drop", "silent", "truncate", "flip", "500 after", "503 after"]
+
+
+@pytest.fixture(scope="module")
+def one_store():
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(one_store, monkeypatch):
+    monkeypatch.setattr(remote_folder, "START_PAUSES", (0.0,) * 4)
+    one_store.objects.clear()
+    one_store.requests.clear()
+    monkeypatch.setattr(object_store, "SILENCE_SECONDS", 0.3)
+    one_store.fault = lambda request: None
+    use_client("plain", one_store.options())
+    yield one_store
+    forget_client()
+
+
+def failing(store, fault, what, times=1):
+    """Have the first so many requests of a kind fail."""
+    left = [fault] * times
+    store.fault = lambda request: left.pop() if left and request.what == what else None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("what", ["PUT", "GET"])
+def test_an_object_is_written_whole_whatever_fails_once(store, fault, what):
+    folder = RemoteFolder("s3://bucket/run")
+    failing(store, fault, what)
+    record = folder.put("a/b.bin", BODY)
+    assert store.objects == {"run/a/b.bin": BODY}
+    assert (record.name, record.n_bytes) == ("b.bin", 3000)
+    assert b"".join(folder.blocks("a/b.bin", 3000)) == BODY
+
+
+@pytest.mark.parametrize("fault", [*sorted({*FAULTS} - {"silent"}), "403"])
+def test_what_keeps_failing_is_told_in_words(store, fault):
+    folder = RemoteFolder("s3://bucket/run")
+    failing(store, fault, "PUT", 99)
+    with pytest.raises(StorageError, match=r"cannot write s3://bucket/run/b( after 5 attempts)?: "):
+        folder.put("b", BODY)
+    assert len(store.requests) <= 5 * 5  # of each attempt a write, and four of reading it back
+
+
+def test_a_body_that_stays_wrong_is_damage(store):
+    folder = RemoteFolder("s3://bucket/run")
+    folder.put("b", BODY)
+    for wrong in (BODY[:-1], BODY + b"!"):
+        store.objects["run/b"] = wrong
+        with pytest.raises(CorruptError, match=r"s3://bucket/run/b is damaged: it does not have"):
+            b"".join(folder.blocks("b", 3000))
+    del store.objects["run/b"]
+    with pytest.raises(CorruptError, match="is damaged: it is not there"):
+        b"".join(folder.blocks("b", 3000))
+    assert folder.get("b", 10_000) is None
+
+
+def test_an_error_is_no_absence(store):
+    folder = RemoteFolder("s3://bucket/run")
+    failing(store, "500", "GET", 99)
+    with pytest.raises(StorageError, match=r"cannot read .*/b after 5 attempts"):
+        folder.get("b", 10)
+
+
+def test_large_objects_are_read_in_blocks(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(remote_folder, "BLOCK_BYTES", 512)
+    folder = RemoteFolder("s3://bucket/run")
+    record = folder.put("b", BODY)
+    (tmp_path / "b").write_bytes(BODY)
+    failing(store, "truncate", "GET")
+    folder.put_file("c", tmp_path / "b", record)
+    assert [len(block) for block in folder.blocks("c", 3000)] == [512] * 5 + [440]
+
+
+def test_a_file_that_is_not_as_recorded_is_told_from_a_store_that_fails(store, tmp_path):
+    (tmp_path / "b").write_bytes(BODY)
+    with pytest.raises(CorruptError, match=f"{tmp_path}/b is damaged"):
+        RemoteFolder("s3://bucket/run").put_file(
+            "b", tmp_path / "b", FileRecord("b", 3000, "0" * 64)
+        )
+
+
+@pytest.mark.parametrize("url", ["memory://here/run", "file://{}/run", "s3://bucket/run"])
+def test_kinds_of_stores(store, tmp_path, url):
+    folder = RemoteFolder(url.format(tmp_path))
+    assert folder.names() == []
+    folder.put("step/one", b"1")
+    folder.put("step/one", b"one")
+    folder.put("two", b"2")
+    assert folder.names() == ["step/one", "two"]
+    assert folder.get("step/one", 3) == b"one"
+    with pytest.raises(CorruptError, match="larger than 2 bytes"):
+        folder.get("step/one", 2)
+    folder.remove("step/one")
+    folder.remove("step/one")
+    folder.remove("two")
+    assert folder.names() == []
+
+
+def test_a_file_system_with_folders_shows_no_half_object(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_folder, "START_PAUSES", ())
+    folder = RemoteFolder(f"file://{tmp_path}")
+    folder.put("a", b"old")
+
+    def dies(path, value, **options):
+        Path(path).write_bytes(value[:1])
+        raise OSError("no space")
+
+    monkeypatch.setattr(folder._fs, "pipe_file", dies)
+    with pytest.raises(StorageError, match="no space"):
+        folder.put("a", b"new")
+    assert folder.names() == ["a"]
+    assert folder.get("a", 10) == b"old"
+
+
+def test_a_missing_package_or_bucket_is_named(store, monkeypatch):
+    failing(store, "404", "PUT", 99)
+    with pytest.raises(StorageError, match="is there such a bucket"):
+        RemoteFolder("s3://bucket/run").put("a", b"1")
+    with pytest.raises(ConfigError, match="nothing can be written over HTTP"):
+        RemoteFolder("https://example.org/run")
+    with pytest.raises(ConfigError, match=r"nosuch://bucket/run: .*nosuch"):
+        RemoteFolder("nosuch://bucket/run")
+
+    def absent(url, **options):
+        raise ImportError("Install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", absent)
+    with pytest.raises(ConfigError, match=r"pip install 'pentameter\[remote\]'.*copy_to out"):
+        RemoteFolder("gs://bucket/run")
+
+
+def test_secrets_stay_out_of_messages(store):
+    folder = RemoteFolder("s3://bucket/run?token=abc")
+    assert str(folder) == "s3://bucket/run"
+    failing(store, "500", "PUT", 99)
+    with pytest.raises(StorageError) as caught:
+        folder.put("a", b"1")
+    assert "abc" not in str(caught.value)
