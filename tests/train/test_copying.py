@@ -132,6 +132,8 @@ def test_a_best_checkpoint_is_copied_before_what_needs_it(tmp_path, monkeypatch)
     monkeypatch.setattr(copying.RemoteCopies, "add", slow)
     run, _ = fit(tmp_path / "run", sections=sections(28, keep_last=1))
     assert copied_steps() == sorted({run.state.best_step, 28})
+    kept = sorted(int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == copied_steps()  # what had to stay while it was copied is gone
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
