@@ -44,7 +44,13 @@ def _own_pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "killed at a request",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*TRIALS][1:]),
+    ],
+)
 def test_a_new_machine_gives_the_undisturbed_run(tmp_path, shared, name, client):
     number = {"killed at a request": 68}.get(name, 1)  # at a manifest, or near one
     assert TRIALS[name](StoreTrial(number, tmp_path, shared, client, random.Random(number)))
