@@ -239,6 +239,32 @@ def test_a_damaged_manifest_is_no_copy(store, tmp_path, name):
         assert restored(tmp_path / "b", found) == (2, 2.0)
 
 
+def test_what_arrives_wrong_may_be_stored_right(store, tmp_path):
+    add(copies(), saved(run_folder(tmp_path / "a"), 1))
+    n_asked = {}
+
+    def flip(request):
+        n_asked[request.key] = n_asked.get(request.key, 0) + 1
+        return "flip" if request.what == "GET" and n_asked[request.key] < 3 else None
+
+    store.fault = flip
+    assert restored(tmp_path / "b") == (1, 1.0)
+    n_asked.clear()
+    remote = copies()
+    add(remote, saved(run_folder(tmp_path / "a"), 2), keep_last=2)
+    assert restored(tmp_path / "c") == (2, 2.0)
+
+
+def test_a_copy_whose_manifest_cannot_be_read_is_not_removed(store, tmp_path):
+    checkpoints = run_folder(tmp_path / "a")
+    add(copies(), saved(checkpoints, 2))
+    whole = dict(store.objects)
+    store.objects["run/step-00000002/manifest.json"] = b"{}"
+    store.objects["run/run.json"] = b"{}"
+    add(copies(), saved(checkpoints, 1))
+    assert whole.keys() <= store.objects.keys()
+
+
 def test_names_that_lead_elsewhere_are_refused(store, tmp_path):
     add(copies(), saved(run_folder(tmp_path), 1))
     content = json.loads(store.objects["run/step-00000001/manifest.json"])

@@ -37,6 +37,15 @@ def test_names_tell_keys_and_values_apart():
     assert run.label == "checkpoint.interval-5_log.interval-2"
 
 
+def test_each_run_is_copied_into_a_folder_of_its_own():
+    (run,) = sweep_runs(["seed=1"], [])
+    assert run.copied_below(None) == run
+    assert run.copied_below("s3://bucket/runs/").overrides == [
+        "--seed=1",
+        "--checkpoint.copy_to=s3://bucket/runs/seed-1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("swept", "overrides", "said"),
     [

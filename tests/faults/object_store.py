@@ -116,13 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.isdecimal():
             return self._fail(int(fault))
         if fault in ("truncate", "flip") and request.what in ("PUT", "PART"):
-            body = body[: len(body) // 2] if fault == "truncate" else _flipped(body)
+            body = body[: len(body) // 2] if fault == "truncate" else _flipped(body, 1)
         with store.lock:
             status, headers, content = self._do(request, query, body, fault)
         if fault is not None and fault.endswith(" after"):
             return self._fail(int(fault.removesuffix(" after")))
         if fault == "flip" and request.what == "GET":
-            content = _flipped(content)
+            content = _flipped(content, 2)
         half = fault == "truncate" and request.what == "GET"
         return self._send(status, headers, content, half=half)
 
@@ -212,9 +212,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
 
-def _flipped(body: bytes) -> bytes:
+def _flipped(body: bytes, bit: int) -> bytes:
+    """The body with another bit in its middle: reading flips another one than writing, and so never
+    mends it."""
     at = len(body) // 2
-    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :] if body else body
+    return body[:at] + bytes([body[at] ^ bit]) + body[at + 1 :] if body else body
 
 
 def _etag(body: bytes) -> str:

@@ -121,3 +121,14 @@ def test_a_rollback_is_listed_and_drawn(make_run, run_events):
     page = check_page(write_report(make_run(events)).read_text(encoding="utf-8"))
     assert f"200 rollback {words}" in " ".join(text_of(page).split())
     assert "rolled back" in page
+
+
+def test_a_failed_copy_is_listed(make_run, run_events):
+    words = "step 200 is not copied to s3://bucket/run: cannot write run.json"
+    made, failed = (
+        {"event": "copy", "step": step, "bytes": 9, "seconds": 1.0} for step in (100, 200)
+    )
+    events = [*run_events(400), {**made, "error": None}, {**failed, "error": words}]
+    text = " ".join(text_of(render_page(read_run(make_run(events)))).split())
+    assert f"200 copy failed {words}" in text
+    assert text.count("copy failed") == 1

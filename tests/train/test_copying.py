@@ -98,6 +98,7 @@ def test_a_new_machine_goes_on_as_if_nothing_had_happened(tmp_path):
     assert "step 12/12" in log
 
 
+@pytest.mark.slow
 def test_copies_are_of_what_the_run_keeps(tmp_path):
     run, _ = fit(tmp_path / "run", sections=sections(24, keep_last=1))
     kept = sorted(int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").iterdir())
@@ -113,6 +114,7 @@ def test_copies_are_of_what_the_run_keeps(tmp_path):
     assert [e["kind"] for e in events(tmp_path / "new", "end")] == ["completed"]
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_is_copied_before_what_needs_it(tmp_path, monkeypatch):
     """A copy that may return to its best one does not exist before that one does."""
     written = []
@@ -132,9 +134,11 @@ def test_a_best_checkpoint_is_copied_before_what_needs_it(tmp_path, monkeypatch)
     monkeypatch.setattr(copying.RemoteCopies, "add", slow)
     run, _ = fit(tmp_path / "run", sections=sections(28, keep_last=1))
     assert copied_steps() == sorted({run.state.best_step, 28})
+    kept = sorted(int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == copied_steps()  # what had to stay while it was copied is gone
 
 
-@pytest.mark.parametrize("on_error", ["stop", "warn"])
+@pytest.mark.parametrize("on_error", ["stop", pytest.param("warn", marks=pytest.mark.slow)])
 def test_a_failed_copy_stops_or_warns_as_asked(tmp_path, patch, on_error):
     fail_writes(patch, after=1)  # the claim is written
     told = r"step \d+ is not copied to memory://bucket/run: cannot write .* the store is out of"
@@ -156,6 +160,7 @@ def test_a_failed_copy_stops_or_warns_as_asked(tmp_path, patch, on_error):
     assert copied_steps()[-1] == 16
 
 
+@pytest.mark.slow
 def test_a_copy_that_failed_is_made_up_for(tmp_path, patch):
     fail_writes(patch, after=1)
 
@@ -169,6 +174,7 @@ def test_a_copy_that_failed_is_made_up_for(tmp_path, patch):
     assert copied_steps()[-1] == 12
 
 
+@pytest.mark.slow
 def test_an_older_run_folder_goes_on_from_the_newer_copy(tmp_path):
     for name, step in (("old", 6), ("gone", 10)):
         with pytest.raises(RuntimeError):
@@ -179,6 +185,7 @@ def test_an_older_run_folder_goes_on_from_the_newer_copy(tmp_path):
     assert [e["step"] for e in events(tmp_path / "old", "train")] == [*range(1, 13)]
 
 
+@pytest.mark.slow
 def test_a_damaged_run_folder_is_brought_back(tmp_path):
     with pytest.raises(RuntimeError):
         fit(tmp_path, sections=sections(), hooks=[DiesAt(10)])
@@ -189,7 +196,7 @@ def test_a_damaged_run_folder_is_brought_back(tmp_path):
     assert run.folder.checkpoint.step == 8
 
 
-@pytest.mark.parametrize("stage", ["before", "after"])
+@pytest.mark.parametrize("stage", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_while_a_run_is_brought_back_only_costs_time(tmp_path, monkeypatch, stage):
     with pytest.raises(RuntimeError):
         fit(tmp_path / "gone", sections=sections(), hooks=[DiesAt(10)])

@@ -105,12 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
     are not opened. Raises CorruptError if it is missing, damaged, malformed or written by a newer
     version."""
     path = folder / MANIFEST_NAME
-    return decode_manifest(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
-
-
-def decode_manifest(data: bytes, path: Path) -> Manifest:
-    """Parse and verify `data`, the content of a manifest; `path` names it in errors. Raises
-    CorruptError if it is damaged, malformed or written by a newer version."""
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
     content = decode_json(data, path)
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:

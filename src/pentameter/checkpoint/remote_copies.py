@@ -20,8 +20,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -40,10 +41,14 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 
 RUN_NAME = "run.json"
 FORMAT_VERSION = 1
+READINGS = 3
+"""Times that an object is read before what arrives counts as damaged."""
 
 _MANIFEST = re.compile(r"step-(\d{8,10})/manifest\.json")
 _FILE = re.compile(r"step-(\d{8,10})/([0-9a-f]{32})/.+")
 _TEMPORARY = re.compile(r"(?:step-\d{8,10}/)?(?:run|manifest)\.json\.tmp-[0-9a-f]{32}")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,7 @@ class RemoteCopies:
         """The run whose copies these are; None if there is none yet, or before `read`."""
         self.copies: dict[int, Copy] = {}
         """Step → its copy, whose files are there unless somebody else removes them."""
+        self._unread: set[int] = set()  # steps whose manifest is there, and damaged
         self._me = current_owner()
         self._before: Owner | None = None  # who copied before us, as run.json said
         self.is_read = False
@@ -187,11 +193,13 @@ class RemoteCopies:
         if claim is not None:
             steps |= {*claim.steps, *([] if claim.coming is None else [claim.coming])}
         self.copies, damage = {}, []
+        self._unread.clear()
         for step in sorted(steps):
             try:
                 copy = self._find(step)
             except CorruptError as error:
                 damage.append(error)
+                self._unread.add(step)
             else:
                 self.copies |= {} if copy is None else {step: copy}
         if claim is not None and claim.steps and not self.copies:
@@ -277,12 +285,19 @@ class RemoteCopies:
 
     def _find(self, step: int) -> Copy | None:
         name = f"{step_folder_name(step)}/{MANIFEST_NAME}"
-        data = self.folder.get(name, MAX_JSON_BYTES)
-        return None if data is None else parse_copy(data, f"{self.folder}/{name}", step)
+
+        def read() -> Copy | None:
+            data = self.folder.get(name, MAX_JSON_BYTES)
+            return None if data is None else parse_copy(data, f"{self.folder}/{name}", step)
+
+        return _repeated(read)
 
     def _claim(self) -> _Claim | None:
-        data = self.folder.get(RUN_NAME, MAX_JSON_BYTES)
-        return None if data is None else _parse_claim(data, f"{self.folder}/{RUN_NAME}")
+        def read() -> _Claim | None:
+            data = self.folder.get(RUN_NAME, MAX_JSON_BYTES)
+            return None if data is None else _parse_claim(data, f"{self.folder}/{RUN_NAME}")
+
+        return _repeated(read)
 
     def _write_claim(self, coming: int | None = None) -> None:
         assert self.run_id is not None  # claimed
@@ -314,7 +329,7 @@ class RemoteCopies:
         writes anything. A listing names it; only what no manifest names is removed."""
         if not self._is_clean:
             for name in self.folder.names():
-                if _is_left(name, self.copies):
+                if _is_left(name, self.copies, self._unread):
                     self.folder.remove(name)
             self._is_clean = True
 
@@ -349,12 +364,15 @@ def fetch_checkpoint(
         if there is not None and _own_record(there.manifest) in copy.checkpoint:
             return
 
+    def write(path: Path, record: FileRecord) -> None:
+        name = f"{copy.prefix}/{record.name}"
+        path.unlink(missing_ok=True)  # what had arrived wrong
+        written = write_hashed(path, _counted(folder.blocks(name, record.n_bytes), progress))
+        _check(f"{folder}/{name}", written, record)
+
     def fill(temporary: Path) -> None:
         for record in copy.checkpoint:
-            name = f"{copy.prefix}/{record.name}"
-            blocks = folder.blocks(name, record.n_bytes)
-            written = write_hashed(temporary / record.name, _counted(blocks, progress))
-            _check(f"{folder}/{name}", written, record)
+            _repeated(partial(write, temporary / record.name, record))
 
     store.receive(copy.step, fill)
 
@@ -366,9 +384,22 @@ def read_run_file(folder: RemoteFolder, copy: Copy, name: str) -> bytes:
     if record is None:
         return b""
     at = f"{copy.prefix}/run/{name}"
-    content = b"".join(folder.blocks(at, record.n_bytes))
-    _check(f"{folder}/{at}", FileRecord(name, len(content), _sha256(content)), record)
-    return content
+
+    def read() -> bytes:
+        content = b"".join(folder.blocks(at, record.n_bytes))
+        _check(f"{folder}/{at}", FileRecord(name, len(content), _sha256(content)), record)
+        return content
+
+    return _repeated(read)
+
+
+def _repeated(read: Callable[[], Result]) -> Result:
+    """Return the result of `read`, called up to READINGS times while it raises CorruptError: what
+    has arrived wrong may be stored right."""
+    for _ in range(READINGS - 1):
+        with suppress(CorruptError):
+            return read()
+    return read()
 
 
 def _check(where: str, found: FileRecord, record: FileRecord) -> None:
@@ -376,16 +407,12 @@ def _check(where: str, found: FileRecord, record: FileRecord) -> None:
         raise CorruptError(f"{where} is damaged: its sha256 is not the one in its manifest")
 
 
-def _is_left(name: str, copies: Mapping[int, Copy]) -> bool:
+def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> bool:
     """Return True if the object `name` belongs to none of `copies` (step → copy), and has a name
-    that only a copy's object has."""
-    if _TEMPORARY.fullmatch(name):
-        return True
-    if (match := _MANIFEST.fullmatch(name)) is not None:
-        return int(match[1]) not in copies  # a damaged one
+    that only a copy's object has. For the steps in `unread` nobody knows; they stay."""
     match = _FILE.fullmatch(name)
-    if match is None:
-        return False
+    if match is None or int(match[1]) in unread:
+        return _TEMPORARY.fullmatch(name) is not None
     copy = copies.get(int(match[1]))
     return copy is None or copy.folder != match[2]
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -43,6 +43,14 @@ class SweepRun:
     """The run's name and folder, from its values: `learning_rate-0.001_seed-1`."""
     overrides: list[str]
     """The run's values as command-line options."""
+
+    def copied_below(self, copy_to: str | None) -> SweepRun:
+        """Return the run with a folder of its own below the sweep's `checkpoint.copy_to`, if it is
+        given: a folder takes the copies of one run."""
+        if copy_to is None:
+            return self
+        own = f"--checkpoint.copy_to={copy_to.rstrip('/')}/{self.label}"
+        return replace(self, overrides=[*self.overrides, own])
 
 
 def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]:

@@ -187,6 +187,10 @@ def _sweep(
         _configuration(parsed, [*overrides, *run.overrides], n_processes, None, say=run is runs[0])
         for run in runs
     ]
+    runs = [
+        run.copied_below(config.checkpoint.copy_to)
+        for run, config in zip(runs, configs, strict=True)
+    ]
     folder = parsed.run_dir or Path("runs") / f"{configs[0].name}-sweep"
     if parsed.print_config or parsed.dry_run:
         for run in runs:

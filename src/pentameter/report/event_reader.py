@@ -21,7 +21,9 @@ CURVES = (
 )  # fmt: skip
 """Fields of `train` events that are kept: curves to draw or to sum up."""
 SESSIONS = ("start", "resume", "end")
-EVENTS = (*SESSIONS, "train", "experts", "ranks", "eval", "checkpoint", "skip", "rollback")
+EVENTS = (
+    *SESSIONS, "train", "experts", "ranks", "eval", "checkpoint", "copy", "skip", "rollback",
+)  # fmt: skip
 """Kinds of events that are kept; hooks may record others."""
 MOST_BYTES = 2**29
 """Largest metrics.jsonl that is read all at once: well over a million lines."""

@@ -87,7 +87,7 @@ class RecordedRun:
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, "resume", "skip" or "rollback", reason) for each such event."""
+    """(step, "resume", "skip", "rollback" or "copy failed", reason) for each such event."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
@@ -141,8 +141,8 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, "resume", "skip" or "rollback", reason) for each such event in `events`. A
-    resume's reason is what it changed: "712 → 1,923 steps"."""
+    """Yield (step, "resume", "skip", "rollback" or "copy failed", reason) for each such event in
+    `events`. A resume's reason is what it changed: "712 → 1,923 steps"."""
     before: dict[str, Any] = {}
     for event in events:
         kind, reason = str(event["event"]), str(event.get("reason") or "")
@@ -161,6 +161,8 @@ def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
             before |= now
         if kind in ("resume", "skip", "rollback"):
             yield _integer(event.get("step")), kind, reason
+        if kind == "copy" and event.get("error"):
+            yield _integer(event.get("step")), "copy failed", str(event["error"])
 
 
 def _grouped(value: object) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pentameter.checkpoint.opening import step_folder_name
 from pentameter.checkpoint.remote_copies import RemoteCopies
 from pentameter.config.schema import CheckpointConfig
+from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
 from pentameter.disk.remote_folder import PAUSES
 from pentameter.errors import PentameterError, StorageError
@@ -76,7 +77,7 @@ class CheckpointCopies:
         self._held: _Job | None = None
         self._now: _Job | None = None
         self._discard_after: int | None = None
-        self._is_working = False
+        self._is_working = self._has_ended = False
         self._done: deque[CopyMetrics] = deque()
         self._thread: threading.Thread | None = None
         self.failure: StorageError | None = None
@@ -139,7 +140,10 @@ class CheckpointCopies:
                 self._changed.wait(0.1)
 
     def _release(self) -> None:
+        """Begin the run's last copy; the thread ends once nothing is left to do."""
         with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
             if self._held is not None:
                 self._next, self._held = self._held, None
                 self._start()
@@ -155,9 +159,11 @@ class CheckpointCopies:
             job = self._now or self._next
             if job is not None:
                 waited = f"{self._settings.copy_wait_seconds:g} s (checkpoint.copy_wait_seconds)"
-                why = f"it took longer than {waited}"
-                return f"step {job.step} is not copied to {self._settings.copy_to}: {why}"
+                return f"{self._not(job)}: it took longer than {waited}"
             return None if self.failure is None else str(self.failure)
+
+    def _not(self, job: _Job) -> str:
+        return f"step {job.step} is not copied to {shown_url(self._settings.copy_to or '')}"
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -173,6 +179,8 @@ class CheckpointCopies:
                 self._now, self._is_working = None, False
                 self._changed.notify_all()
                 while self._next is None and self._discard_after is None:
+                    if self._has_ended:
+                        return
                     self._changed.wait()
                 job, discard_after = self._next, self._discard_after
                 self._now, self._is_working = job, True
@@ -191,9 +199,7 @@ class CheckpointCopies:
             n_bytes = self._copy(job)
         except Exception as error:  # each kind of file system has errors of its own
             told = error if isinstance(error, PentameterError) else repr(error)
-            failure = StorageError(
-                f"step {job.step} is not copied to {self._settings.copy_to}: {told}"
-            )
+            failure = StorageError(f"{self._not(job)}: {told}")
         seconds = time.perf_counter() - job.asked_at
         with self._changed:
             self.failure = failure

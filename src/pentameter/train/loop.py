@@ -281,6 +281,7 @@ class _Loop:
             self._run.world, lambda: bool(signals.agreed or signals.received)
         )
         self._boundary.tell_of_copies()
+        self._checkpoints.old.prune()  # those that had to stay until they were copied
         return not_copied
 
     def _train_step(self) -> None:

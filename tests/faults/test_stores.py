@@ -1,0 +1,96 @@
+"""A few trials of each class of faults of object stores; `stores.py` has the classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from object_store import wait_until
+from oracle import assert_same_run, events, tiny_config
+from stores import MOST_REQUESTS, TRIALS, StoreTrial, killed_at_a_request
+
+HAS_S3FS = importlib.util.find_spec("s3fs") is not None
+CLIENTS = [
+    "plain",
+    pytest.param(
+        "s3fs",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not HAS_S3FS, reason="s3fs is not installed"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(autouse=True)
+def _own_pauses(monkeypatch):
+    """Trials set the pauses between attempts in this process, too."""
+    from pentameter.disk import remote_folder
+    from pentameter.train import copying
+
+    monkeypatch.setattr(remote_folder, "START_PAUSES", remote_folder.START_PAUSES)
+    monkeypatch.setattr(copying, "PAUSES", copying.PAUSES)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "killed at a request",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*TRIALS][1:]),
+    ],
+)
+def test_a_new_machine_gives_the_undisturbed_run(tmp_path, shared, name, client):
+    number = {"killed at a request": 68}.get(name, 1)  # at a manifest, or near one
+    assert TRIALS[name](StoreTrial(number, tmp_path, shared, client, random.Random(number)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 2 * MOST_REQUESTS, 7))
+def test_killed_at_any_request(tmp_path, shared, number):
+    assert killed_at_a_request(StoreTrial(number, tmp_path, shared))
+
+
+def launched(config, run):
+    """A started `train --nproc 2`, the leader of a process group with all its children."""
+    command = [sys.executable, "-m", "pentameter", "train", str(config), "--nproc", "2"]
+    return subprocess.Popen(
+        [*command, "--run-dir", str(run)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_two_processes_go_on_elsewhere(tmp_path, sent):
+    """All wait for the one that copies, and for the one that brings a run back."""
+    settings = {"parallel.data": 2, "parallel.zero": 1, "checkpoint.interval": 10}
+    config = tiny_config(tmp_path, **settings)
+    undisturbed = tmp_path / "undisturbed"
+    assert launched(config, undisturbed).wait(120) == 0
+    copied = {"checkpoint.copy_to": f"file://{tmp_path}/store", "train.sample_interval": 20}
+    config = tiny_config(tmp_path, **settings, **copied)
+    process = launched(config, tmp_path / "gone")
+    manifest = tmp_path / "store" / "step-00000010" / "manifest.json"
+    wait_until(lambda: manifest.exists() or process.poll() is not None, 120)
+    with suppress(ProcessLookupError):
+        (os.killpg if sent == signal.SIGKILL else os.kill)(process.pid, sent)
+    process.communicate()
+    assert process.returncode in (-sent, 75, 0)
+    process = launched(config, tmp_path / "new")
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, errors
+    assert events(tmp_path / "new", "resume")[0]["step"] >= 10
+    assert_same_run(tmp_path / "new", undisturbed)
