@@ -48,7 +48,7 @@ ROOMS = {
     "parallel": {
         "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
         "waits": 0,
-        "balance": 1, "context": 1, "linear": 1,
+        "balance": 1, "context": 1, "linear": 1, "links": 1,
         "memory": 2, "tensor": 2,
         "expert_parallel": 3, "grid": 3,
         "sources": 4,

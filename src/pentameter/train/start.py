@@ -27,6 +27,7 @@ from pentameter.train.compute import Compute, check_device_memory, choose_comput
 from pentameter.train.console import Console
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.event_log import EventLog
+from pentameter.train.health import check_health
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.introduction import introduction
 from pentameter.train.resuming import RunRequest, plan_run
@@ -100,7 +101,9 @@ def start_run(
     stack.callback(run.events.close)
     checkpoints = RunCheckpoints(run, lambda: {**run.events.sync(), "log_bytes": console.sync()})
     checkpoints.prune()  # those that a kill between a save and its pruning left
+    outliers = check_health(engine)
     _introduce(run)
+    console.warn(outliers)
     checkpoints.say_warnings()
     return run, checkpoints
 
