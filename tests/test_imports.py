@@ -49,7 +49,7 @@ ROOMS = {
     "parallel": {
         "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
         "waits": 0,
-        "context": 1, "linear": 1,
+        "context": 1, "linear": 1, "links": 1,
         "memory": 2, "tensor": 2,
         "expert_parallel": 3, "grid": 3,
         "balance": 4,

@@ -31,6 +31,7 @@ ALONE = {
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
     "verify/text.py": "as report/plan_text.py: what rich shows is not in the command",
     "evaluate/expert_choices.py": "importing it imports torch, which the command's help does not",
+    "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }
 """Small modules with one importer that stay files of their own, and why."""

@@ -27,6 +27,7 @@ from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.expert_parallel import Exchange
+from pentameter.parallel.links import measure_links, pass_on
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
 from pentameter.parallel.waits import BucketSums
 from pentameter.planning.layout import parse_layout
@@ -264,3 +265,16 @@ def waits(
         else:
             found.append(None)
     return found
+
+
+def health(world: World, config: Config, liar: int | None) -> tuple[dict[str, float], list[str]]:
+    """What is measured of this process's links; what the rank `liar` sends has a wrong bit."""
+    _, engine = engine_of(world, config)
+
+    def lying(sent: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        damaged = sent.clone()
+        damaged[5] ^= int(world.rank == liar)
+        return pass_on(damaged, *arguments)
+
+    with patch("pentameter.parallel.links.pass_on", lying):
+        return measure_links(engine.mesh, engine.device)

@@ -79,7 +79,7 @@ class Engine:
         self.stage_modules = stage_modules
         self.plan = plan
         self.device = device
-        self.world = mesh.world
+        self.mesh, self.world = mesh, mesh.world
         self.meshes = mesh.all_parameters
         """The DeviceMeshes on which parameters are placed: the layout's, and another one for
         sharded experts; none in a single process that shards nothing."""

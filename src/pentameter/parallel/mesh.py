@@ -49,6 +49,19 @@ class Mesh:
         raise KeyError(f"no mesh has the dimensions {', '.join(dimensions)}")
 
     @cached_property
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups with several ranks, by mesh dimension, each group once."""
+        named = dict(self.groups)
+        for mesh in self.all_parameters:
+            for dimension in mesh.mesh_dim_names or ():
+                named.setdefault(dimension, mesh.get_group(dimension))
+        found: dict[str, dist.ProcessGroup] = {}
+        for dimension, group in named.items():
+            if group.size() > 1 and not any(group is other for other in found.values()):
+                found[dimension] = group
+        return found
+
+    @cached_property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate along each of MESH_DIMENSIONS, by name."""
         return self.layout.coordinates(self.world.rank)

@@ -84,12 +84,8 @@ class Names(Naming):
 
     def _dimension(self, group: dist.ProcessGroup) -> str:
         """Return the mesh dimension along which the group lies; "" if there is none."""
-        named = dict(self._mesh.groups)
-        for mesh in self._mesh.all_parameters:
-            for dimension in mesh.mesh_dim_names or ():
-                named.setdefault(dimension, mesh.get_group(dimension))
-        sizes = ((name, each) for name, each in named.items() if each.size() > 1)
-        return next((name for name, each in sizes if each is group), "")
+        named = self._mesh.named_groups.items()
+        return next((dimension for dimension, each in named if each is group), "")
 
     def _of_modules(self, modules: Iterable[object]) -> str | None:
         wanted = {id(module) for module in modules}

@@ -30,6 +30,7 @@ from pentameter.train.console import Console
 from pentameter.train.copying import open_copies
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.event_log import EventLog
+from pentameter.train.health import check_health
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.introduction import introduction
 from pentameter.train.restoring import restore_newer_copy
@@ -106,7 +107,9 @@ def start_run(
     stack.callback(run.events.close)
     checkpoints = RunCheckpoints(run, lambda: {**run.events.sync(), "log_bytes": console.sync()})
     checkpoints.old.begin()
+    outliers = check_health(engine)
     _introduce(run)
+    console.warn(outliers)
     checkpoints.say_warnings()
     return run, checkpoints
 
