@@ -7,6 +7,9 @@ import json
 import multiprocessing
 import os
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from pentameter.config.load import load_config
 from pentameter.errors import PentameterError
 from pentameter.machine.ceilings import ceiling
 from pentameter.machine.peaks import measure_matmul
+from pentameter.processes.join import joined_world_of
+from pentameter.processes.place import Place
 
 STEPS = 40
 TINY = {
@@ -64,14 +69,34 @@ def _toml(tree: dict[str, Any], prefix: str = "") -> str:
     return text
 
 
-def train_in_child(config_path: Path, run_dir: Path, **arguments: Any) -> Any:
-    """A started process that trains; `.pid` to signal, `.join()`, `.exitcode`."""
-    process = _context.Process(target=_train, args=(config_path, run_dir, arguments))
+def train_in_child(
+    config_path: Path,
+    run_dir: Path,
+    *,
+    planted: Sequence[Callable[[], object]] = (),
+    place: Place | None = None,
+    **arguments: Any,
+) -> Any:
+    """A started process that trains; `.pid` to signal, `.join()`, `.exitcode`.
+
+    planted: functions that it calls before it trains, to plant a fault in itself.
+    place: its rank among several that are started alike, None for one process.
+    arguments: the Trainer's.
+    """
+    process = _context.Process(
+        target=_train, args=(config_path, run_dir, planted, place, arguments)
+    )
     process.start()
     return process
 
 
-def _train(config_path: Path, run_dir: Path, arguments: dict[str, Any]) -> None:
+def _train(
+    config_path: Path,
+    run_dir: Path,
+    planted: Sequence[Callable[[], object]],
+    place: Place | None,
+    arguments: dict[str, Any],
+) -> None:
     from pentameter.train import compute
     from pentameter.train.loop import Trainer
 
@@ -80,12 +105,24 @@ def _train(config_path: Path, run_dir: Path, arguments: dict[str, Any]) -> None:
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends with it
+    for plant in planted:
+        plant()
     try:
-        Trainer(load_config(config_path), run_dir=run_dir, quiet=True, **arguments).fit()
-    except PentameterError as error:
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / "error.txt").write_text(str(error))
-        raise SystemExit(error.exit_code) from None
+        config = load_config(config_path)
+        with joined_world_of(config, place) as world:
+            Trainer(config, run_dir=run_dir, quiet=True, world=world, **arguments).fit()
+    except BaseException as error:
+        expected = isinstance(error, PentameterError)
+        with suppress(OSError):
+            run_dir.mkdir(exist_ok=True)
+            said = str(error) if expected else traceback.format_exc()
+            error_path(run_dir, 0 if place is None else place.rank).write_text(said)
+        raise SystemExit(error.exit_code if expected else 1) from None
+
+
+def error_path(run_dir: Path, rank: int = 0) -> Path:
+    """Where a rank leaves the message with which it failed, or its traceback."""
+    return run_dir / ("error.txt" if rank == 0 else f"error-{rank}.txt")
 
 
 def finish(config_path: Path, run_dir: Path) -> None:
