@@ -151,6 +151,16 @@ class Boundary:
             self._refuse_failed_copy()
         self._last_saved = self.checkpoints.last_step
 
+    def finish_copies(self) -> str | None:
+        """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
+        signals = self.signals
+        not_copied = self.run.copies.finish(
+            self.run.world, lambda: bool(signals.agreed or signals.received)
+        )
+        self.tell_of_copies()
+        self.checkpoints.old.prune()  # those that had to stay until they were copied
+        return not_copied
+
     def tell_of_copies(self) -> None:
         """Call `on_copy` hooks for the copies that were made, or have failed, since the last
         call."""

@@ -165,7 +165,7 @@ class Trainer:
                 if lost is None:
                     raise
                 raise lost from error
-            not_copied = loop.finish_copies()
+            not_copied = loop.boundary.finish_copies()
             if end.kind != EndKind.SIGNAL:
                 if not_copied is not None:
                     raise StorageError(f"{not_copied}; it is complete, and in {run.folder.path}")
@@ -228,7 +228,7 @@ class _Loop:
         self._late = late
         self._unread: list[_Step] = []
         self._guard = self._new_guard()
-        self._boundary = Boundary(run, checkpoints, hooks, signals)
+        self.boundary = Boundary(run, checkpoints, hooks, signals)
         self._pace = RankPace(run.plan, run.world)
         for tokens in run.dataset.training_tokens:
             tokens.waiting = lambda: run.world.progress.note(AWAITING_TOKENS, run.state.step + 1)
@@ -245,7 +245,7 @@ class _Loop:
 
     def run_to_end(self) -> RunEnd:
         """Train until the run ends, and return how it ended."""
-        boundary = self._boundary
+        boundary = self.boundary
         while True:
             self._checkpoints.check_copies_if_due()
             boundary.evaluate_if_due()
@@ -268,21 +268,11 @@ class _Loop:
         run, step_seconds = self._run, self._throughput.step_seconds
         own = self._throughput.take_own_time() if is_logged(run.state.step, run.config) else None
         numbers = () if own is None else self._pace.numbers(own)
-        end = self._boundary.end_if_due(step_seconds, numbers)
+        end = self.boundary.end_if_due(step_seconds, numbers)
         if own is not None:
             maxima = self._signals.maxima
             self._hooks.call("on_ranks", run, self._pace.metrics(run.state.step, maxima, own))
         return end
-
-    def finish_copies(self) -> str | None:
-        """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
-        signals = self._signals
-        not_copied = self._run.copies.finish(
-            self._run.world, lambda: bool(signals.agreed or signals.received)
-        )
-        self._boundary.tell_of_copies()
-        self._checkpoints.old.prune()  # those that had to stay until they were copied
-        return not_copied
 
     def _train_step(self) -> None:
         run, state, throughput = self._run, self._run.state, self._throughput
