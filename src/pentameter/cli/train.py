@@ -16,13 +16,14 @@ import tyro
 from pentameter.cli.arguments import parse_arguments, sizes_of_data, without_options
 from pentameter.cli.layout_option import BEST, layout_options, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.processes.local_launch import check_launch, python_command, run_local
+from pentameter.processes.local_launch import check_launch, python_command, respawn, run_local
 from pentameter.processes.place import Place, find_place, processes_together
 from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.cli.time_option import TimedRun
     from pentameter.config.schema import Config
+    from pentameter.processes.join import Meeting
     from pentameter.train.hooks import TrainingRun
     from pentameter.train.profile import Profile
 
@@ -48,6 +49,10 @@ class TrainArguments:
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let --nproc start more processes than the cores of this machine can serve."""
+    respawn: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """After a lost process (killed, crashed, hung) start the processes of --nproc again from the
+    last checkpoint, up to N times until there is a new one. With --layout best and a process that
+    is lost again before, with one process less, until the next checkpoint."""
     layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
     processes, with its micro-batch; or a layout, data=2,tensor=2."""
@@ -98,9 +103,6 @@ def run(arguments: list[str]) -> int:
         config = _configuration_for_time(timed, parsed)
     else:
         config = _configuration(parsed, overrides, n_processes, place, say=is_main)
-    if parsed.layout is not None and place is None:
-        # The processes that are started get it as it was chosen.
-        arguments = [*without_options(arguments, ["layout"]), *layout_options(config)]
     hooks = []
     if parsed.profile is not None:
         from pentameter.train.profile import parse_window
@@ -114,18 +116,55 @@ def run(arguments: list[str]) -> int:
         elif is_main:
             _print_plan(config, parsed, n_processes, place)
         return 0
-    check_launch(
-        config,
-        n_processes or 1,
-        place,
-        oversubscribe=parsed.oversubscribe,
-        check_fit=not parsed.force,
-    )
-    if place is None and n_processes is not None and n_processes > 1:
-        run_local(python_command("train", *arguments), n_processes)
-        return 0
-    _train(config, parsed, place, hooks, timed)
+    if parsed.layout == BEST and place is not None:
+        _train_in_best_layout(config, parsed, place, hooks)
+    elif place is None and (parsed.respawn or (n_processes or 1) > 1):
+        _launch(config, parsed, arguments, overrides)
+    else:
+        _check_launch(config, parsed, n_processes or 1, place)
+        _train(config, parsed, place, hooks, timed)
     return 0
+
+
+def _check_launch(
+    config: Config, parsed: TrainArguments, n_processes: int, place: Place | None
+) -> None:
+    oversubscribe, check_fit = parsed.oversubscribe, not parsed.force
+    check_launch(config, n_processes, place, oversubscribe=oversubscribe, check_fit=check_fit)
+
+
+def _launch(
+    config: Config, parsed: TrainArguments, arguments: list[str], overrides: list[str]
+) -> None:
+    """Train as the processes of this machine that --nproc asks for, and start them again as
+    --respawn says. `config` is the configuration for all of them; after a loss a best layout is
+    chosen again, for those that are left. `arguments` is the command line after `train`,
+    `overrides` the configuration keys in it."""
+    from pentameter.planning.layout import make_layout
+
+    asked = parsed.nproc or 1
+    checkpoints = (parsed.run_dir or Path("runs") / config.name) / "checkpoints"
+    own = without_options(arguments, ("nproc", "layout", "respawn", "resume"))
+
+    def start(n_processes: int, again: bool) -> None:
+        fitting = config
+        if again and parsed.layout == BEST and n_processes != asked:
+            fitting = _configuration(parsed, overrides, n_processes, None, say=True)
+        if parsed.layout == BEST:  # which may have no use for all of them
+            n_processes = make_layout(fitting.parallel).world_size
+        _check_launch(fitting, parsed, n_processes, None)
+        # The processes get the layout as it was chosen.
+        layout = [] if parsed.layout is None else layout_options(fitting)
+        resume = "auto" if again and parsed.resume == "never" else parsed.resume
+        run_local(python_command("train", *own, f"--resume={resume}", *layout), n_processes)
+
+    respawn(
+        start,
+        asked,
+        parsed.respawn,
+        may_shrink=parsed.layout == BEST,
+        progress=lambda: {each.name for each in checkpoints.glob("step-*") if not each.suffix},
+    )
 
 
 def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
@@ -219,7 +258,8 @@ def _configuration(
     say: bool,
 ) -> Config:
     """Return the configuration that the command line names, in the requested layout; with `say`,
-    print the choices made on stderr.
+    print the choices made on stderr. A best layout of processes that a launcher started is chosen
+    later, once they have met.
 
     n_processes: how many train together, None for one. place: this process's rank, and how many a
     launcher started on each machine; None if all are on this machine.
@@ -232,7 +272,8 @@ def _configuration(
     said = []
     if parsed.init_from is None:
         said += _random_weights(Path(parsed.source))
-    if parsed.layout == BEST:
+    is_chosen_together = place is not None and not (parsed.print_config or parsed.dry_run)
+    if parsed.layout == BEST and not is_chosen_together:
         from pentameter.train.best_layout import best_layout
 
         n_together = n_processes or 1
@@ -265,15 +306,17 @@ def _train(
     place: Place | None,
     hooks: list[Profile],
     timed: TimedRun | None,
+    meeting: Meeting | None = None,
 ) -> None:
-    """Train in this process, alone or as a rank of a launched group (`place`; None if alone). A
-    run of `--time` (`timed`) that would miss its time is resumed here once, with another number of
-    steps. Rank 0 prints the commands to go on with."""
+    """Train in this process, alone or as a rank of a launched group (`place`; None if alone), whose
+    processes have met (`meeting`) or will meet now (None). A run of `--time` (`timed`) that would
+    miss its time is resumed here once, with another number of steps. Rank 0 prints the commands to
+    go on with."""
     from pentameter.processes.join import joined_world_of
     from pentameter.train.loop import Trainer
     from pentameter.train.time_kept import TimeKept
 
-    with joined_world_of(config, place) as world:
+    with joined_world_of(config, place, meeting) as world:
         moved: Config | None = config
         resume = parsed.resume
         while moved is not None:
@@ -293,6 +336,24 @@ def _train(
                 moved, resume = timed.moved(kept, trainer.run), "must"
     if world.is_main:
         _print_next_steps(trainer.run)
+
+
+def _train_in_best_layout(
+    config: Config, parsed: TrainArguments, place: Place, hooks: list[Profile]
+) -> None:
+    """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
+    the end if that layout has no use for this rank. Collective."""
+    from pentameter.processes.join import meet
+    from pentameter.train.best_layout import choose_together
+
+    meeting = meet(place, config.parallel.timeout_seconds)
+    chosen, training = choose_together(config, meeting, lambda: sizes_of_data(config))
+    if place.rank >= training.world_size:
+        meeting.wait_as_spare()
+        return
+    _train(chosen, parsed, training, hooks, None, meeting)
+    if place.rank == 0:
+        meeting.release_spares(training.world_size)
 
 
 def _print_plan(

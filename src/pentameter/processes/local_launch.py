@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
     first_failure,
+    print_failure,
     read_report,
     spelled,
 )
@@ -73,6 +74,39 @@ def run_local(
         failure = first_failure(failures)
         if failure.message:
             raise WorkerFailedError(failure)
+
+
+def respawn(
+    start: Callable[[int, bool], None],
+    n_processes: int,
+    n_restarts: int,
+    *,
+    may_shrink: bool,
+    progress: Callable[[], object],
+) -> None:
+    """Call `start` with `n_processes`, and again after each lost process, at most `n_restarts`
+    times until there was progress; then raise the last WorkerFailedError.
+
+    start: run so many processes to the end; its second argument is True after a loss. Its
+        WorkerFailedError counts as a loss if the failure says so, and is raised at once if not.
+    may_shrink: after a second loss without progress take one process less, after the next one less
+        again; with progress, all.
+    progress: return a value that changes with every checkpoint.
+    """
+    n, n_lost, before = n_processes, 0, progress()
+    while True:
+        try:
+            return start(n, n_lost > 0)
+        except WorkerFailedError as error:
+            now = progress()
+            n_lost = n_lost + 1 if now == before else 1
+            if not error.failure.is_loss or n_lost > n_restarts:
+                raise
+            before = now
+            n = max(1, n_processes - n_lost + 1) if may_shrink else n_processes
+            print_failure(error.failure, debug=False)
+            left = f"{n_restarts - n_lost} more times without a new checkpoint"
+            print(f"pentameter: starting {n} processes again, {left}", file=sys.stderr, flush=True)
 
 
 def check_launch(
@@ -292,12 +326,12 @@ class _Workers:
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
             return []
-        message = f"{exit_reason(code)} and no report"
-        if code < 0:
+        message, killed = f"{exit_reason(code)} and no report", code < 0
+        if killed:
             message = f"{exit_reason(code)}; the same command goes back to the last checkpoint"
             now = 0.0 if -code in _ROOT_CAUSES else now
             code = TrainingFailedError.exit_code
-        return [Failure(rank, code, message, now)]
+        return [Failure(rank, code, message, now, killed=killed)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""

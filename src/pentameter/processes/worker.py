@@ -22,7 +22,10 @@ _PARENT_POLL_SECONDS = 1.0
 
 def watch_launcher() -> None:
     """From now on, end this process and those it started when `--nproc`'s launcher is gone, and
-    write all stacks to a file on the launcher's signal. In any other process this does nothing."""
+    write all stacks to a file on the launcher's signal. A worker of torchrun, also one alone, ends
+    with its agent (`watch_agent`). In any other process this does nothing."""
+    if {"RANK", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
+        watch_agent()
     if LIFELINE not in os.environ:
         return  # this is not a worker, though a worker may have started it
     end_with_parent()
