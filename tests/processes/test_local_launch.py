@@ -16,7 +16,8 @@ import pytest
 from pentameter.errors import InterruptedRunError
 from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
 from pentameter.processes.failure import Failure, WorkerFailedError, first_failure
-from pentameter.processes.local_launch import _relay, respawn, run_local, worker_environment
+from pentameter.processes.local_launch import _relay, respawn, run_local
+from pentameter.processes.program import Command, Launched, worker_environment
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 N_CORES = len(usable_cores())
@@ -268,7 +269,7 @@ def test_a_signal_while_a_worker_is_being_started_reaches_it(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Signalled)
     with pytest.raises(WorkerFailedError, match="stopped by SIGTERM before the first") as caught:
-        run_local([sys.executable, "-c", "import time; time.sleep(10)"], 2)
+        run_local(Command([sys.executable, "-c", "import time; time.sleep(10)"]), 2)
     assert caught.value.exit_code == InterruptedRunError.exit_code
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
@@ -387,5 +388,8 @@ def test_threads():
     assert chosen_threads({"OMP_NUM_THREADS": "3"}) == 3
     assert chosen_threads({"OMP_NUM_THREADS": "1"}) == 1
     assert chosen_threads({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}) is None
-    assert worker_environment(0, 2, Path("x"), {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-    assert worker_environment(0, 999, Path("x"), {})["OMP_NUM_THREADS"] == "1"
+    assert (
+        worker_environment(Launched(0, 2), Path("x"), {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"]
+        == "3"
+    )
+    assert worker_environment(Launched(0, 999), Path("x"), {})["OMP_NUM_THREADS"] == "1"

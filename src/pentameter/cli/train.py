@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.arguments import parse_arguments, sizes_of_data, without_options
-from pentameter.cli.layout_option import BEST, layout_options, layout_overrides
+from pentameter.cli.launching import Launch
+from pentameter.cli.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.processes.local_launch import check_launch, python_command, respawn, run_local
+from pentameter.processes.local_launch import check_launch
 from pentameter.processes.place import Place, find_place, processes_together
-from pentameter.processes.worker import watch_launcher
+from pentameter.processes.worker import become_rank, watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.cli.time_option import TimedRun
@@ -49,10 +51,13 @@ class TrainArguments:
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let --nproc start more processes than the cores of this machine can serve."""
-    respawn: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """After a lost process (killed, crashed, hung) start the processes of --nproc again from the
-    last checkpoint, up to N times until there is a new one. With --layout best and a process that
-    is lost again before, with one process less, until the next checkpoint."""
+    nodes: Annotated[str | None, tyro.conf.arg(metavar="MIN:MAX")] = None
+    """Train on so many machines, of which each is given this command, with a --run-dir that all
+    share. One that is lost is left out, and one that comes is taken in at the next step's end."""
+    respawn: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """After a loss (a process or machine is killed, crashes, hangs) start again from the last
+    checkpoint, up to N times until there is a new one; 0 when absent, 3 with --nodes. With --layout
+    best, --nproc starts one process less after each further loss, until the next checkpoint."""
     layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
     processes, with its micro-batch; or a layout, data=2,tensor=2."""
@@ -93,6 +98,7 @@ def run(arguments: list[str]) -> int:
             f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
         )
     place = find_place()
+    _check_alone(parsed, place)
     timed = None if parsed.time is None else _timed(parsed, overrides, place)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)
@@ -103,13 +109,7 @@ def run(arguments: list[str]) -> int:
         config = _configuration_for_time(timed, parsed)
     else:
         config = _configuration(parsed, overrides, n_processes, place, say=is_main)
-    hooks = []
-    if parsed.profile is not None:
-        from pentameter.train.profile import parse_window
-
-        hooks.append(parse_window(parsed.profile))
-        if config.train.steps is not None:
-            hooks[0].check(config.train.steps)
+    hooks = _profile(parsed, config)
     if parsed.print_config or parsed.dry_run:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
@@ -118,53 +118,81 @@ def run(arguments: list[str]) -> int:
         return 0
     if parsed.layout == BEST and place is not None:
         _train_in_best_layout(config, parsed, place, hooks)
-    elif place is None and (parsed.respawn or (n_processes or 1) > 1):
-        _launch(config, parsed, arguments, overrides)
+    elif place is None and ((n_processes or 1) > 1 or parsed.respawn or parsed.nodes):
+        launch = _launch(config, parsed, arguments)
+        if parsed.nodes is not None:
+            launch.on_nodes(parsed.nodes)
+        else:
+            chosen = partial(_configuration, parsed, overrides, place=None, say=True)
+            launch.here(lambda n: chosen(n_processes=n))
     else:
-        _check_launch(config, parsed, n_processes or 1, place)
+        check_launch(
+            config,
+            n_processes or 1,
+            place,
+            oversubscribe=parsed.oversubscribe,
+            check_fit=not parsed.force,
+        )
         _train(config, parsed, place, hooks, timed)
     return 0
 
 
-def _check_launch(
-    config: Config, parsed: TrainArguments, n_processes: int, place: Place | None
-) -> None:
-    oversubscribe, check_fit = parsed.oversubscribe, not parsed.force
-    check_launch(config, n_processes, place, oversubscribe=oversubscribe, check_fit=check_fit)
+def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
+    """Train as one rank, in a process forked for it, and return the exit code. `request` holds the
+    environment variables, which say the rank, and the command line after `train`."""
+    from pentameter.cli.main import main
+
+    environment, arguments = request
+    become_rank(environment)
+    sys.argv = [str(Path(sys.executable).with_name("pentameter")), "train", *arguments]
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
-def _launch(
-    config: Config, parsed: TrainArguments, arguments: list[str], overrides: list[str]
-) -> None:
-    """Train as the processes of this machine that --nproc asks for, and start them again as
-    --respawn says. `config` is the configuration for all of them; after a loss a best layout is
-    chosen again, for those that are left. `arguments` is the command line after `train`,
-    `overrides` the configuration keys in it."""
-    from pentameter.planning.layout import make_layout
-
-    asked = parsed.nproc or 1
-    checkpoints = (parsed.run_dir or Path("runs") / config.name) / "checkpoints"
-    own = without_options(arguments, ("nproc", "layout", "respawn", "resume"))
-
-    def start(n_processes: int, again: bool) -> None:
-        fitting = config
-        if again and parsed.layout == BEST and n_processes != asked:
-            fitting = _configuration(parsed, overrides, n_processes, None, say=True)
-        if parsed.layout == BEST:  # which may have no use for all of them
-            n_processes = make_layout(fitting.parallel).world_size
-        _check_launch(fitting, parsed, n_processes, None)
-        # The processes get the layout as it was chosen.
-        layout = [] if parsed.layout is None else layout_options(fitting)
-        resume = "auto" if again and parsed.resume == "never" else parsed.resume
-        run_local(python_command("train", *own, f"--resume={resume}", *layout), n_processes)
-
-    respawn(
-        start,
-        asked,
-        parsed.respawn,
-        may_shrink=parsed.layout == BEST,
-        progress=lambda: {each.name for each in checkpoints.glob("step-*") if not each.suffix},
+def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Launch:
+    """Return the processes that the command line after `train`, `arguments`, asks to start."""
+    launching = ("nproc", "nodes", "respawn", "layout", "resume")
+    return Launch(
+        function="pentameter.cli.train:train_as_rank",
+        arguments=without_options(arguments, launching),
+        n_processes=parsed.nproc or 1,
+        config=config,
+        layout=parsed.layout,
+        resume=parsed.resume,
+        folder=parsed.run_dir or Path("runs") / config.name,
+        restarts=parsed.respawn,
+        oversubscribe=parsed.oversubscribe,
+        check_fit=not parsed.force,
     )
+
+
+def _check_alone(parsed: TrainArguments, place: Place | None) -> None:
+    """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
+    launcher (`place`), that starts and ends processes otherwise."""
+    others: dict[str, object] = {"--sweep": parsed.sweep, "--time": parsed.time}
+    if place is not None:
+        others[place.source] = place
+    for option, is_given in (("--nodes", parsed.nodes), ("--respawn", parsed.respawn)):
+        for other, excludes in others.items():
+            if is_given and excludes:
+                raise ConfigError(f"{option} and {other} exclude each other; leave one of them out")
+    if parsed.respawn is not None and parsed.respawn < 0:
+        raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
+
+
+def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
+    """Return the hook that --profile asks for; an empty list without it. Raises ConfigError for
+    steps that the run does not make."""
+    if parsed.profile is None:
+        return []
+    from pentameter.train.profile import parse_window
+
+    hook = parse_window(parsed.profile)
+    if config.train.steps is not None:
+        hook.check(config.train.steps)
+    return [hook]
 
 
 def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
@@ -272,7 +300,8 @@ def _configuration(
     said = []
     if parsed.init_from is None:
         said += _random_weights(Path(parsed.source))
-    is_chosen_together = place is not None and not (parsed.print_config or parsed.dry_run)
+    is_launched = place is not None or parsed.nodes is not None
+    is_chosen_together = is_launched and not (parsed.print_config or parsed.dry_run)
     if parsed.layout == BEST and not is_chosen_together:
         from pentameter.train.best_layout import best_layout
 

@@ -95,7 +95,7 @@ class Failure:
     agreed: bool = False
     """True if it is a stop, on a signal, that all processes have agreed on."""
     killed: bool = False
-    """True if the process ended by a signal that nobody reported: SIGKILL, a segmentation fault."""
+    """True if the process ended without a report: by SIGKILL, a segmentation fault, an abort."""
 
     @property
     def is_loss(self) -> bool:

@@ -60,6 +60,7 @@ ANSWER_SECONDS = 1.0
 _STORE_SECONDS = 30.0
 """Seconds without a response after which a store that many may be asking counts as cut off."""
 
+_SPARE_POLL_SECONDS = 0.5  # the longest interval of those that wait for a whole run
 _POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
 
 _ENDED = "ended"
@@ -149,7 +150,7 @@ def joined_world(
         timeout_seconds = ParallelConfig().timeout_seconds
     place = place or Place(0, 1, 0, 1, "", "one process")
     store = (meeting or meet(place, timeout_seconds)).store
-    launched = place.source == "--nproc"  # the launcher reads progress, and asks for stacks
+    launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
     path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank) if launched else None
     dump_stacks = place.world_size > 1 and not launched
     progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
@@ -286,13 +287,14 @@ class Meeting:
     def read(self, key: str, timeout_seconds: float = RENDEZVOUS_SECONDS) -> str:
         """Wait until another process has set `key`, and return its value. Raises LostProcessError
         if none has within `timeout_seconds`, or if the store is gone."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline, pause = time.monotonic() + timeout_seconds, _POLL_SECONDS[0]
         read = _reader(self.store)
         try:
             while not (value := _ask_store(lambda: read(key), time.monotonic() + _STORE_SECONDS)):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no {key} within {timeout_seconds:g} s")
-                time.sleep(_POLL_SECONDS[1])
+                time.sleep(pause)
+                pause = min(2 * pause, _SPARE_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             raise LostProcessError(
                 f"rank 0, or the store{_address(self.store)}, is gone ({error or 'no answer'}); "
@@ -309,10 +311,10 @@ class Meeting:
 
     def release_spares(self, n_training: int) -> None:
         """End the wait of the ranks from `n_training` on, and return once they have seen it, after
-        ANSWER_SECONDS at most: this process may keep the store. Called on rank 0."""
+        _STORE_SECONDS at most: this process may keep the store. Called on rank 0."""
         answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.place.world_size)]
         self.store.set(_ENDED, "1")
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + _STORE_SECONDS
         while answers and not self.store.check(answers) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
 
