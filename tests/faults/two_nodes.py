@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces that a veth pair joins, until the link is cut.
+"""Two nodes on one machine, in network namespaces, until the link between them is cut.
 
 `python tests/faults/two_nodes.py [torchrun|environment]` trains on both, cuts the link for good and
 prints when each side left, with which exit code, and what it said last.
@@ -7,16 +7,18 @@ prints when each side left, with which exit code, and what it said last.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "nodes"))
+
+from network import network, reason_not_to
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29477"
@@ -33,52 +35,14 @@ class Left:
     said: str
 
 
-def reason_not_to() -> str | None:
-    """Why this machine cannot make network namespaces; None where it can."""
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    if shutil.which("ip") is None:
-        return "`ip` is not installed (iproute2)"
-    try:
-        with linked_namespaces():
-            return None
-    except subprocess.CalledProcessError as error:
-        return f"no right to make network namespaces: {error.stderr.strip()}"
-
-
-@contextmanager
-def linked_namespaces() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces that reach each other and nothing else."""
-    names = tuple(f"pentameter-{os.getpid()}-{node}" for node in range(2))
-    devices = tuple(f"ptm{os.getpid()}n{node}" for node in range(2))
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        ends = ("name", devices[1], "netns", names[1])
-        _ip("-n", names[0], "link", "add", devices[0], "type", "veth", "peer", *ends)
-        for name, device, address in zip(names, devices, ADDRESSES, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", device)
-            _ip("-n", name, "link", "set", device, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)  # the devices go with it
-
-
-def cut_link(names: tuple[str, str]) -> None:
-    """Take the near end of the link down: nothing arrives any more, and nobody is told."""
-    _ip("-n", names[0], "link", "set", f"ptm{os.getpid()}n0", "down")
-
-
 def cut_while_training(folder: Path, launcher: str, timeout_seconds: float) -> list[Left]:
     """Train on two nodes, cut the link, and return how node 0 (the near one) and node 1 left."""
-    with linked_namespaces() as names:
-        nodes = [_start(node, names[node], folder, launcher, timeout_seconds) for node in range(2)]
+    with network(2) as net:
+        assert tuple(net.addresses) == ADDRESSES
+        nodes = [_start(node, net.name(node), folder, launcher, timeout_seconds) for node in (0, 1)]
         try:
             _wait_for_steps(folder / "run" / "metrics.jsonl", nodes)
-            cut_link(names)
+            net.cut(0)
             cut, ended = time.monotonic(), {}
             while len(ended) < 2 and time.monotonic() < cut + timeout_seconds + PATIENCE_SECONDS:
                 for number, node in enumerate(nodes):
@@ -90,7 +54,6 @@ def cut_while_training(folder: Path, launcher: str, timeout_seconds: float) -> l
                 with suppress(ProcessLookupError):
                     os.killpg(node.pid, signal.SIGKILL)
                 node.wait()
-            _kill_inside(names)
         said = [(folder / f"stderr-{number}").read_text(errors="replace") for number in range(2)]
         return [
             Left(ended.get(number), node.poll() if number in ended else None, said[number])
@@ -108,7 +71,7 @@ def _start(
     ]  # fmt: skip
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("SLURM_")},
-        "GLOO_SOCKET_IFNAME": f"ptm{os.getpid()}n{node}",
+        "GLOO_SOCKET_IFNAME": "eth0",
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
     if launcher == "torchrun":
@@ -137,20 +100,6 @@ def _wait_for_steps(metrics: Path, nodes: list[subprocess.Popen[bytes]]) -> None
         assert all(node.poll() is None for node in nodes), "a node did not begin to train"
         assert time.monotonic() < deadline, "the nodes do not train"
         time.sleep(0.05)
-
-
-def _kill_inside(names: tuple[str, str]) -> None:
-    """End whatever still runs in the namespaces: torchrun's workers have sessions of their own."""
-    for name in names:
-        for pid in _ip("netns", "pids", name).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
-
-def _ip(*arguments: str) -> str:
-    command = ["ip", *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
-    return done.stdout
 
 
 if __name__ == "__main__":

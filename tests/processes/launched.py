@@ -21,6 +21,7 @@ from pentameter.processes.failure import failure_ends_process
 from pentameter.processes.join import joined_world
 from pentameter.processes.local_launch import run_local
 from pentameter.processes.place import find_place
+from pentameter.processes.program import Command
 from pentameter.processes.stop_signals import STOP_SIGNALS
 from pentameter.processes.worker import watch_launcher
 from pentameter.train.signals import StopSignals
@@ -211,7 +212,7 @@ def act(verb: str, arguments: list[str]) -> int:
     if verb == "launch":
         n_processes, *rest = arguments
         command = [sys.executable, __file__, *rest]
-        run_local(command, int(n_processes), grace_seconds=GRACE_SECONDS)
+        run_local(Command(command), int(n_processes), grace_seconds=GRACE_SECONDS)
     else:
         watch_launcher()
         globals()[verb](*arguments)

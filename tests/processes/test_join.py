@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from pentameter.processes.failure import LostProcessError, spelled
-from pentameter.processes.join import absent_ranks, loss_behind, open_store
+from pentameter.processes.join import Meeting, absent_ranks, loss_behind, open_store
 from pentameter.processes.place import Place
 from pentameter.processes.world import World
 
@@ -61,6 +61,31 @@ def test_who_did_not_come_is_named(tmp_path, others, named):
         for one in came:
             with pytest.raises(LostProcessError, match="not all of the 3 processes"):
                 one.result()
+
+
+def test_spares_wait_for_the_end(tmp_path):
+    path = tmp_path / "store"
+    met = [Meeting(place(path, rank, 3), dist.FileStore(str(path))) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        spares = [pool.submit(each.wait_as_spare) for each in met[1:]]
+        time.sleep(0.2)
+        assert not any(spare.done() for spare in spares)
+        met[0].release_spares(1)
+        for spare in spares:
+            spare.result(5)
+
+
+def test_a_spare_ends_with_the_store():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
+    del server
+    with pytest.raises(LostProcessError, match="is gone"):
+        Meeting(place("", 1, 2), client).wait_as_spare()
+
+
+def test_what_rank_0_does_not_tell_is_waited_for_in_vain(tmp_path):
+    with pytest.raises(LostProcessError, match=r"no layout within 0\.1 s"):
+        Meeting(place("", 1, 2), dist.FileStore(str(tmp_path / "store"))).read("layout", 0.1)
 
 
 def test_those_that_miss_nobody_are_the_absent(tmp_path):

@@ -16,7 +16,8 @@ import pytest
 from pentameter.errors import InterruptedRunError
 from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
 from pentameter.processes.failure import Failure, WorkerFailedError, first_failure
-from pentameter.processes.local_launch import _relay, run_local, worker_environment
+from pentameter.processes.local_launch import _relay, respawn, run_local
+from pentameter.processes.program import Command, Launched, worker_environment
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 N_CORES = len(usable_cores())
@@ -271,7 +272,7 @@ def test_a_signal_while_a_worker_is_being_started_reaches_it(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Signalled)
     with pytest.raises(WorkerFailedError, match="stopped by SIGTERM before the first") as caught:
-        run_local([sys.executable, "-c", "import time; time.sleep(10)"], 2)
+        run_local(Command([sys.executable, "-c", "import time; time.sleep(10)"]), 2)
     assert caught.value.exit_code == InterruptedRunError.exit_code
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
@@ -341,6 +342,45 @@ def test_the_first_failure():
     assert first_failure(same).rank == 0
 
 
+def attempts(losses, n_restarts, *, may_shrink=True, n_processes=4):
+    """Numbers of processes that `respawn` starts; each loss says how many checkpoints were saved
+    before it, and after the last one an attempt succeeds."""
+    started, left = [], list(losses)
+
+    def start(n_processes, again):
+        assert again == bool(started)
+        started.append(n_processes)
+        if left:
+            raise WorkerFailedError(left.pop(0)[1])
+
+    def progress():
+        return sum(n for n, _ in losses[: len(started)])
+
+    respawn(start, n_processes, n_restarts, may_shrink=may_shrink, progress=progress)
+    return started
+
+
+KILLED = Failure(1, 70, "was killed", 0.0, killed=True)
+
+
+def test_a_lost_process_is_started_again():
+    assert attempts([], 3) == [4]
+    assert attempts([(1, KILLED), (1, KILLED)], 1) == [4, 4, 4]  # with progress between
+
+
+def test_who_is_lost_again_is_left_out_until_the_next_checkpoint():
+    assert attempts([(1, KILLED), (0, KILLED), (0, KILLED), (1, KILLED)], 3) == [4, 4, 3, 2, 4]
+    assert attempts([(0, KILLED)] * 3, 3, may_shrink=False) == [4] * 4
+    assert attempts([(0, KILLED)] * 3, 3, n_processes=1) == [1] * 4
+
+
+def test_an_end_without_a_cure_is_raised():
+    with pytest.raises(WorkerFailedError, match="was killed"):
+        attempts([(0, KILLED)] * 3, 2)
+    with pytest.raises(WorkerFailedError, match="too large"):
+        attempts([(1, Failure(0, 2, "too large", 0.0))], 2)
+
+
 def test_threads():
     cores = frozenset(range(8))
     assert fair_thread_count(cores, [cores] * 3) == 2
@@ -351,5 +391,8 @@ def test_threads():
     assert chosen_threads({"OMP_NUM_THREADS": "3"}) == 3
     assert chosen_threads({"OMP_NUM_THREADS": "1"}) == 1
     assert chosen_threads({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}) is None
-    assert worker_environment(0, 2, Path("x"), {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-    assert worker_environment(0, 999, Path("x"), {})["OMP_NUM_THREADS"] == "1"
+    assert (
+        worker_environment(Launched(0, 2), Path("x"), {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"]
+        == "3"
+    )
+    assert worker_environment(Launched(0, 999), Path("x"), {})["OMP_NUM_THREADS"] == "1"

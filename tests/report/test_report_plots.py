@@ -24,6 +24,7 @@ def legend(figure):
 def test_the_loss_figure_names_its_curves(make_run, run_events):
     events = run_events(400, entropy_rate=0.9)
     events.append({"event": "resume", "step": 200})
+    events.append({"event": "resume", "step": 300, "layout": "data=7"})
     record = read_run(make_run(events))
     best = record.best()
     assert legend(loss_figure(record)) == [
@@ -32,6 +33,7 @@ def test_the_loss_figure_names_its_curves(make_run, run_events):
         f"best {best.loss:.4f} at step {best.step}",
         "entropy rate 0.9000",
         "resumed",
+        "resumed in another layout",
     ]
 
 

@@ -44,6 +44,13 @@ def test_half_a_last_line_is_skipped(make_run, run_events):
     assert record.unreadable_lines == 1
 
 
+def test_a_resume_in_another_layout_is_a_mark_of_its_own(make_run, run_events):
+    events = run_events(200)
+    fewer = [{**events[0], "event": "resume", "step": at, "layout": "data=2"} for at in (50, 100)]
+    record = read_run(make_run([{**events[0], "layout": "data=4"}, *events[1:], *fewer]))
+    assert record.marks == ((50, "layout", "data=4 → data=2"), (100, "resume", ""))
+
+
 def test_a_resumed_run(make_run, run_events, run_end):
     events = run_events(200)
     # as after a crash: the first session's end is gone, a step stands there twice

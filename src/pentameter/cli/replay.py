@@ -13,8 +13,9 @@ import tyro
 from pentameter.checkpoint.lazy_tensors import few
 from pentameter.cli.arguments import parse
 from pentameter.errors import TrainingFailedError, printable, terminal_message
-from pentameter.processes.local_launch import check_launch, python_command, run_local
+from pentameter.processes.local_launch import check_launch, run_local
 from pentameter.processes.place import find_place, processes_together
+from pentameter.processes.program import Command, python_command
 from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(arguments: list[str]) -> int:
         config, layout.world_size, place, oversubscribe=asked.oversubscribe, check_fit=True
     )
     if place is None and layout.world_size > 1:
-        run_local(python_command("replay", *arguments), layout.world_size)
+        run_local(Command(python_command("replay", *arguments)), layout.world_size)
         return 0
     from pentameter.processes.join import joined_world_of
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.arguments import parse_arguments, sizes_of_data, without_options
-from pentameter.cli.layout_option import BEST, layout_options, layout_overrides
+from pentameter.cli.launching import Launch
+from pentameter.cli.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.processes.local_launch import check_launch, python_command, run_local
+from pentameter.processes.local_launch import check_launch
 from pentameter.processes.place import Place, find_place, processes_together
-from pentameter.processes.worker import watch_launcher
+from pentameter.processes.worker import become_rank, watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.cli.time_option import TimedRun
     from pentameter.config.schema import Config
+    from pentameter.processes.join import Meeting
     from pentameter.train.hooks import TrainingRun
     from pentameter.train.profile import Profile
 
@@ -48,6 +51,13 @@ class TrainArguments:
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let --nproc start more processes than the cores of this machine can serve."""
+    nodes: Annotated[str | None, tyro.conf.arg(metavar="MIN:MAX")] = None
+    """Train on so many machines, of which each is given this command, with a --run-dir that all
+    share. One that is lost is left out, and one that comes is taken in at the next step's end."""
+    respawn: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """After a loss (a process or machine is killed, crashes, hangs) start again from the last
+    checkpoint, up to N times until there is a new one; 0 when absent, 3 with --nodes. With --layout
+    best, --nproc starts one process less after each further loss, until the next checkpoint."""
     layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
     processes, with its micro-batch; or a layout, data=2,tensor=2."""
@@ -88,6 +98,7 @@ def run(arguments: list[str]) -> int:
             f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
         )
     place = find_place()
+    _check_alone(parsed, place)
     timed = None if parsed.time is None else _timed(parsed, overrides, place)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)
@@ -98,34 +109,90 @@ def run(arguments: list[str]) -> int:
         config = _configuration_for_time(timed, parsed)
     else:
         config = _configuration(parsed, overrides, n_processes, place, say=is_main)
-    if parsed.layout is not None and place is None:
-        # The processes that are started get it as it was chosen.
-        arguments = [*without_options(arguments, ["layout"]), *layout_options(config)]
-    hooks = []
-    if parsed.profile is not None:
-        from pentameter.train.profile import parse_window
-
-        hooks.append(parse_window(parsed.profile))
-        if config.train.steps is not None:
-            hooks[0].check(config.train.steps)
+    hooks = _profile(parsed, config)
     if parsed.print_config or parsed.dry_run:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
         elif is_main:
             _print_plan(config, parsed, n_processes, place)
         return 0
-    check_launch(
-        config,
-        n_processes or 1,
-        place,
+    if parsed.layout == BEST and place is not None:
+        _train_in_best_layout(config, parsed, place, hooks)
+    elif place is None and ((n_processes or 1) > 1 or parsed.respawn or parsed.nodes):
+        launch = _launch(config, parsed, arguments)
+        if parsed.nodes is not None:
+            launch.on_nodes(parsed.nodes)
+        else:
+            chosen = partial(_configuration, parsed, overrides, place=None, say=True)
+            launch.here(lambda n: chosen(n_processes=n))
+    else:
+        check_launch(
+            config,
+            n_processes or 1,
+            place,
+            oversubscribe=parsed.oversubscribe,
+            check_fit=not parsed.force,
+        )
+        _train(config, parsed, place, hooks, timed)
+    return 0
+
+
+def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
+    """Train as one rank, in a process forked for it, and return the exit code. `request` holds the
+    environment variables, which say the rank, and the command line after `train`."""
+    from pentameter.cli.main import main
+
+    environment, arguments = request
+    become_rank(environment)
+    sys.argv = [str(Path(sys.executable).with_name("pentameter")), "train", *arguments]
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Launch:
+    """Return the processes that the command line after `train`, `arguments`, asks to start."""
+    launching = ("nproc", "nodes", "respawn", "layout", "resume")
+    return Launch(
+        function="pentameter.cli.train:train_as_rank",
+        arguments=without_options(arguments, launching),
+        n_processes=parsed.nproc or 1,
+        config=config,
+        layout=parsed.layout,
+        resume=parsed.resume,
+        folder=parsed.run_dir or Path("runs") / config.name,
+        restarts=parsed.respawn,
         oversubscribe=parsed.oversubscribe,
         check_fit=not parsed.force,
     )
-    if place is None and n_processes is not None and n_processes > 1:
-        run_local(python_command("train", *arguments), n_processes)
-        return 0
-    _train(config, parsed, place, hooks, timed)
-    return 0
+
+
+def _check_alone(parsed: TrainArguments, place: Place | None) -> None:
+    """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
+    launcher (`place`), that starts and ends processes otherwise."""
+    others: dict[str, object] = {"--sweep": parsed.sweep, "--time": parsed.time}
+    if place is not None:
+        others[place.source] = place
+    for option, is_given in (("--nodes", parsed.nodes), ("--respawn", parsed.respawn)):
+        for other, excludes in others.items():
+            if is_given and excludes:
+                raise ConfigError(f"{option} and {other} exclude each other; leave one of them out")
+    if parsed.respawn is not None and parsed.respawn < 0:
+        raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
+
+
+def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
+    """Return the hook that --profile asks for; an empty list without it. Raises ConfigError for
+    steps that the run does not make."""
+    if parsed.profile is None:
+        return []
+    from pentameter.train.profile import parse_window
+
+    hook = parse_window(parsed.profile)
+    if config.train.steps is not None:
+        hook.check(config.train.steps)
+    return [hook]
 
 
 def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
@@ -223,7 +290,8 @@ def _configuration(
     say: bool,
 ) -> Config:
     """Return the configuration that the command line names, in the requested layout; with `say`,
-    print the choices made on stderr.
+    print the choices made on stderr. A best layout of processes that a launcher started is chosen
+    later, once they have met.
 
     n_processes: how many train together, None for one. place: this process's rank, and how many a
     launcher started on each machine; None if all are on this machine.
@@ -236,7 +304,9 @@ def _configuration(
     said = []
     if parsed.init_from is None:
         said += _random_weights(Path(parsed.source))
-    if parsed.layout == BEST:
+    is_launched = place is not None or parsed.nodes is not None
+    is_chosen_together = is_launched and not (parsed.print_config or parsed.dry_run)
+    if parsed.layout == BEST and not is_chosen_together:
         from pentameter.train.best_layout import best_layout
 
         n_together = n_processes or 1
@@ -269,15 +339,17 @@ def _train(
     place: Place | None,
     hooks: list[Profile],
     timed: TimedRun | None,
+    meeting: Meeting | None = None,
 ) -> None:
-    """Train in this process, alone or as a rank of a launched group (`place`; None if alone). A
-    run of `--time` (`timed`) that would miss its time is resumed here once, with another number of
-    steps. Rank 0 prints the commands to go on with."""
+    """Train in this process, alone or as a rank of a launched group (`place`; None if alone), whose
+    processes have met (`meeting`) or will meet now (None). A run of `--time` (`timed`) that would
+    miss its time is resumed here once, with another number of steps. Rank 0 prints the commands to
+    go on with."""
     from pentameter.processes.join import joined_world_of
     from pentameter.train.loop import Trainer
     from pentameter.train.time_kept import TimeKept
 
-    with joined_world_of(config, place) as world:
+    with joined_world_of(config, place, meeting) as world:
         moved: Config | None = config
         resume = parsed.resume
         while moved is not None:
@@ -297,6 +369,24 @@ def _train(
                 moved, resume = timed.moved(kept, trainer.run), "must"
     if world.is_main:
         _print_next_steps(trainer.run)
+
+
+def _train_in_best_layout(
+    config: Config, parsed: TrainArguments, place: Place, hooks: list[Profile]
+) -> None:
+    """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
+    the end if that layout has no use for this rank. Collective."""
+    from pentameter.processes.join import meet
+    from pentameter.train.best_layout import choose_together
+
+    meeting = meet(place, config.parallel.timeout_seconds)
+    chosen, training = choose_together(config, meeting, lambda: sizes_of_data(config))
+    if place.rank >= training.world_size:
+        meeting.wait_as_spare()
+        return
+    _train(chosen, parsed, training, hooks, None, meeting)
+    if place.rank == 0:
+        meeting.release_spares(training.world_size)
 
 
 def _print_plan(

@@ -106,6 +106,15 @@ class Child:
         """Process id; the child's session and process group have the same one."""
         return self.process.pid
 
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended, negative for a signal; None while it
+        runs."""
+        return self.process.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process; do nothing if it has ended."""
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         """Send SIGKILL to the process and everything in its process group, unless it is
         known to have ended."""
@@ -137,14 +146,15 @@ class PythonChild(Child):
         environment: Mapping[str, str] = os.environ,
         folder: Path | None = None,
         output: IO[bytes] | None = None,
+        prints: bool = False,
     ) -> None:
         """Start the interpreter. It calls `function` (`module:name`) once, with `arguments`; the
         callable that this returns answers each request.
 
         The child's stdout and stderr go to `output`; by default stderr is this process's, and
-        stdout is discarded. environment: the child's variables. folder: a temporary folder that the
-        child removes if this process is killed and cannot. Raises OSError if the system cannot
-        start a process.
+        stdout is discarded, or with `prints` this process's, too. environment: the child's
+        variables. folder: a temporary folder that the child removes if this process is killed and
+        cannot. Raises OSError if the system cannot start a process.
         """
         from multiprocessing import Pipe
 
@@ -156,7 +166,7 @@ class PythonChild(Child):
                 [*python, *what],
                 environment,
                 folder=folder,
-                stdout=output or subprocess.DEVNULL,
+                stdout=output or (None if prints else subprocess.DEVNULL),
                 stderr=output,
                 pass_fds=[theirs.fileno()],
             )
@@ -207,17 +217,29 @@ class ForkServer(PythonChild):
 
     _role = "fork server"
 
-    def fork(self, function: str) -> Forked:
+    def fork(self, function: str, output: int | None = None) -> Forked:
         """Fork a worker that answers each request by calling `function` (`module:name`) with it.
-        Raises ChildEndedError if the fork server has ended."""
+        Its stdout and stderr go to the file descriptor `output`, None for the fork server's. Raises
+        ChildEndedError if the fork server has ended."""
         from multiprocessing import Pipe
         from multiprocessing.reduction import send_handle
 
         ours, theirs = Pipe()
         with theirs, self._end_raised():
-            self.connection.send(function)
-            send_handle(self.connection, theirs.fileno(), self.pid)
+            descriptors = [theirs.fileno(), *([] if output is None else [output])]
+            self.connection.send((function, len(descriptors)))
+            for descriptor in descriptors:
+                send_handle(self.connection, descriptor, self.pid)
             return Forked(self.connection.recv(), ours)
+
+    def start(self, function: str, request: Any, output: int | None = None) -> ForkedChild:
+        """Fork a worker that calls `function` (`module:name`) with one request and exits with the
+        code that this returns. `output` is as for `fork`. Raises ChildEndedError if the fork server
+        has ended."""
+        worker = self.fork(function, output)
+        with suppress(OSError):  # it has ended already, which `poll` will tell
+            worker.connection.send(request)
+        return ForkedChild(self, worker)
 
     def end(self, worker: Forked) -> int:
         """Kill a worker if it still runs, and return its exit code. Raises ChildEndedError if the
@@ -225,6 +247,58 @@ class ForkServer(PythonChild):
         code: int = self.ask(worker.pid)
         worker.connection.close()
         return code
+
+
+class ForkedChild:
+    """A worker of a ForkServer as a process that runs to its end, like a Child."""
+
+    def __init__(self, server: ForkServer, worker: Forked) -> None:
+        self._server, self._worker = server, worker
+        self._code: int | None = None
+        self._is_awaited = False
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._worker.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended, negative for a signal; None while it
+        runs."""
+        if self._code is None and self._worker.connection.poll():
+            answer = None
+            with suppress(EOFError, OSError):  # it left without one
+                answer = self._worker.connection.recv()
+            self._code = self._end(answer)
+        return self._code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process; do nothing if it is known to have ended. A signal's handler
+        may call this."""
+        if not self._is_awaited:  # so the id is still its own
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, unless it is known to have ended. What it has started ends
+        with it."""
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> int:
+        """Kill the process if it still runs, wait for it, and return its exit code; negative for a
+        signal."""
+        if self.poll() is None:
+            self._code = self._end(None)
+        assert self._code is not None
+        return self._code
+
+    def _end(self, answer: int | None) -> int:
+        self._is_awaited = True
+        try:
+            code = self._server.end(self._worker)
+        except ChildEndedError as error:  # the worker ends with it
+            code = error.code
+        return code if answer is None else answer
 
 
 def exit_reason(code: int) -> str:
@@ -284,8 +358,9 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
 
 
 def _serve_forks(connection: Connection, module: str) -> NoReturn:
-    """Import `module`, then fork a worker for each function name received, and kill a worker for
-    each process id received, until the connection closes."""
+    """Import `module`, then fork a worker for each function name received, with the descriptors of
+    its connection and perhaps of its output, and kill a worker for each process id received, until
+    the connection closes."""
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import recv_handle
 
@@ -294,12 +369,16 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
     gc.freeze()  # what is never written to is shared with the workers
     workers: set[int] = set()
     for request in _requests(connection):
-        if isinstance(request, str):
-            handle = recv_handle(connection)
+        if isinstance(request, tuple):
+            function, n_descriptors = request
+            handle, *output = [recv_handle(connection) for _ in range(n_descriptors)]
             worker = os.fork()
             if not worker:
-                _work(connection, Connection(handle), request)
-            os.close(handle)
+                if output:
+                    _print_to(output[0])
+                _work(connection, Connection(handle), function)
+            for descriptor in (handle, *output):
+                os.close(descriptor)
             workers.add(worker)
             connection.send(worker)
         else:
@@ -308,6 +387,14 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
     for worker in workers:  # which may hang, and write to the folder until they end
         _kill(worker)
     _end(os.environ[LIFELINE].partition(" ")[2])
+
+
+def _print_to(output: int) -> None:
+    """Send this process's stdout and stderr to the file descriptor `output`."""
+    for standard, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(output, standard)
+        # The streams that are there may take it for the file that it was, where they can seek.
+        setattr(sys, name, os.fdopen(standard, "w", buffering=1, closefd=False))
 
 
 def _work(server: Connection, connection: Connection, function: str) -> NoReturn:

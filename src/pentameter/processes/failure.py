@@ -104,6 +104,14 @@ class Failure:
     """In a consequence, where the process waited: the collective in words."""
     stack: str = ""
     """In a consequence, the functions in which the process waited, a line for each."""
+    killed: bool = False
+    """True if the process ended without a report: by SIGKILL, a segmentation fault, an abort."""
+
+    @property
+    def is_loss(self) -> bool:
+        """True if the same command, started again, may succeed: a process was killed, lost or met
+        an unexpected error, such as a device's. An expected error would come again."""
+        return self.killed or self.consequence or not self.expected
 
 
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
@@ -217,11 +225,12 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
         place = find_place()
     except ConfigError:
         return False  # probably the very error to report
-    if place is None:
+    is_launched = LAUNCH_FOLDER in os.environ  # one process alone, too
+    if place is None and not is_launched:
         return False
-    failure = failure_of(error, place.rank)
-    if place.source == "--nproc":
-        path = report_path(Path(os.environ[LAUNCH_FOLDER]), place.rank)
+    failure = failure_of(error, 0 if place is None else place.rank)
+    if is_launched:
+        path = report_path(Path(os.environ[LAUNCH_FOLDER]), failure.rank)
         with suppress(OSError):  # a full disk; the exit code still tells
             path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     else:

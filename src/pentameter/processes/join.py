@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
@@ -21,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -56,7 +58,13 @@ microseconds."""
 ANSWER_SECONDS = 1.0
 """Shortest timeout for a request to a store; a working store responds within milliseconds."""
 
+_STORE_SECONDS = 30.0
+"""Seconds without a response after which a store that many may be asking counts as cut off."""
+
+_SPARE_POLL_SECONDS = 0.5  # the longest interval of those that wait for a whole run
 _POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
+
+_ENDED = "ended"
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
 """Result of `lost_process` → seconds to wait for the other ranks to report that they, too, lost a
@@ -81,14 +89,15 @@ def lone_world() -> World:
 
 
 def joined_world_of(
-    config: Config, place: Place | None = None
+    config: Config, place: Place | None = None, meeting: Meeting | None = None
 ) -> contextlib.AbstractContextManager[World]:
     """Return a context manager that joins the processes of a run and yields their World:
     `joined_world` with the configuration's device and timeout, and with a process group even for
     one process if ZeRO shards parameters.
 
-    place: this process's rank and how the processes meet; None for one process. Raises ConfigError
-    for a device that this machine does not have.
+    place: this process's rank among those that train, and how they meet; None for one process.
+    meeting: the one in which these and others have met; None if they have not yet. Raises
+    ConfigError for a device that this machine does not have.
     """
     from pentameter.machine.choices import choose_device
 
@@ -97,6 +106,7 @@ def joined_world_of(
         place,
         always_group=config.parallel.zero > 0,
         timeout_seconds=config.parallel.timeout_seconds,
+        meeting=meeting,
     )
 
 
@@ -107,6 +117,7 @@ def joined_world(
     *,
     always_group: bool = False,
     timeout_seconds: float | None = None,
+    meeting: Meeting | None = None,
 ) -> Iterator[World]:
     """Context manager: join the processes that `place` describes, and yield their World (ranks,
     sizes and small collectives). Collective.
@@ -121,13 +132,12 @@ def joined_world(
             parameters need one.
         timeout_seconds: longest wait for another rank; None for the default of
             `parallel.timeout_seconds`.
+        meeting: the one in which these processes, perhaps with others, have met; None to meet now.
 
     An exception leaves at once, without waiting for the others. The process group is then not
     destroyed, since that could wait for them. Raises LostProcessError, naming the ranks, if others
     went away, did not arrive, or did not respond in time.
     """
-    if place is not None and place.source == "torchrun":
-        watch_agent()
     n_processes = 1 if place is None else place.world_size
     if n_processes == 1 and not always_group:
         yield World()
@@ -140,8 +150,8 @@ def joined_world(
     if timeout_seconds is None:
         timeout_seconds = ParallelConfig().timeout_seconds
     place = place or Place(0, 1, 0, 1, "", "one process")
-    store = open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds))
-    launched = place.source == "--nproc"  # the launcher reads progress, and asks for stacks
+    store = (meeting or meet(place, timeout_seconds)).store
+    launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
     path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank) if launched else None
     dump_stacks = place.world_size > 1 and not launched
     progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
@@ -279,6 +289,63 @@ def set_threads(world: World) -> int:
 
 
 # -- the rendezvous ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Processes that have met, `place` being this one's among them, and the `store` through which
+    they did. A few of them may train while the others, spare processes that no layout can use, wait
+    for the end: torchrun and srun take a process that ends for one whose work is done."""
+
+    place: Place
+    store: Store
+
+    def tell(self, key: str, value: str) -> None:
+        """Set `key` for all processes; `read` waits for it."""
+        self.store.set(key, value)
+
+    def read(self, key: str, timeout_seconds: float = RENDEZVOUS_SECONDS) -> str:
+        """Wait until another process has set `key`, and return its value. Raises LostProcessError
+        if none has within `timeout_seconds`, or if the store is gone."""
+        deadline, pause = time.monotonic() + timeout_seconds, _POLL_SECONDS[0]
+        read = _reader(self.store)
+        try:
+            while not (value := _ask_store(lambda: read(key), time.monotonic() + _STORE_SECONDS)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no {key} within {timeout_seconds:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, _SPARE_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise LostProcessError(
+                f"rank 0, or the store{_address(self.store)}, is gone ({error or 'no answer'}); "
+                "look for its message"
+            ) from error
+        return value
+
+    def wait_as_spare(self) -> None:
+        """Return once the ranks that train have ended well. Raises LostProcessError if the store is
+        gone, which ends with the process that keeps it."""
+        self.read(_ENDED, math.inf)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{_ENDED}/{self.place.rank}", "1")
+
+    def release_spares(self, n_training: int) -> None:
+        """End the wait of the ranks from `n_training` on, and return once they have seen it, after
+        _STORE_SECONDS at most: this process may keep the store. Called on rank 0."""
+        answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.place.world_size)]
+        self.store.set(_ENDED, "1")
+        deadline = time.monotonic() + _STORE_SECONDS
+        while answers and not self.store.check(answers) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1])
+
+
+def meet(place: Place, timeout_seconds: float) -> Meeting:
+    """Wait until all processes of `place` have arrived, at most RENDEZVOUS_SECONDS or
+    `timeout_seconds`, and return their Meeting. Collective. Raises the errors of `open_store`:
+    LostProcessError and ConfigError."""
+    if place.source == "torchrun":
+        watch_agent()
+    return Meeting(place, open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds)))
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +22,22 @@ from typing import TYPE_CHECKING
 
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
-from pentameter.machine.child import Child, exit_reason
-from pentameter.machine.cores import check_memory, check_processes, environment_of_one
+from pentameter.machine.child import (
+    Child,
+    ForkedChild,
+    exit_reason,
+)
+from pentameter.machine.cores import check_memory, check_processes
 from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
     first_failure,
+    print_failure,
     read_report,
     spelled,
 )
-from pentameter.processes.place import LAUNCH_FOLDER, Place
+from pentameter.processes.place import Place
+from pentameter.processes.program import Launched, Program, worker_environment
 from pentameter.processes.progress import (
     Watchdog,
     culprits,
@@ -49,15 +54,13 @@ GRACE_SECONDS = 4.0
 """Seconds in which the other processes may end by themselves after one failed, and again after
 SIGTERM."""
 
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 # Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
-def run_local(
-    command: Sequence[str], n_processes: int, *, grace_seconds: float = GRACE_SECONDS
-) -> None:
-    """Run `command` as `n_processes` processes, and return when all are done.
+def run_local(program: Program, n_processes: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
+    """Run `program` as `n_processes` processes, and return when all are done.
 
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
     stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
@@ -69,17 +72,52 @@ def run_local(
     process was killed. Call it in the main thread.
     """
     with ExitStack() as stack:
-        workers = _Workers(stack.enter_context(scratch_folder()), grace_seconds)
+        workers = Workers(stack.enter_context(scratch_folder()), grace_seconds)
         stack.enter_context(handling_stop_signals(workers.on_signal))
         suspend = signal.signal(signal.SIGTSTP, workers.on_suspend)
         stack.callback(signal.signal, signal.SIGTSTP, suspend)
         stack.callback(workers.end)
-        workers.start(command, n_processes)
-        failures = workers.wait()
+        workers.start(program, [Launched(rank, n_processes) for rank in range(n_processes)])
+        while not workers.have_ended():
+            time.sleep(POLL_SECONDS)
+        failures = workers.failures
     if failures:
         failure = _with_wait(first_failure(failures), failures)
         if failure.message:
             raise WorkerFailedError(failure)
+
+
+def respawn(
+    start: Callable[[int, bool], None],
+    n_processes: int,
+    n_restarts: int,
+    *,
+    may_shrink: bool,
+    progress: Callable[[], object],
+) -> None:
+    """Call `start` with `n_processes`, and again after each lost process, at most `n_restarts`
+    times until there was progress; then raise the last WorkerFailedError.
+
+    start: run so many processes to the end; its second argument is True after a loss. Its
+        WorkerFailedError counts as a loss if the failure says so, and is raised at once if not.
+    may_shrink: after a second loss without progress take one process less, after the next one less
+        again; with progress, all.
+    progress: return a value that changes with every checkpoint.
+    """
+    n, n_lost, before = n_processes, 0, progress()
+    while True:
+        try:
+            return start(n, n_lost > 0)
+        except WorkerFailedError as error:
+            now = progress()
+            n_lost = n_lost + 1 if now == before else 1
+            if not error.failure.is_loss or n_lost > n_restarts:
+                raise
+            before = now
+            n = max(1, n_processes - n_lost + 1) if may_shrink else n_processes
+            print_failure(error.failure, debug=False)
+            left = f"{n_restarts - n_lost} more times without a new checkpoint"
+            print(f"pentameter: starting {n} processes again, {left}", file=sys.stderr, flush=True)
 
 
 def check_launch(
@@ -114,104 +152,86 @@ def check_launch(
         check_memory(n_processes, plan_state_bytes(plan).state_bytes)
 
 
-def python_command(*arguments: str) -> list[str]:
-    """Return the command line that runs `pentameter ARGUMENTS` with this Python interpreter, which
-    looks for modules in the current folder only if this process does."""
-    # -P: the current folder may hold a user's `numpy.py`. But if this process found its own
-    # modules there, as `python -m` does, its workers may do so, too.
-    safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-    return [sys.executable, *safe, "-m", "pentameter", *arguments]
+class Workers:
+    """The processes of one launch on this machine, started, watched and ended by the launcher.
+    `folder` is the launch folder, for rendezvous and reports. After a failure the other processes
+    have `grace_seconds` to end by themselves, and as long again after SIGTERM."""
 
-
-def worker_environment(
-    rank: int, n_processes: int, folder: Path, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Return the environment variables for the process with `rank` among `n_processes` on this
-    machine: `environ`, torch.distributed's rank variables, the launch folder `folder`, the thread
-    count, and the loopback interface for gloo and NCCL."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {
-        **environment_of_one(n_processes, environ),
-        LAUNCH_FOLDER: str(folder),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(n_processes),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(n_processes),
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-    }
-
-
-class _Workers:
-    """The processes of one launch, started, watched and ended by the launcher. `folder` is the
-    launch folder, for rendezvous and reports. After a failure the other processes have
-    `grace_seconds` to end by themselves, and as long again after SIGTERM."""
-
-    def __init__(self, folder: Path, grace_seconds: float) -> None:
+    def __init__(self, folder: Path, grace_seconds: float = GRACE_SECONDS) -> None:
+        self.failures: list[Failure] = []
+        """Failures of the processes that have ended."""
         self._folder = folder
         self._grace_seconds = grace_seconds
-        self._children: list[Child] = []
-        self._running: dict[int, Child] = {}
+        self._children: list[Child | ForkedChild] = []
+        self._running: dict[int, Child | ForkedChild] = {}
         self._relays: list[threading.Thread] = []
-        self._received: list[signal.Signals] = []
-        self._received_at = 0.0
+        self.received: list[signal.Signals] = []
+        """Stop signals forwarded to the processes so far."""
+        self.received_at = 0.0
+        self._failed_at: float | None = None
+        self._hurried_at: float | None = None
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
 
-    def start(self, command: Sequence[str], n_processes: int) -> None:
-        """Start `command` as processes 0 … n_processes - 1; no further ones once a stop signal has
+    def start(self, program: Program, processes: Sequence[Launched]) -> None:
+        """Start `program` once for each of `processes`; no further ones once a stop signal has
         arrived. Raises StorageError if the system cannot start one."""
         try:
-            for rank in range(n_processes):
-                if self._received:
+            for process in processes:
+                if self.received:
                     break
-                child = Child(
-                    command,
-                    worker_environment(rank, n_processes, self._folder),
-                    folder=self._folder,
-                    stdout=subprocess.PIPE if rank else None,
-                    stderr=subprocess.STDOUT if rank else None,
-                )
+                environment = worker_environment(process, self._folder)
+                child = self._started(program, process.rank, environment)
                 self._children.append(child)
-                for number in self._received:  # signals received while it was being started
-                    child.process.send_signal(number)
-                if child.process.stdout is not None:
-                    said = io.TextIOWrapper(child.process.stdout, "utf-8", errors="replace")
-                    relay = threading.Thread(target=_relay, args=(rank, said), daemon=True)
-                    relay.start()
-                    self._relays.append(relay)
+                self._running[process.rank] = child
+                for number in self.received:  # signals received while it was being started
+                    child.send_signal(number)
         except OSError as error:
             raise StorageError(
-                f"cannot start process {len(self._children) + 1} of {n_processes}: "
+                f"cannot start process {len(self._children) + 1} of {len(processes)}: "
                 f"{error.strerror}; a smaller --nproc may fit"
             ) from error
 
-    def wait(self) -> list[Failure]:
-        """Wait until every process has ended, ending those that hang after a failure or a stop
-        signal, and return the failures."""
-        failures: list[Failure] = []
-        self._running = dict(enumerate(self._children))
-        failed_at = hurried_at = None
-        while self._running:
-            for rank, child in list(self._running.items()):
-                code = child.process.poll()
-                if code is None:
-                    continue
-                del self._running[rank]
-                ended = self._failures_of(rank, code)
-                failures += ended
-                # An agreed stop may take another rank longer, so it alone sets no deadline. If a
-                # signal ended one rank only, another may wait in C++, deaf to Python's signals.
-                if failed_at is None and not all(failure.agreed for failure in ended):
-                    failed_at = time.monotonic()
-            if hurried_at is None and len(self._received) > 1:
-                hurried_at = time.monotonic()
-            self._end_overdue(failed_at, hurried_at, failures)
-            failures += self._end_silent()
-            time.sleep(_POLL_SECONDS)
-        for relay in self._relays:
-            relay.join(1.0)  # a process that outlives the worker may hold the pipe
-        return failures
+    def _started(
+        self, program: Program, rank: int, environment: Mapping[str, str]
+    ) -> Child | ForkedChild:
+        """Start one process; what it prints is relayed, unless its rank is 0."""
+        if rank == 0:
+            return program.start(environment, self._folder, None)
+        read_end, write_end = os.pipe()
+        said = io.TextIOWrapper(io.FileIO(read_end), "utf-8", errors="replace")
+        try:
+            child = program.start(environment, self._folder, write_end)
+        finally:
+            os.close(write_end)
+        relay = threading.Thread(target=_relay, args=(rank, said), daemon=True)
+        relay.start()
+        self._relays.append(relay)
+        return child
+
+    def have_ended(self) -> bool:
+        """Look at the processes, end those that hang after a failure or a stop signal, and return
+        True once all have ended. Call it again and again until then."""
+        for rank, child in list(self._running.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            del self._running[rank]
+            ended = self._failures_of(rank, code)
+            self.failures += ended
+            # An agreed stop may take another rank longer, so it alone sets no deadline. If a
+            # signal ended one rank only, another may wait in C++, deaf to Python's signals.
+            if self._failed_at is None and not all(failure.agreed for failure in ended):
+                self._failed_at = time.monotonic()
+        if self._hurried_at is None and len(self.received) > 1:
+            self._hurried_at = time.monotonic()
+        self._end_overdue(self._failed_at, self._hurried_at, self.failures)
+        self.failures += self._end_silent()
+        if self._running:
+            return False
+        while self._relays:
+            self._relays.pop().join(1.0)  # a process that outlives the worker may hold the pipe
+        return True
 
     def _end_overdue(
         self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
@@ -251,16 +271,16 @@ class _Workers:
         Return one failure that names the ranks that hang; an empty list if nothing was done. One
         process that hangs makes all others wait.
         """
-        if not self._running or not self._received or self._ended_by_us:
+        if not self._running or not self.received or self._ended_by_us:
             return []
         self._watchdog.look(self._running)
-        if not self._watchdog.timed_out(self._running, self._received_at):
+        if not self._watchdog.timed_out(self._running, self.received_at):
             return []
         self._ended_by_us = True
         silent = self._show_stacks()
-        seconds = time.monotonic() - self._received_at
+        seconds = time.monotonic() - self.received_at
         message = (
-            f"stopped by {self._received[0].name}, but {spelled(silent)} did nothing more for "
+            f"stopped by {self.received[0].name}, but {spelled(silent)} did nothing more for "
             f"{seconds:.0f} s {self._watchdog.place(silent[0])} and had to be killed; the same "
             "command goes back to the last checkpoint"
         )
@@ -290,15 +310,15 @@ class _Workers:
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
         interrupted = code == 128 + signal.SIGINT  # before it handled signals
-        if report is not None and not (interrupted and self._received):
+        if report is not None and not (interrupted and self.received):
             return [report]
         if code == 0:
             return []
-        if len(self._received) > 1 and (code == stopped or self._ended_by_us):
+        if len(self.received) > 1 and (code == stopped or self._ended_by_us):
             message = "stopped at once by a second signal; the same command continues"
             return [Failure(rank, stopped, message, now)]
-        if self._received and (interrupted or code == stopped or -code in self._received):
-            name = self._received[0].name
+        if self.received and (interrupted or code == stopped or -code in self.received):
+            name = self.received[0].name
             message = f"stopped by {name} before the first step; the same command starts again"
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
@@ -312,12 +332,12 @@ class _Workers:
             )
             now = 0.0 if -code in _ROOT_CAUSES else now
             code = TrainingFailedError.exit_code
-        return [Failure(rank, code, message, now)]
+        return [Failure(rank, code, message, now, killed=True)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""
-        self._received_at = self._received_at or time.monotonic()
-        self._received.append(signal.Signals(number))
+        self.received_at = self.received_at or time.monotonic()
+        self.received.append(signal.Signals(number))
         self._send(signal.Signals(number))
 
     def on_suspend(self, number: int, frame: FrameType | None) -> None:
@@ -329,7 +349,7 @@ class _Workers:
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._children:
-            child.process.send_signal(number)  # skips a process that has ended
+            child.send_signal(number)
 
     def _kill(self) -> None:
         """Kill the running workers, with every process that they started."""
@@ -337,7 +357,8 @@ class _Workers:
             child.kill()
 
     def end(self) -> None:
-        """Kill the workers that still run, and wait for them."""
+        """Kill the workers that still run, and wait for them; that is no failure of theirs."""
+        self._ended_by_us = True
         for child in self._children:
             child.close()
 

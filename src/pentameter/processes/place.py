@@ -17,6 +17,10 @@ LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """Environment variable with the launch folder: the private one for `--nproc`, in which its
 processes meet and leave their reports."""
 
+STORE = "PENTAMETER_STORE"
+"""Environment variable with HOST:PORT of the store in which the processes of several nodes meet;
+`--nodes` sets it for an attempt."""
+
 _FIRST_PORT, _N_PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
 _HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, ranges and all
 
@@ -35,7 +39,7 @@ class Place:
     """The address at which they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or
     `file://PATH`, with the path unescaped."""
     source: str
-    """Who started the processes: `torchrun`, `SLURM`, `--nproc` or `environment`
+    """Who started the processes: `torchrun`, `SLURM`, `--nproc`, `--nodes` or `environment`
     (torch.distributed's variables set by something else)."""
 
 
@@ -50,7 +54,10 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
     if LAUNCH_FOLDER in environ:
         meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
-        place = _place(environ, "--nproc", meet)
+        source = "--nproc"
+        if STORE in environ:
+            meet, source = f"tcp://{environ[STORE]}", "--nodes"
+        place = _place(environ, source, meet)
     # A batch script can export WORLD_SIZE for all its tasks, but not each task's RANK.
     elif "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
         place = _torch_place(environ)

@@ -7,12 +7,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from pentameter.machine.child import LIFELINE, end_with_parent
 from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import write_stacks_when_asked
+from pentameter.processes.stop_signals import stop_at_once
 
 ORPHAN_SECONDS = 25
 """Seconds in which a worker whose torchrun agent is gone may save and exit before it is killed."""
@@ -22,11 +24,24 @@ _PARENT_POLL_SECONDS = 1.0
 
 def watch_launcher() -> None:
     """From now on, end this process and those it started when `--nproc`'s launcher is gone, and
-    write all stacks to a file on the launcher's signal. In any other process this does nothing."""
+    write all stacks to a file on the launcher's signal. A worker of torchrun, also one alone, ends
+    with its agent (`watch_agent`). In any other process this does nothing."""
+    if {"RANK", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
+        watch_agent()
     if LIFELINE not in os.environ:
         return  # this is not a worker, though a worker may have started it
     end_with_parent()
     write_stacks_when_asked(Path(os.environ[LAUNCH_FOLDER]), int(os.environ["RANK"]))
+
+
+def become_rank(environment: Mapping[str, str]) -> None:
+    """From now on, be the rank that the environment variables say: they replace this process's.
+    For a process forked by a server that has ended its imports: stop signals end it with exit code
+    75, and it writes all stacks to a file on the launcher's signal."""
+    stop_at_once()
+    os.environ.clear()
+    os.environ.update(environment)
+    write_stacks_when_asked(Path(environment[LAUNCH_FOLDER]), int(environment["RANK"]))
 
 
 @cache  # once per process is enough

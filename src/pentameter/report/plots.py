@@ -401,9 +401,13 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
 def _draw_marks(
     axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
 ) -> None:
-    """Draw a dotted vertical line at each resume and a dashed one at each rollback, with legend
-    entries if `labelled`."""
-    for kind, label, dashes in (("resume", "resumed", (1, 2)), ("rollback", "rolled back", (4, 2))):
+    """Draw a vertical line at each resume (dotted), resume in another layout (dots and dashes) and
+    rollback (dashed), with legend entries if `labelled`."""
+    for kind, label, dashes in (
+        ("resume", "resumed", (1, 2)),
+        ("layout", "resumed in another layout", (6, 2, 1, 2)),
+        ("rollback", "rolled back", (4, 2)),
+    ):
         steps = [step for step, mark, _ in record.marks if mark == kind]
         for index, step in enumerate(steps[:50]):  # more would hide the curve
             axes.axvline(

@@ -87,7 +87,8 @@ class RecordedRun:
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, "resume", "skip", "rollback" or "copy failed", reason) for each such event."""
+    """(step, "resume", "layout", "skip", "rollback" or "copy failed", reason) for each such event;
+    "layout" is a resume in another layout."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
@@ -141,8 +142,9 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, "resume", "skip", "rollback" or "copy failed", reason) for each such event in
-    `events`. A resume's reason is what it changed: "712 → 1,923 steps"."""
+    """Yield (step, "resume", "layout", "skip", "rollback" or "copy failed", reason) for each such
+    event in `events`. A resume's reason is what it changed: "712 → 1,923 steps"; it is a "layout"
+    if that is among it."""
     before: dict[str, Any] = {}
     for event in events:
         kind, reason = str(event["event"]), str(event.get("reason") or "")
@@ -152,14 +154,17 @@ def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
                 for key in CHANGED_BY_RESUME
                 if isinstance(event.get(key), int | str)
             }
+            is_other_layout = before.get("layout") != now.get("layout", before.get("layout"))
             if kind == "resume" and not reason:
                 reason = ", ".join(
                     f"{_grouped(before[key])} → {_grouped(value)}{CHANGED_BY_RESUME[key]}"
                     for key, value in now.items()
                     if before.get(key, value) != value
                 )
+            if kind == "resume" and is_other_layout:
+                kind = "layout"
             before |= now
-        if kind in ("resume", "skip", "rollback"):
+        if kind in ("resume", "layout", "skip", "rollback"):
             yield _integer(event.get("step")), kind, reason
         if kind == "copy" and event.get("error"):
             yield _integer(event.get("step")), "copy failed", str(event["error"])

@@ -53,7 +53,15 @@ RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
 """Files that are appended to in place; any other is replaced as a whole, so that a link at its name
 is harmless."""
-WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard", "wandb")
+WRITTEN_FOLDERS = (
+    "checkpoints",
+    "samples",
+    RANK_LOGS,
+    "profile",
+    "tensorboard",
+    "wandb",
+    "nodes",
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import TrainingFailedError
 from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
-from pentameter.processes.local_launch import worker_environment
+from pentameter.processes.program import Launched, worker_environment
 from pentameter.verify.jobs import Failed, Job
 
 GRACE_SECONDS = 0.5
@@ -53,7 +53,10 @@ class Workers:
             errors = stack.enter_context(self._errors_path.open("ab"))
             self.server = ForkServer(
                 "pentameter.verify.steps",
-                environment={**worker_environment(0, 1, self._folder), "OMP_NUM_THREADS": "1"},
+                environment={
+                    **worker_environment(Launched(0, 1), self._folder),
+                    "OMP_NUM_THREADS": "1",
+                },
                 folder=self._folder,
                 output=errors,
             )

@@ -1,0 +1,137 @@
+"""How `train` launches its processes: on this machine, or with the launchers of others."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pentameter.cli.layout_option import BEST, layout_options
+from pentameter.errors import ConfigError
+from pentameter.processes.local_launch import check_launch, respawn, run_local
+from pentameter.processes.program import Command, Preloaded, python_command
+
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
+
+NODES_RESTARTS = 3
+"""`--respawn` for `--nodes`, if it is not given."""
+
+IMPORTED = "pentameter.train.loop"
+"""The module that processes which may be started again find imported: it imports torch, and nearly
+all that training needs."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Processes to start on this machine."""
+
+    function: str
+    """`module:name` of the function that trains as a rank, in a process of its own."""
+    arguments: list[str]
+    """The command line after `train`, without the options for the launcher and --resume."""
+    n_processes: int
+    config: Config
+    """The configuration for all of these processes."""
+    layout: str | None
+    resume: str
+    folder: Path
+    """The run folder."""
+    restarts: int | None
+    oversubscribe: bool
+    check_fit: bool
+    """False with --force."""
+
+    def here(self, chosen: Callable[[int], Config]) -> None:
+        """Train as processes of this machine alone, and start them again as `restarts` says.
+        `chosen` returns the configuration for so many processes; with --layout best it is asked
+        again after a loss."""
+        if not self.restarts:
+            arguments, n_processes = self._fitted(self.n_processes, self.config, self.resume)
+            run_local(Command(python_command("train", *arguments)), n_processes)
+            return
+        with closing(Preloaded(IMPORTED, self.function, self.n_processes)) as program:
+
+            def start(n_processes: int, again: bool) -> None:
+                is_other = self.layout == BEST and n_processes != self.n_processes
+                config = chosen(n_processes) if is_other else self.config
+                resume = "auto" if again and self.resume == "never" else self.resume
+                program.arguments, n_processes = self._fitted(n_processes, config, resume)
+                run_local(program, n_processes)
+
+            respawn(
+                start,
+                self.n_processes,
+                self.restarts,
+                may_shrink=self.layout == BEST,
+                progress=lambda: newest_checkpoint(self.folder),
+            )
+
+    def on_nodes(self, nodes: str) -> None:
+        """Train with the launchers of other machines; `nodes` is the value of --nodes. Raises
+        ConfigError if the number of nodes may change and the layout cannot."""
+        from pentameter.processes.attempts import Rules
+        from pentameter.processes.node_launch import run_on_nodes
+
+        if sys.platform != "linux":
+            raise ConfigError("--nodes asks Linux for network interfaces; start with torchrun here")
+        least, most = parse_nodes(nodes)
+        if least != most and self.layout != BEST:
+            raise ConfigError(
+                f"--nodes {nodes}: each number of nodes needs a layout that fits it; add "
+                f"--layout {BEST}, or name one number of nodes"
+            )
+        if self.resume == "never":
+            raise ConfigError(
+                "--nodes starts the same command again after a loss, and --resume never would "
+                "refuse it; leave it out"
+            )
+        if self.layout != BEST:
+            self._check(self.config, most * self.n_processes)
+        restarts = NODES_RESTARTS if self.restarts is None else self.restarts
+        layout = [] if self.layout is None else [f"--layout={self.layout}"]
+        with closing(Preloaded(IMPORTED, self.function, self.n_processes)) as program:
+            program.arguments = [*self.arguments, f"--resume={self.resume}", *layout]
+            run_on_nodes(
+                program,
+                self.n_processes,
+                self.folder / "nodes",
+                Rules(least, most, restarts),
+                lambda: newest_checkpoint(self.folder),
+            )
+
+    def _fitted(self, n_processes: int, config: Config, resume: str) -> tuple[list[str], int]:
+        """Return the arguments of `train` for each process, and how many there are to be: of
+        `n_processes`, a best layout may have no use for all."""
+        from pentameter.planning.layout import make_layout
+
+        if self.layout == BEST:
+            n_processes = make_layout(config.parallel).world_size
+        self._check(config, n_processes)
+        # The processes get the layout as it was chosen.
+        layout = [] if self.layout is None else layout_options(config)
+        return [*self.arguments, f"--resume={resume}", *layout], n_processes
+
+    def _check(self, config: Config, n_processes: int) -> None:
+        oversubscribe, check_fit = self.oversubscribe, self.check_fit
+        check_launch(config, n_processes, None, oversubscribe=oversubscribe, check_fit=check_fit)
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the least and the most nodes that `--nodes` names: `2` or `1:4`. Raises
+    ConfigError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nodes {text} must be MIN:MAX, like 1:4, or one number of nodes")
+    return least, most
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """Return the name of the newest complete checkpoint in a run folder; "" without one."""
+    names = (each.name for each in (folder / "checkpoints").glob("step-*") if not each.suffix)
+    return max(names, default="")

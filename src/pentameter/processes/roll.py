@@ -1,0 +1,345 @@
+"""The roll of a run's nodes: which machines are there, and which of them reach each other.
+
+All nodes share the run folder, so that is where they meet, and no node keeps anything for the
+others: any may be lost. Each launcher keeps one file in RUN/nodes, rewritten twice a second, and
+answers pings over UDP. A node whose file no longer changes is gone; two nodes without an answer
+between them, in either direction, cannot train together. Files are compared with what they held,
+never by their times, and clocks of different machines play no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pentameter.disk.atomic import is_temporary, read_regular, temporary_name
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+BEAT_SECONDS = 0.5
+PING_SECONDS = 0.25
+
+GONE_SECONDS = 4.0
+"""Seconds without a new beat, or without an answer to a ping, after which a node is gone or out of
+reach. Links that lose a fifth of all messages lose sixteen pings in a row once in 10⁷ times."""
+
+FORGOTTEN_SECONDS = 60.0
+"""Seconds without a new beat after which a node's file is removed."""
+
+_RECORD_BYTES = 1 << 16
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine that takes part in a run, as its launcher describes it in its file."""
+
+    name: str
+    """Unique for each start of a launcher; unknown to who cannot read the run folder."""
+    host: str
+    address: str
+    ping_port: int
+    """UDP port at which it answers pings."""
+    store_port: int
+    """TCP port at which rank 0 keeps the store, if it is on this node."""
+    n_processes: int
+    attempt: int = 0
+    """Number of the latest attempt in which it took part."""
+    state: str = "idle"
+    """`idle`; `running` its processes; or how they ended: `done`, `lost`, `failed`, `stopped`; or
+    `leaving` after a stop signal."""
+    message: str = ""
+    """Reason of `failed` and `lost`, for people."""
+    exit_code: int = 0
+    reaches: tuple[str, ...] = ()
+    """Names of the nodes that answer its pings."""
+    refused_by: tuple[str, ...] = ()
+    """Names of the nodes whose machine says that no launcher is there any more."""
+    beat: int = 0
+
+
+class Roll:
+    """The nodes in `folder`, with this one among them, from construction to `close`. A thread
+    writes this node's file, reads the others', and sends and answers pings."""
+
+    def __init__(self, folder: Path, address: str, n_processes: int) -> None:
+        """Raises StorageError if the folder cannot be written, ConfigError if `address` is not this
+        machine's."""
+        self._folder = folder
+        self._answering = _udp_socket(address)
+        self._me = Node(
+            name=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            address=address,
+            ping_port=self._answering.getsockname()[1],
+            store_port=free_port(address),
+            n_processes=n_processes,
+        )
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[Node, float, bool]] = {}  # node, when its beat changed, was it?
+        self._pings: dict[str, _Ping] = {}
+        self._closing = threading.Event()
+        self._write()
+        self._read_others()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    @property
+    def me(self) -> Node:
+        """This node."""
+        return self._me
+
+    def update(self, **changes: object) -> None:
+        """Change fields of this node, and write its file at once."""
+        with self._lock:
+            self._me = replace(self._me, **changes)  # type: ignore[arg-type]
+            self._write()
+
+    def present(self) -> dict[str, Node]:
+        """Return the nodes that are there, by name, this one among them: their beat has changed
+        within GONE_SECONDS, and no other one's ping was refused."""
+        now = time.monotonic()
+        with self._lock:
+            there = {
+                name: node
+                for name, (node, changed, is_beating) in self._seen.items()
+                if is_beating and now < changed + GONE_SECONDS
+            }
+            there[self._me.name] = self._me
+        refused = {name for node in there.values() for name in node.refused_by}
+        return {name: node for name, node in sorted(there.items()) if name not in refused}
+
+    def knows_all(self) -> bool:
+        """Return False while there is a file of which this node, which has just come, does not know
+        yet whether a living one writes it."""
+        now = time.monotonic()
+        with self._lock:
+            return all(
+                is_beating or now > changed + GONE_SECONDS
+                for _, changed, is_beating in self._seen.values()
+            )
+
+    def close(self) -> None:
+        """Leave the roll: end the thread, and remove this node's file."""
+        self._closing.set()
+        self._thread.join(2 * GONE_SECONDS)
+        with contextlib.suppress(OSError):
+            self._path(self._me.name).unlink()
+        self._answering.close()
+        for ping in self._pings.values():
+            ping.close()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _write(self) -> None:
+        path = self._path(self._me.name)
+        replace_file(path, json.dumps(asdict(self._me)).encode())
+
+    def _beat(self) -> None:
+        next_beat = next_ping = 0.0
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= next_ping:
+                next_ping = now + PING_SECONDS
+                for ping in list(self._pings.values()):
+                    ping.send()
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._read_others()
+                reaches = sorted(name for name, each in self._pings.items() if each.is_answered())
+                refused = sorted(name for name, each in self._pings.items() if each.is_refused)
+                with contextlib.suppress(StorageError):  # then this node is gone for the others
+                    self.update(
+                        beat=self._me.beat + 1, reaches=tuple(reaches), refused_by=tuple(refused)
+                    )
+            self._receive(min(next_beat, next_ping) - time.monotonic())
+
+    def _receive(self, seconds: float) -> None:
+        """Answer pings and take answers for so many seconds at most."""
+        sockets = {each.socket: each for each in self._pings.values()}
+        ready, _, _ = select.select([self._answering, *sockets], [], [], max(0.0, seconds))
+        for each in ready:
+            if each is not self._answering:
+                sockets[each].take()
+                continue
+            with contextlib.suppress(OSError):
+                asked, sender = self._answering.recvfrom(64)
+                if asked == self._me.name.encode():
+                    self._answering.sendto(asked, sender)
+
+    def _read_others(self) -> None:
+        now = time.monotonic()
+        found: dict[str, Node] = {}
+        for path in self._folder.glob("*.json"):
+            if path.stem in (self._me.name, ATTEMPT):
+                continue
+            with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
+                record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
+                node = Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+                found[path.stem] = node
+        with self._lock:
+            for name, node in found.items():
+                before = self._seen.get(name)
+                if before is None:  # perhaps left by a dead one
+                    self._seen[name] = node, now, False
+                elif before[0] != node:
+                    self._seen[name] = node, now, True
+            for name, (_, changed, _) in list(self._seen.items()):
+                if name not in found or now > changed + FORGOTTEN_SECONDS:
+                    del self._seen[name]
+                    with contextlib.suppress(OSError):
+                        self._path(name).unlink()
+        for name in self._pings.keys() - found.keys():
+            self._pings.pop(name).close()
+        for name in found.keys() - self._pings.keys():
+            with contextlib.suppress(OSError):  # no route: out of reach
+                self._pings[name] = _Ping(self._me.address, found[name])
+
+
+class _Ping:
+    """Pings from this machine's `address` to one other node, and when it last answered."""
+
+    def __init__(self, address: str, node: Node) -> None:
+        self.socket = _udp_socket(address)
+        self.socket.connect((node.address, node.ping_port))  # so that a refusal is told
+        self._name = node.name.encode()
+        self._answered_at = -GONE_SECONDS
+        self.is_refused = False
+
+    def send(self) -> None:
+        self._attempt(lambda: self.socket.send(self._name))
+
+    def take(self) -> None:
+        self._attempt(self._take)
+
+    def _take(self) -> None:
+        if self.socket.recv(64) == self._name:
+            self._answered_at = time.monotonic()
+            self.is_refused = False
+
+    def _attempt(self, work: object) -> None:
+        try:
+            work()  # type: ignore[operator]
+        except ConnectionRefusedError:
+            self.is_refused = True
+        except OSError:
+            pass  # no route, a full buffer: as good as lost
+
+    def is_answered(self) -> bool:
+        return time.monotonic() < self._answered_at + GONE_SECONDS
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+ATTEMPT = "attempt"
+"""Name of the file, beside the nodes', that says which nodes train together."""
+
+_TUPLES = ("reaches", "refused_by")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file in one rename, unsynced, since nothing needs it after a power failure.
+    Raises StorageError."""
+    part = path.with_name(temporary_name(path.name))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove temporary files that killed launchers left in the folder of nodes."""
+    for path in folder.glob("*.tmp-*"):
+        if is_temporary(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
+    """Return the nodes that all reach each other, ordered by name: one after another, the node that
+    misses most of the others is left out, of two that miss as many the one with the later name."""
+    group = dict(nodes)
+    while True:
+        missed = {
+            name: sum(
+                other.name not in node.reaches or name not in other.reaches
+                for other in group.values()
+                if other.name != name
+            )
+            for name, node in group.items()
+        }
+        if not any(missed.values()):
+            return [group[name] for name in sorted(group)]
+        del group[max(missed, key=lambda name: (missed[name], name))]
+
+
+def free_port(address: str) -> int:
+    """Return a TCP port on which nothing listens at `address`."""
+    with socket.socket() as tried:
+        tried.bind((address, 0))
+        port: int = tried.getsockname()[1]
+        return port
+
+
+def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the IPv4 address by which other nodes reach this machine, and its network interface:
+    the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else that of the host's name, else
+    the first. Raises ConfigError if there is none but the loopback."""
+    addresses = _interfaces()
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name := environ.get(variable):
+            if name not in addresses:
+                known = ", ".join(addresses) or "none"
+                raise ConfigError(f"{variable}={name} is no network interface here; known: {known}")
+            return addresses[name], name
+    others = {address: name for name, address in addresses.items() if name != "lo"}
+    with contextlib.suppress(OSError):
+        if (named := socket.gethostbyname(socket.gethostname())) in others:
+            return named, others[named]
+    for address, name in others.items():
+        return address, name
+    raise ConfigError("--nodes needs a network interface beside the loopback, and there is none")
+
+
+def _interfaces() -> dict[str, str]:
+    """Return network interface → its IPv4 address, for those that have one (Linux)."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                packed = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _udp_socket(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    try:
+        made.bind((address, 0))
+    except OSError as error:
+        made.close()
+        raise ConfigError(f"cannot use this machine's address {address}: {error}") from error
+    return made
+
+
+def names(nodes: Sequence[Node]) -> str:
+    """Return nodes in words: `2 nodes, alpha (10.0.0.1) and beta (10.0.0.2)`."""
+    each = [f"{node.host} ({node.address})" for node in nodes]
+    listed = " and ".join([", ".join(each[:-1]), each[-1]] if len(each) > 1 else each)
+    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {listed}"
