@@ -7,7 +7,7 @@ from tiny_runs import config, events, fit, hashes
 
 from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.planning.plan import make_plan
-from pentameter.train.checking import _odd_copies, _word_sum
+from pentameter.train.checking import _odd, _odd_copies, _word_sum
 
 CHECKED = {"train": {"check_every": 3, "eval_interval": None}, "checkpoint": {"interval": 4}}
 
@@ -39,6 +39,11 @@ def test_each_flipped_bit_changes_the_sum(dtype):
 )
 def test_who_is_odd(asked, found, odd):
     assert _odd_copies(asked, [(ord(each),) for each in found]) == odd
+
+
+def test_a_rank_is_accused_by_a_majority_alone():
+    assert _odd("abaa") == "that of rank 1 is odd"
+    assert _odd("ab") == "ranks 0 and 1, of which any may be wrong"
 
 
 def test_a_checked_run_saves_what_another_saves(tmp_path):

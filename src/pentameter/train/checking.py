@@ -89,7 +89,7 @@ class FaultChecks:
                 "this, or a hook that changes weights"
             )
         if len(set(states)) > 1:
-            return f"the state that {_odd(states)} remembers of the run is not that of the others"
+            return f"what ranks remember of the run (tokens, losses) differs: {_odd(states)}"
         if (wrong := _copies_fault(run)) is not None or self._checked_step == run.state.step:
             return wrong
         self._checked_step = run.state.step
@@ -129,9 +129,11 @@ def _state_hash(run: TrainingRun) -> str:
 
 
 def _odd(values: Sequence[object]) -> str:
-    """Return in words the ranks whose value is not the most frequent one's."""
-    usual = max(values, key=lambda each: (values.count(each), each == values[0]))
-    return spelled([rank for rank, each in enumerate(values) if each != usual])
+    """Return in words the ranks whose value is not that of most; all where there is no majority."""
+    usual = max(values, key=values.count)
+    if values.count(usual) * 2 <= len(values):
+        return f"{spelled(range(len(values)))}, of which any may be wrong"
+    return f"that of {spelled([rank for rank, each in enumerate(values) if each != usual])} is odd"
 
 
 def _is_deterministic(run: TrainingRun) -> bool:
@@ -268,7 +270,8 @@ class GradientCheck:
             for each in engine.parameters()
             if each.grad is not None
         ]
-        values = [*torch.stack(hashes).tolist(), repr(float(loss.total))]
+        # A stage of which nothing is trained has none.
+        values = [*(torch.stack(hashes).tolist() if hashes else []), float(loss.total)]
         engine.zero_gradients()
         digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
         return tuple(map(int.from_bytes, run.world.all_gather(digest)))
