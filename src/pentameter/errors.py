@@ -123,7 +123,7 @@ class CorruptError(PentameterError):
 
 
 class TrainingFailedError(PentameterError):
-    """Training gave up: the loss is not finite, a worker hangs, or a weight's replicas differ."""
+    """Training gave up: the loss is not finite, a worker hangs, or what must be equal differs."""
 
     exit_code = 70
 

@@ -155,6 +155,14 @@ def test_damage_and_missing_steps_are_told(capsys, trained, tmp_path):
         replay([str(folder), "--step", "9"])
 
 
+def test_a_run_of_the_users_code_is_refused(tmp_path):
+    adam = {"optimizer": lambda groups: torch.optim.Adam(groups, lr=1e-2)}
+    fit(tmp_path / "run", sections=PLAIN, **adam)
+    for step in (3, 7):  # from the initial weights, and from a checkpoint
+        with pytest.raises(ConfigError, match="optimizer was "):
+            replay([str(tmp_path / "run"), "--step", str(step)])
+
+
 def test_changed_data_is_refused(trained, tmp_path):
     folder = copied(trained, tmp_path)
     plan = json.loads((folder / "plan.json").read_text())

@@ -23,6 +23,7 @@ NOT_THE_TRAINING = {
     "train.compile": "the same arithmetic, compiled",
     "train.patience": "where the run ends",
     "train.check_copies": "comparing reads, it changes nothing",
+    "train.check_every": "as above; the gradients that it computes are dropped",
     "guard.rollbacks": "where the run ends",
     **dict.fromkeys(
         ("train.eval_interval", "train.eval_train_tokens", "data.evaluations"),

@@ -153,6 +153,10 @@ class TrainConfig(Section):
     check_copies: Positive | None = None
     """Steps between comparisons of the weights that several ranks replicate; every checkpoint
     compares them too. A difference ends the run with exit code 70, naming rank and tensor."""
+    check_every: Positive | None = None
+    """Steps between checks for silent corruption: two data-parallel copies compute the same
+    micro-batch, and weights and optimizer state must be those that the last update left; every
+    checkpoint is checked too. A difference ends the run with exit code 70, naming the rank."""
     sample_interval: Positive | Literal["auto"] | None = None
     """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256

@@ -183,9 +183,10 @@ class Engine:
         its mean's gradients, times `loss_scale`, are in the parameters' `.grad`. Collective.
 
         `batch` holds this rank's `rows`, and `step` numbers the step, from which dropout keys
-        follow. Each micro-batch contributes its summed loss divided by the whole step's target
-        count, which is known before the first backward pass. So accumulation is exact however
-        targets fall on micro-batches and ranks.
+        follow. A rank whose `loss_scale` is 0 adds nothing to the gradients. Each micro-batch
+        contributes its summed loss divided by the whole step's target count, which is known before
+        the first backward pass. So accumulation is exact however targets fall on micro-batches and
+        ranks.
         """
         self._train(True)
         n_targets = self._shard.count_targets(batch)
@@ -397,7 +398,9 @@ class BatchShard:
         """Return the random keys that `source` derives for the batch rows numbered `rows` (B,) at a
         step: dropout keys (B, …) on the device, or generator seeds (B,) on the host; None if
         nothing is random."""
-        keys = source.row_keys(self.plan, step, rows, self._attention_rows[: len(rows)])
+        # In tensor mode 3d alone attention is computed for other rows than these.
+        attended = self._attention_rows[: len(rows)] if self.plan.layout.is_3d else rows
+        keys = source.row_keys(self.plan, step, rows, attended)
         return keys if keys is None or source.draws_from_generator else self._copy(keys)
 
     def _copy(self, tensor: Tensor) -> Tensor:

@@ -223,7 +223,8 @@ def divides_heads(model: ModelConfig, tensor: int) -> bool:
 
 def check_passes(layout: Layout, train: TrainConfig) -> None:
     """Raise ConfigError if the schedule splits the backward pass and activation checkpointing is
-    on, or if compilation is requested and the layout prevents it."""
+    on, if compilation is requested and the layout prevents it, or if `train.check_every` is set and
+    data-parallel copies do not compute for themselves."""
     if layout.splits_backward and train.activation_checkpoint is not None:
         # PyTorch calls autograd once per weight group, and each call would recompute its block.
         raise ConfigError(
@@ -234,6 +235,15 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
     obstacle = compile_obstacle(layout)
     if train.compile is True and obstacle is not None:
         raise ConfigError(f"train.compile=true is not possible: {obstacle}; set it to 'auto'")
+    if train.check_every is not None and (layout.shards_experts or layout.is_3d):
+        mixes = "parallel.tensor_mode=3d computes attention and matmuls for other rows"
+        if layout.shards_experts:
+            mixes = f"{_expert_setting(layout)} has the rows of all ranks in each expert's sums"
+        raise ConfigError(
+            f"train.check_every={train.check_every} has two copies compute the same gradients, and "
+            f"{mixes}, so that they need not be equal to the bit; set it to none, and "
+            "train.check_copies instead"
+        )
 
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:

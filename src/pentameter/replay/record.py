@@ -127,6 +127,13 @@ class RunRecord:
         except ConfigError as error:  # a run removes old ones
             raise CorruptError(f"the checkpoint at step {step} was removed meanwhile") from error
 
+    def open_any_checkpoint(self) -> Checkpoint | None:
+        """Open an intact checkpoint of the run, the earliest; None without one."""
+        for step in self.checkpoints:
+            with suppress(CorruptError):
+                return self.open_checkpoint(step)
+        return None
+
     def without(self, step: int, damage: CorruptError) -> RunRecord:
         """Return the record for which the checkpoint at `step` counts as damaged."""
         return replace(self, damaged={**self.damaged, step: damage})

@@ -19,6 +19,7 @@ from pentameter.report.run_data import open_run_data
 from pentameter.train.compute import check_device_memory, choose_compute
 from pentameter.train.log_files import strict
 from pentameter.train.row_losses import HighestRows
+from pentameter.train.user_components import UserComponents
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,11 @@ def replay_step(
     what the run recorded. Nothing is written there.
 
     step: its number, from 1. layout: the degrees of parallelism as text, None for the run's own.
-    say: prints a line, on rank 0. Collective. Raises ConfigError for a step that cannot be
-    replayed, CorruptError if the data has changed or no intact checkpoint is left.
+    say: prints a line, on rank 0.
+
+    Collective. Raises ConfigError for a step that cannot be replayed, or a run with a model or an
+    optimizer of the user's code; CorruptError if the data has changed or no intact checkpoint is
+    left.
     """
     data = open_run_data(folder, verify=world.local_rank == 0)
     index = data.batch_index(step)
@@ -83,6 +87,9 @@ def replay_step(
         world_size=world.size,
         local_size=world.local_size,
     )
+    made_with = base or world.on_main(record.open_any_checkpoint)
+    if made_with is not None:
+        UserComponents().check_same(made_with, plan)  # a run of the user's code is refused
     compute = choose_compute(plan, world)
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)

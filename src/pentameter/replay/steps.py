@@ -60,11 +60,9 @@ class Replayed:
 
 
 class Replay:
-    """The engine on which steps of the run `record` are computed again, by its own `data`. `plan`
-    and `compute` say in which layout and how. Every method is collective.
-
-    Raises ConfigError if `base`, the checkpoint to begin with (None: the initial weights), was made
-    with a model or an optimizer of the user's code.
+    """The engine on which steps of the run `record` are computed again, by its own `data`, from the
+    checkpoint `base` (None: the initial weights). `plan` and `compute` say in which layout and how.
+    Every method is collective.
     """
 
     def __init__(
@@ -76,12 +74,9 @@ class Replay:
         world: World,
         base: Checkpoint | None,
     ) -> None:
-        supplied = UserComponents()
-        if base is not None:
-            supplied.check_same(base, plan)
         self._record, self._data, self._plan, self._compute = record, data, plan, compute
         self._world, self._base = world, base
-        self._engine, self._optimizer = build_engine(plan, compute, world, supplied)
+        self._engine, self._optimizer = build_engine(plan, compute, world, UserComponents())
         self._schedule = _earlier_schedule(record, base)
 
     def highest_rows(self, step: int) -> HighestRows:

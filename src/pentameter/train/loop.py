@@ -247,7 +247,7 @@ class _Loop:
         """Train until the run ends, and return how it ended."""
         boundary = self.boundary
         while True:
-            self._checkpoints.check_copies_if_due()
+            self._checkpoints.check_if_due()
             boundary.evaluate_if_due()
             boundary.sample_if_due()
             end = self._end_if_due()
@@ -287,6 +287,7 @@ class _Loop:
             scale = state.loss_scale.scale if run.compute.precision == "fp16" else 1.0
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm
+            self._checkpoints.checks.before_update()
             update = update_weights(
                 run.engine,
                 run.optimizer,
@@ -298,6 +299,7 @@ class _Loop:
                 with_loads=records_loads(state.step + 1, run.config),
                 guard=self._guard,
             )
+            self._checkpoints.checks.after_update()
         state.step += 1
         self._unread.append(_Step(state.step, rate, update))
 
@@ -310,9 +312,10 @@ class _Loop:
         if not self._late or must_ask or is_logged(step, run.config):
             return True
         train, checkpoint = run.config.train, run.config.checkpoint
-        actions = (train.check_copies, train.eval_interval, train.sample_interval)
+        actions = (train.eval_interval, train.sample_interval)
+        checks = (train.check_copies, train.check_every)
         saves = (checkpoint.interval, run.config.guard.rollback_interval)
-        intervals = [each for each in (*actions, *saves) if isinstance(each, int)]
+        intervals = [each for each in (*actions, *checks, *saves) if isinstance(each, int)]
         ends_epoch = run.plan.epoch(step) != run.plan.epoch(step - 1)
         return ends_epoch or any(step % each == 0 for each in intervals)
 

@@ -4,8 +4,9 @@
    state. If one rank finds NaN or an infinity, all raise TrainingFailedError, and nothing is
    written or removed.
 2. Nothing is saved while replicas of a tensor differ between ranks: a checkpoint would mix
-   several. Replicas are compared first (and every `train.check_copies` steps). If any differ, all
-   ranks raise TrainingFailedError.
+   several. Replicas are compared first (and every `train.check_copies` steps), with
+   `train.check_every` more than these (`checking.py`). If any differ, all ranks raise
+   TrainingFailedError.
 3. While updates are being skipped (`TrainState.consecutive_skips` > 0) nothing is saved, except a
    new best model and the end of a complete run. A save that fell due is made after the next update.
    A signal then ends the run without a save: the same command resumes from the last checkpoint and
@@ -38,7 +39,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from pentameter.checkpoint.copies import differing_copies
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
@@ -63,6 +63,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
+from pentameter.train.checking import FaultChecks
 from pentameter.train.compute import Compute
 from pentameter.train.hooks import CheckpointMetrics, TrainingRun
 from pentameter.train.run_folder import hash_of_read
@@ -129,6 +130,7 @@ class RunCheckpoints:
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
         self.old = OldCheckpoints(run)
+        self.checks = FaultChecks(run)
 
     def __str__(self) -> str:
         """Return a clause that says from which step the same command would resume."""
@@ -243,12 +245,11 @@ class RunCheckpoints:
             why = error
         self._say_not_saved(pending.save.step, why)
 
-    def check_copies_if_due(self) -> None:
-        """Every `train.check_copies` steps, compare replicas of each tensor between ranks; raise
-        TrainingFailedError if any differ."""
-        state, interval = self.run.state, self.run.config.train.check_copies
-        if interval is not None and state.step % interval == 0:
-            self._refuse_different_copies("goes no further")
+    def check_if_due(self) -> None:
+        """Every `train.check_copies` and `train.check_every` steps, look for silent corruption;
+        raise TrainingFailedError if there is any."""
+        if self.checks.is_due():
+            self._refuse_faults("goes no further")
 
     def prove(self) -> None:
         """Mark the newest checkpoint and the pending save as known good: a loss computed from their
@@ -264,6 +265,7 @@ class RunCheckpoints:
         save is committed first. Collective."""
         self.commit_pending()
         self._left_step = self.last_step
+        self.checks.forget()
         return self.run.world.on_main(lambda: self.run.folder.store.at(step))
 
     def commit_pending(self) -> None:
@@ -294,18 +296,13 @@ class RunCheckpoints:
             "what happened"
         )
 
-    def _refuse_different_copies(self, consequence: str) -> None:
-        """Raise TrainingFailedError if replicas of a tensor differ between ranks. `consequence`
-        completes the message "step N …". Collective."""
-        run = self.run
-        wrong = different_copies(run)
+    def _refuse_faults(self, consequence: str) -> None:
+        """Raise TrainingFailedError if replicas of a tensor differ between ranks, or another check
+        of `checks` fails. `consequence` completes the message "step N …". Collective."""
+        wrong = self.checks.fault()
         if wrong is not None:
-            self.commit_pending()  # its replicas were equal
-            raise TrainingFailedError(
-                f"step {run.state.step} {consequence}: {wrong}, and they should be equal copies. "
-                "Faulty memory does this, or a hook that changes the weights of one process; "
-                f"{self}"
-            )
+            self.commit_pending()  # it was checked before
+            raise TrainingFailedError(f"step {self.run.state.step} {consequence}: {wrong}; {self}")
 
     def _plan(self, doing: str) -> _PendingSave:
         """Check that every tensor is finite and replicas are equal, then plan this step's save.
@@ -318,7 +315,7 @@ class RunCheckpoints:
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
-        self._refuse_different_copies("is not saved")
+        self._refuse_faults("is not saved")
         pending = _planned(run, tensors, self._log_ends)
         pending.save.started_at = start
         return pending
@@ -508,18 +505,6 @@ def load_tensors(
     load_optimizer_state(
         optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
     )
-
-
-def different_copies(run: TrainingRun) -> str | None:
-    """Compare the replicas of every parameter and of its optimizer state between ranks. Return the
-    first difference in words, the same on every rank; None if all are equal. Collective."""
-    engine = run.engine
-    if run.world.size == 1:
-        return None
-    model_state(engine.models)  # shards the parameters that FSDP left gathered
-    held = dict(engine.named_parameters())  # no buffers: batch norm's differ by rank
-    groups: Groups = {"model": held, "optimizer": optimizer_state(run.optimizer, held.items())}
-    return differing_copies(groups, run.world, engine.meshes, run.plan.tied)
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
