@@ -198,7 +198,7 @@ class RemoteFolder:
             if isinstance(error, _UnequalError) and doing == "read":
                 return CorruptError(f"{where} is damaged: {error}")
             told = str(error) if isinstance(error, _UnequalError) else reason(self.url, error)
-            if isinstance(error, PermissionError):
+            if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 return StorageError(f"cannot {doing} {where}: {told}; {LOG_IN}")
             if isinstance(error, FileNotFoundError):
                 return StorageError(f"cannot {doing} {where}: {told}; is there such a bucket?")

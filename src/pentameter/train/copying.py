@@ -24,7 +24,7 @@ from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
 from pentameter.disk.remote_folder import PAUSES
 from pentameter.errors import PentameterError, StorageError
-from pentameter.processes.world import World
+from pentameter.processes.world import PAUSE_SECONDS, World
 from pentameter.train.log_files import MAX_METRICS_BYTES
 from pentameter.train.run_folder import RunFolder
 
@@ -131,13 +131,14 @@ class CheckpointCopies:
         world.await_main(lambda: self._is_busy and not deadline.has_passed, "copying", 0)
         return world.broadcast(self._not_copied())
 
-    def finish_after_error(self) -> None:
-        """Wait for all copies, for `checkpoint.copy_wait_seconds` at most. Not collective."""
+    def finish_after_error(self, is_stopping: Callable[[], bool]) -> None:
+        """Wait for all copies, for `checkpoint.copy_wait_seconds` at most, and no longer once
+        `is_stopping` returns True: a launcher that ends the processes of a run that has lost one
+        wants to start them again. Not collective."""
         self._release()
         deadline = _Deadline(lambda: True, self._settings.copy_wait_seconds)
-        with self._changed:
-            while self._is_busy and not deadline.has_passed:
-                self._changed.wait(0.1)
+        while self._is_busy and not deadline.has_passed and not is_stopping():
+            time.sleep(PAUSE_SECONDS)
 
     def _release(self) -> None:
         """Begin the run's last copy; the thread ends once nothing is left to do."""

@@ -161,7 +161,7 @@ class Trainer:
                 lost = loss_behind(error, run.world)
                 checkpoints.close()
                 hooks.tell_error(run, lost or error)
-                run.copies.finish_after_error()
+                run.copies.finish_after_error(lambda: signals.received is not None)
                 if lost is None:
                     raise
                 raise lost from error
