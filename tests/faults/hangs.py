@@ -1,4 +1,4 @@
-"""Hangs: one of two ranks stops in the middle of a run, and the other says which, and where.
+"""Hangs: one rank stops in the middle of a run, and the others say which, and where.
 
     python -m tests.faults.hangs [LAYOUT WHERE HOW]
 
@@ -33,7 +33,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model.n_experts": 4,
         "model.experts_per_token": 2,
     },
+    "data and tensor": {"parallel.tensor": 2},
 }
+N_RANKS = {"data and tensor": 4}
+"""Layout → number of ranks; 2 for the others."""
 PLACES = ("forward", "backward", "optimizer", "save", "load")
 WAYS = ("stop", "sleep", "spin", "kill")
 STEP = 7
@@ -68,7 +71,7 @@ def hang(seed: int) -> Left:
 
 
 def hang_at(layout: str, where: str, how: str) -> Left:
-    """Train on two ranks in a layout until rank 1 hangs, and return how the run left."""
+    """Train in a layout until rank 1 hangs, and return how the run left."""
     from oracle import tiny_config
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -83,16 +86,22 @@ def hang_at(layout: str, where: str, how: str) -> Left:
         }
         config = tiny_config(folder, **overrides)
         if where == "load":
-            _run(folder, config, "nowhere", "stop", {"PENTAMETER_TEST_END": str(STEP)})
-        return Left(layout, where, how, *_run(folder, config, where, how))
+            _run(folder, config, layout, "nowhere", "stop", {"PENTAMETER_TEST_END": str(STEP)})
+        return Left(layout, where, how, *_run(folder, config, layout, where, how))
 
 
 def _run(
-    folder: Path, config: Path, where: str, how: str, variables: dict[str, str] | None = None
+    folder: Path,
+    config: Path,
+    layout: str,
+    where: str,
+    how: str,
+    variables: dict[str, str] | None = None,
 ) -> tuple[float, int, str]:
-    """Start two workers, and return seconds since the hang (0 without one), exit code, stderr."""
+    """Start the workers, and return seconds since the hang (0 without one), exit code, stderr."""
+    arguments = [str(config), str(folder), where, how]
     launcher = subprocess.Popen(
-        [sys.executable, __file__, "launch", str(config), str(folder), where, how],
+        [sys.executable, __file__, "launch", str(N_RANKS.get(layout, 2)), *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -111,15 +120,16 @@ def _run(
 # -- in the processes -----------------------------------------------------------------------------
 
 
-def launch(config: str, folder: str, where: str, how: str) -> None:
-    """Start two workers as `--nproc 2` does."""
+def launch(n_ranks: str, config: str, folder: str, where: str, how: str) -> None:
+    """Start the workers as `--nproc` does."""
     from pentameter.processes.local_launch import run_local
 
-    run_local([sys.executable, __file__, "train", config, folder, where, how], 2)
+    command = [sys.executable, __file__, "train", config, folder, where, how]
+    run_local(command, int(n_ranks))
 
 
 def train(config: str, folder: str, where: str, how: str) -> None:
-    """Train as one of two ranks, of which rank 1 hangs."""
+    """Train as one of the ranks, of which rank 1 hangs."""
     from pentameter.processes.place import find_place
     from pentameter.train import start
 
