@@ -42,7 +42,7 @@ WAYS = ("stop", "sleep", "spin", "kill")
 STEP = 7
 """The step in which rank 1 hangs; in a save it is the one before the checkpoint."""
 TIMEOUT_SECONDS = 3.0
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,22 @@ def train_with(config: str, folder: str, hook: object) -> None:
 
     watch_launcher()
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
-    settings = load_config(Path(config))
-    with joined_world_of(settings, find_place()) as world:
+    settings, place = load_config(Path(config)), find_place()
+    assert place is not None
+    _meet(Path(folder), place.rank, place.world_size)
+    with joined_world_of(settings, place) as world:
         Trainer(settings, run_dir=Path(folder, "run"), hooks=[hook], world=world).fit()
+
+
+def _meet(folder: Path, rank: int, n_ranks: int) -> None:
+    """Return once all ranks have called this: on a busy machine imports may take longer than the
+    timeout that is on trial."""
+    attempt = os.getppid()  # the launcher: a run that resumes has another one
+    (folder / f"came-{attempt}-{rank}").touch()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(folder.glob(f"came-{attempt}-*"))) < n_ranks:
+        assert time.monotonic() < deadline, "the other ranks do not start"
+        time.sleep(0.02)
 
 
 class _Planted:
