@@ -1,4 +1,4 @@
-"""Hangs: one of two ranks stops in the middle of a run, and the other says which, and where.
+"""Hangs: one rank stops in the middle of a run, and the others say which, and where.
 
     python -m tests.faults.hangs [LAYOUT WHERE HOW]
 
@@ -33,13 +33,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model.n_experts": 4,
         "model.experts_per_token": 2,
     },
+    "data and tensor": {"parallel.tensor": 2},
 }
+N_RANKS = {"data and tensor": 4}
+"""Layout → number of ranks; 2 for the others."""
 PLACES = ("forward", "backward", "optimizer", "save", "load")
 WAYS = ("stop", "sleep", "spin", "kill")
 STEP = 7
 """The step in which rank 1 hangs; in a save it is the one before the checkpoint."""
 TIMEOUT_SECONDS = 3.0
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def hang(seed: int) -> Left:
 
 
 def hang_at(layout: str, where: str, how: str) -> Left:
-    """Train on two ranks in a layout until rank 1 hangs, and return how the run left."""
+    """Train in a layout until rank 1 hangs, and return how the run left."""
     from oracle import tiny_config
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -83,16 +86,22 @@ def hang_at(layout: str, where: str, how: str) -> Left:
         }
         config = tiny_config(folder, **overrides)
         if where == "load":
-            _run(folder, config, "nowhere", "stop", {"PENTAMETER_TEST_END": str(STEP)})
-        return Left(layout, where, how, *_run(folder, config, where, how))
+            _run(folder, config, layout, "nowhere", "stop", {"PENTAMETER_TEST_END": str(STEP)})
+        return Left(layout, where, how, *_run(folder, config, layout, where, how))
 
 
 def _run(
-    folder: Path, config: Path, where: str, how: str, variables: dict[str, str] | None = None
+    folder: Path,
+    config: Path,
+    layout: str,
+    where: str,
+    how: str,
+    variables: dict[str, str] | None = None,
 ) -> tuple[float, int, str]:
-    """Start two workers, and return seconds since the hang (0 without one), exit code, stderr."""
+    """Start the workers, and return seconds since the hang (0 without one), exit code, stderr."""
+    arguments = [str(config), str(folder), where, how]
     launcher = subprocess.Popen(
-        [sys.executable, __file__, "launch", str(config), str(folder), where, how],
+        [sys.executable, __file__, "launch", str(N_RANKS.get(layout, 2)), *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -111,15 +120,16 @@ def _run(
 # -- in the processes -----------------------------------------------------------------------------
 
 
-def launch(config: str, folder: str, where: str, how: str) -> None:
-    """Start two workers as `--nproc 2` does."""
+def launch(n_ranks: str, config: str, folder: str, where: str, how: str) -> None:
+    """Start the workers as `--nproc` does."""
     from pentameter.processes.local_launch import run_local
 
-    run_local([sys.executable, __file__, "train", config, folder, where, how], 2)
+    command = [sys.executable, __file__, "train", config, folder, where, how]
+    run_local(command, int(n_ranks))
 
 
 def train(config: str, folder: str, where: str, how: str) -> None:
-    """Train as one of two ranks, of which rank 1 hangs."""
+    """Train as one of the ranks, of which rank 1 hangs."""
     from pentameter.processes.place import find_place
     from pentameter.train import start
 
@@ -143,9 +153,22 @@ def train_with(config: str, folder: str, hook: object) -> None:
 
     watch_launcher()
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
-    settings = load_config(Path(config))
-    with joined_world_of(settings, find_place()) as world:
+    settings, place = load_config(Path(config)), find_place()
+    assert place is not None
+    _meet(Path(folder), place.rank, place.world_size)
+    with joined_world_of(settings, place) as world:
         Trainer(settings, run_dir=Path(folder, "run"), hooks=[hook], world=world).fit()
+
+
+def _meet(folder: Path, rank: int, n_ranks: int) -> None:
+    """Return once all ranks have called this: on a busy machine imports may take longer than the
+    timeout that is on trial."""
+    attempt = os.getppid()  # the launcher: a run that resumes has another one
+    (folder / f"came-{attempt}-{rank}").touch()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(folder.glob(f"came-{attempt}-*"))) < n_ranks:
+        assert time.monotonic() < deadline, "the other ranks do not start"
+        time.sleep(0.02)
 
 
 class _Planted:

@@ -1,5 +1,6 @@
 """MFU, and what is said of a step that is slower than planned."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,10 @@ def mfu_of_steps(monkeypatch, seconds, ceiling_flops, again):
         tokens_per_step=1000, flops_per_token=1e9, layout=SimpleNamespace(world_size=2)
     )
     measure = None if again is None else lambda: Ceiling(again.pop(0))
-    watch = Throughput(plan, SimpleNamespace(ceiling_flops=ceiling_flops, measure_again=measure))
+    compute = SimpleNamespace(
+        ceiling_flops=ceiling_flops, measure_again=measure, device=torch.device("cpu")
+    )
+    watch = Throughput(plan, compute)
     found = []
     for _ in seconds:
         with watch:
@@ -122,3 +126,37 @@ def test_the_end_is_seen_coming(monkeypatch):
     found = countdown(monkeypatch, lambda step: 0.2 if step < 1100 else 0.04, 1200)
     assert found[1099][1] > 10
     assert all(left < 1.5 for _, left in found[-20:])
+
+
+@pytest.mark.parametrize(("size", "device"), [(1, "cpu"), (2, "cuda")])
+def test_nothing_is_said_of_a_lone_process_or_a_gpus_own_time(size, device):
+    watch = throughput_of(size, device)
+    with watch:
+        pass
+    watch.end_steps(1)
+    assert watch.take_own_time() is None
+
+
+def test_a_ranks_own_time_is_what_it_computes_and_reads():
+    watch = throughput_of(2, "cpu")
+    for _ in range(2):
+        with watch:
+            with watch.reading_batch():
+                time.sleep(0.05)  # from a slow disk
+            time.sleep(0.2)  # in a collective
+        watch.end_steps(1)
+    own = watch.take_own_time()
+    assert own is not None
+    assert own.n_steps == 2
+    assert own.step_seconds > 0.25
+    assert 0.05 <= own.own_seconds < own.step_seconds - 0.1
+    assert watch.take_own_time() is None
+    watch.close()
+
+
+def throughput_of(size, device):
+    plan = SimpleNamespace(
+        tokens_per_step=1, flops_per_token=1.0, layout=SimpleNamespace(world_size=size)
+    )
+    compute = SimpleNamespace(ceiling_flops=1e30, measure_again=None, device=torch.device(device))
+    return Throughput(plan, compute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,10 +21,11 @@ MOST_NODES = 200
 
 class Names(Naming):
     """Names for what belongs to this rank's slices of a model: modules and parameters by the full
-    model's names, process groups by their mesh dimensions. `stages` are the slices by number."""
+    model's names, process groups by their mesh dimensions. `stages` are the slices by number; a
+    World that outlives its engine does not keep them."""
 
     def __init__(self, stages: Mapping[int, StageModule], mesh: Mesh) -> None:
-        self._stages, self._mesh = stages, mesh
+        self._stages, self._mesh = WeakValueDictionary(stages), mesh
 
     def of(self, local: object) -> str | None:
         """Return the name of a module, of the modules of FSDP's unit, or of a pipeline's stages on

@@ -43,7 +43,7 @@ _COLLECTIVES = {
 _DISTRIBUTED, _MODULES = "torch/distributed/distributed_c10d.py", "torch/nn/modules/module.py"
 _STAGES = ("torch/distributed/pipelining/", "parallel/pipeline/")
 _LIBRARIES = ("site-packages/", "dist-packages/", "processes/world.py", "contextlib.py")
-_OUTERMOST_FIRST_FRAMES = 12
+_INNERMOST_CALLS = 12
 
 
 class Naming:
@@ -122,14 +122,13 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
     naming: names the modules, parameters and groups that the traceback's frames hold.
     seconds: time since the rank's action began.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(_innermost(error).__traceback__)]
-    if not frames:
+    placed = list(traceback.walk_tb(_innermost(error).__traceback__))[::-1]
+    if not placed:
         return None
-    lines = {id(frame): line for frame, line in traceback.walk_tb(_innermost(error).__traceback__)}
-    inward = frames[::-1]
-    own = [f for f in inward if not any(part in _path(f) for part in _LIBRARIES)] or inward
-    in_backward = any(f.f_code.co_name == "_engine_run_backward" for f in frames)
-    in_forward = any(_path(f).endswith(_MODULES) for f in frames)
+    inward = [frame for frame, _ in placed]
+    own = [each for each in placed if not any(part in _path(each[0]) for part in _LIBRARIES)]
+    in_backward = any(frame.f_code.co_name == "_engine_run_backward" for frame in inward)
+    in_forward = any(_path(frame).endswith(_MODULES) for frame in inward)
     collective, group = _collective(inward, naming)
     serves = ""
     for local in _locals(inward):
@@ -138,22 +137,25 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
             serves = f"of {name}"
             break
     if not collective and in_backward and (summed := naming.summed()) is not None:
-        serves, *group = summed
-        collective, serves = "all-reduce", f"of the gradients of {serves}"
-    # A group of all ranks also is that of a dimension, if there is only one.
-    along, ranks = group if group is not None and serves else ("", [])
+        parameters, *group = summed
+        collective, serves = "all-reduce", f"of the gradients of {parameters}"
+    along, ranks = group or ("", [])
+    if not serves and _is_world(ranks):  # also the group of a dimension, if there is only one
+        along, ranks = "", []
+    calls = [
+        f"{_short(frame)}:{line} in {frame.f_code.co_name}"
+        for frame, line in (own or placed)[:_INNERMOST_CALLS]
+    ]
+    place, _, function = calls[0].rpartition(" in ")
     return Wait(
         collective or "collective",
         along,
         ranks,
         serves,
         "backward pass" if in_backward else "forward pass" if in_forward else "",
-        f"{own[0].f_code.co_name} ({_short(own[0])}:{lines[id(own[0])]})",
+        f"{function} ({place})",
         seconds,
-        "\n".join(
-            f"  {_short(f)}:{lines[id(f)]} in {f.f_code.co_name}"
-            for f in own[:_OUTERMOST_FIRST_FRAMES][::-1]
-        ),
+        "\n".join(f"  {call}" for call in reversed(calls)),
     )
 
 
@@ -162,6 +164,12 @@ def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:
     all, if there are none) the one that began first; None for no waits."""
     direct = [wait for wait in waits if not wait.ranks or set(wait.ranks) & set(absent)]
     return min(direct or waits, key=lambda wait: wait.seconds, default=None)
+
+
+def _is_world(ranks: Sequence[int]) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized() and len(ranks) == dist.get_world_size()
 
 
 def _innermost(error: BaseException) -> BaseException:
