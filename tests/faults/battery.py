@@ -20,11 +20,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from xml.etree import ElementTree
 
-from trial import Planted, Trial
+from trial import NotTriedError, Planted, Trial
 
 HERE = Path(__file__).parent
-LONGEST_SECONDS = 300.0
-"""Longest time of a trial; of a class of tests, of all together four times as much."""
+LONGEST_SECONDS = 900.0
+"""Longest time of a trial; of a class of tests, of all together twice as much."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def run_trials(
     shared: Path,
     mistakes: Sequence[Planted] = (),
 ) -> Iterator[Result]:
-    """Run trials of a class one after another, and yield each result as it ends.
+    """Run trials of a class one after another, and yield each result as it ends; what could not be
+    tried has none.
 
     seed: of the battery; what a trial draws follows from it, the class and the trial's number.
     shared: folder of the undisturbed runs. mistakes: planted in every process that a trial starts.
@@ -91,7 +92,8 @@ def run_trials(
         yield from _run_tests(fault_class, set(numbers))
         return
     for number in numbers:
-        yield _run_trial(fault_class, seed, number, shared, tuple(mistakes))
+        with suppress(NotTriedError):
+            yield _run_trial(fault_class, seed, number, shared, tuple(mistakes))
 
 
 def _run_trial(
@@ -107,9 +109,13 @@ def _run_trial(
         try:
             with _time_limit():
                 seen = fault_class.trial(Trial(number, draw, Path(folder), shared, mistakes))
+        except NotTriedError:
+            end_orphans(before, 0.0)
+            raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            held, seen = False, f"{type(error).__name__} in {where.name}: {error}"[:2000]
+            told = f"{type(error).__name__} in {where.name}, at `{where.line}`: {error}"
+            held, seen = False, told[:2000]
         seconds = time.monotonic() - start
         left = end_orphans(before, GRACE_SECONDS if held else 0.0)
     if left and held:
@@ -142,7 +148,7 @@ def _run_tests(fault_class: FaultClass, numbers: set[int]) -> Iterator[Result]:
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 [*command, f"--junit-xml={report}", *fault_class.tests],
-                cwd=HERE.parents[1], check=False, timeout=4 * LONGEST_SECONDS,
+                cwd=HERE.parents[1], check=False, timeout=2 * LONGEST_SECONDS,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         left = end_orphans(before, GRACE_SECONDS)

@@ -35,9 +35,9 @@ def before_an_operation(trial: Trial) -> str:
 
 def before_an_operation_beside_training(trial: Trial) -> str:
     """The same of a save beside training; one checkpoint is kept, and writing takes its time."""
-    return _kill_in_save(
-        trial, {"checkpoint.asynchronous": True, "checkpoint.keep_last": 1}, SlowWrites(0.01)
-    )
+    slow = SlowWrites(trial.draw.uniform(0.05, 0.1))  # in the rank that is killed: some steps
+    settings = {"checkpoint.asynchronous": True, "checkpoint.keep_last": 1}
+    return _kill_in_save(trial, settings, slow)
 
 
 def _kill_in_save(trial: Trial, settings: dict, *slow: SlowWrites) -> str:

@@ -6,6 +6,7 @@ supervisor would. Every so many seconds one fault of FAULTS comes.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -64,7 +65,7 @@ class Soak:
         run = self.trial.run
         pids = workers(self.agent.pid)
         reached, began = last_step(run), time.monotonic()
-        n_resumed = len(whole_events(run, "resume"))
+        n_before = n_starts(run)
         if fault == "kill all":
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -75,16 +76,22 @@ class Soak:
             number = signal.SIGKILL if fault == "kill a worker" else signal.SIGSTOP
             with suppress(ProcessLookupError):
                 os.kill(draw.choice(pids), number)
-        while len(whole_events(run, "resume")) == n_resumed:
+        while n_starts(run) == n_before:
             reached = max(reached, last_step(run))
             if self.agent.poll() is not None:
                 self.start()
             assert time.monotonic() < began + MOST_SECONDS, f"no way back after: {fault}"
             time.sleep(0.02)
-        resumed = whole_events(run, "resume")[-1]["step"]
+        time.sleep(1)  # from that file to the event that says where
+        resumed = max((event["step"] for event in whole_events(run, "resume")), default=0)
         self.n_lost += max(0, reached - resumed)
         self.wait_for_step(resumed + 1)
         self.recovery_seconds.setdefault(fault, []).append(time.monotonic() - began)
+
+
+def n_starts(run: Path) -> int:
+    """How often the run has been started, by its environment.json, which is never half written."""
+    return 1 + len(json.loads((run / "environment.json").read_text())["earlier_starts"])
 
 
 def soak(scratch: Path, seconds: float, every: float, seed: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,17 @@ from oracle import assert_same_run, error_path, events, tiny_config, train_in_ch
 from pentameter.checkpoint.opening import find_checkpoint, list_checkpoints, open_checkpoint
 from pentameter.processes.place import Place
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 """Longest wait for processes that should end by themselves, on a busy machine."""
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 120.0
 """`parallel.timeout_seconds` of runs in several processes."""
 
 Planted = Callable[[], object]
 """What a process does to itself before it trains."""
+
+
+class NotTriedError(Exception):
+    """There is no run to compare with, so the trial says nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,16 @@ class Trial:
         folder = self.shared / key[:16]
         record = folder / "seconds.json"
         if not record.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # a first attempt may have failed
+            folder.mkdir(parents=True)
             config = tiny_config(folder, **overrides)
             for run in ("warmed", "run"):  # the first one also waits for the fork server
                 start = time.monotonic()
                 codes = join(start_ranks(config, folder / run, n_ranks))
-                assert codes == [0] * n_ranks, said(folder / run)
+                if codes != [0] * n_ranks:
+                    raise NotTriedError(
+                        f"undisturbed, a run ends with {codes}: {said(folder / run)}"
+                    )
             record.write_text(json.dumps(time.monotonic() - start))
         seconds = json.loads(record.read_text())
         return Undisturbed(folder / "tiny.toml", folder / "run", seconds)

@@ -70,7 +70,7 @@ def a_wrong_clock(trial: Trial) -> str:
     codes = join(trial.start(whole.config, planted=[clock]))
     assert codes == [0], said(trial.run)
     resumed = [event["step"] for event in events(trial.run, "resume")]
-    assert resumed[-1:] == ([before] if before else [])
+    assert resumed[-1:] == ([before] if before else []), f"from {resumed}, {before} is newer"
     for kind in ("train", "eval", "checkpoint", "end"):
         for event in events(trial.run, kind):
             for key, value in event.items():
