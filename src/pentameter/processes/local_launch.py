@@ -39,6 +39,7 @@ from pentameter.processes.failure import (
 from pentameter.processes.place import Place
 from pentameter.processes.program import Launched, Program, worker_environment
 from pentameter.processes.progress import (
+    Note,
     Watchdog,
     culprits,
     is_stopped,
@@ -323,16 +324,7 @@ class Workers:
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
             return []
-        message = f"{exit_reason(code)} and no report"
-        if code < 0:
-            note = read_progress(self._folder, rank)
-            where = f" {note}" if note.step else ""
-            message = (
-                f"{exit_reason(code)}{where}; the same command goes back to the last checkpoint"
-            )
-            now = 0.0 if -code in _ROOT_CAUSES else now
-            code = TrainingFailedError.exit_code
-        return [Failure(rank, code, message, now, killed=True)]
+        return [_unreported(rank, code, read_progress(self._folder, rank))]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""
@@ -361,6 +353,18 @@ class Workers:
         self._ended_by_us = True
         for child in self._children:
             child.close()
+
+
+def _unreported(rank: int, code: int, progress: Note) -> Failure:
+    """Return the failure of a process that ended with exit code `code` (negative: the signal that
+    ended it) and left no report; `progress` is the last that it noted."""
+    message, now = f"{exit_reason(code)} and no report", time.time()
+    if code < 0:
+        where = f" {progress}" if progress.step else ""
+        message = f"{exit_reason(code)}{where}; the same command goes back to the last checkpoint"
+        now = 0.0 if -code in _ROOT_CAUSES else now
+        code = TrainingFailedError.exit_code
+    return Failure(rank, code, message, now, killed=True)
 
 
 def _with_wait(failure: Failure, failures: Sequence[Failure]) -> Failure:
