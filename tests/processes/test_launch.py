@@ -31,6 +31,7 @@ from pentameter.processes.place import (
     first_node,
     rendezvous_port,
 )
+from pentameter.processes.waiting import Naming
 from pentameter.processes.world import World
 from pentameter.train.loop import Trainer
 
@@ -469,3 +470,19 @@ def test_several_that_do_not_tell_need_not_all_be_lost(tmp_path):
     assert told.startswith("no answer within 7 s (parallel.timeout_seconds) while starting, and no")
     assert loss_behind(RuntimeError("shapes do not match"), worlds[0]) is None
     assert loss_behind(ValueError("Connection closed by peer"), worlds[0]) is None
+
+
+def test_a_local_variable_that_cannot_be_looked_at_hides_no_loss(tmp_path):
+    class Odd(Naming):
+        def of(self, local):
+            raise ValueError("no such attribute")
+
+    world = World(0, 2, 0, 2, 7.0, store=dist.FileStore(str(tmp_path / "store")))
+    world.progress.naming = Odd()
+    try:
+        raise RuntimeError("Connection closed by peer [::1]:7")
+    except RuntimeError as error:
+        lost = loss_behind(error, world)
+    assert isinstance(lost, LostProcessError)
+    assert str(lost).startswith("rank 1 went away while starting; look for its message")
+    assert lost.wait is None

@@ -201,7 +201,9 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         return None
     is_cut_off = False
     progress = world.progress
-    own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
+    own = None
+    with contextlib.suppress(Exception):  # a detail of the message must not hide the loss
+        own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
     waits = {} if own is None else {world.rank: own}
     try:
         absent, others = absent_ranks(
