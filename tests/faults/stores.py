@@ -130,7 +130,7 @@ def _quick() -> None:
 def _train_with_store(client: str, options: dict[str, Any], config: Path, run: Path) -> None:
     use_client(client, options)
     _quick()
-    _train(config, run, {})
+    _train(config, run, (), None, {})
 
 
 def _trained(trial: Any, act: Callable[[_Runs], str]) -> str:
