@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from oracle import tiny_config
-from planted import FailInSave, FileSizeLimit, SlowWrites
+from planted import FailInSave, FileSizeLimit, LateWrites
 from trial import Trial, assert_checkpoints_whole, join, kill, said, wait_for_step
 
 from pentameter.checkpoint.opening import list_checkpoints, open_checkpoint
@@ -107,7 +107,7 @@ def a_disk_that_refuses(trial: Trial) -> str:
         number, once = REFUSALS[trial.number % len(REFUSALS)]
         save, n = trial.draw.randint(1, 7), trial.draw.randint(1, 30)
         fault = FailInSave(save, n, number, once)
-    codes = join(trial.start(config, planted=[fault, SlowWrites(0.01)]))
+    codes = join(trial.start(config, planted=[fault, LateWrites(2)]))
     assert codes[0] in (0, EXIT_STORAGE), (codes, said(trial.run))
     assert_checkpoints_whole(trial.run)
     if codes[0] == EXIT_STORAGE:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from oracle import assert_same_run
-from planted import DieInSave, In, SlowDisk, SlowWrites
+from planted import DieInSave, In, LateWrites, SlowDisk
 from trial import (
     PATIENCE_SECONDS,
     Trial,
@@ -34,13 +34,12 @@ def before_an_operation(trial: Trial) -> str:
 
 
 def before_an_operation_beside_training(trial: Trial) -> str:
-    """The same of a save beside training; one checkpoint is kept, and writing takes its time."""
-    slow = SlowWrites(trial.draw.uniform(0.05, 0.1))  # in the rank that is killed: some steps
+    """The same of a save beside training; one checkpoint is kept, and writing begins late."""
     settings = {"checkpoint.asynchronous": True, "checkpoint.keep_last": 1}
-    return _kill_in_save(trial, settings, slow)
+    return _kill_in_save(trial, settings, LateWrites(2))
 
 
-def _kill_in_save(trial: Trial, settings: dict, *slow: SlowWrites) -> str:
+def _kill_in_save(trial: Trial, settings: dict, *late: LateWrites) -> str:
     n_ranks = 2 if trial.number % 3 == 2 else 1
     victim = trial.draw.randrange(n_ranks)
     if n_ranks > 1:
@@ -48,7 +47,7 @@ def _kill_in_save(trial: Trial, settings: dict, *slow: SlowWrites) -> str:
     whole = trial.undisturbed(n_ranks, **settings)
     n = 1 + trial.number % MOST_OPERATIONS[victim]
     die = DieInSave(save=trial.draw.randint(1, 8), n=n)
-    codes = join(trial.start(whole.config, n_ranks, [*slow, die], victim))
+    codes = join(trial.start(whole.config, n_ranks, [*late, die], victim))
     assert codes[victim] in (-signal.SIGKILL, 0), codes  # 0: fewer operations were left
     assert all(code in (0, 70) for rank, code in enumerate(codes) if rank != victim), codes
     assert_checkpoints_whole(trial.run)

@@ -18,7 +18,7 @@ def no_namespace() -> str | None:
 
 
 def without_a_network(trial: Trial) -> str:
-    """Train a preset, resume it, export the model, sample it and read its folder again."""
+    """Train a preset, extend it, sample it, export it in two ways, and sample one of them."""
     run, model, hub = (str(trial.folder / name) for name in ("run", "model", "hub"))
     small = ["--model.n-layers=1", "--model.d-model=32", "--model.n-heads=2"]
     small += ["--model.context-length=32", "--train.batch-size=2", "--data.corpus=grammar"]
@@ -27,9 +27,10 @@ def without_a_network(trial: Trial) -> str:
         ["train", "quickstart", *small, f"--train.steps={steps}", "--run-dir", run],
         ["train", "quickstart", *small, f"--train.steps={steps + 2}", "--run-dir", run,
          "--resume", "extend"],
-        ["export", run, "--out", model],
+        ["export", run, "--to", "safetensors", "--out", model],
         ["sample", run, "--max-new-tokens", "4"],
-        ["export", run, "--format", "huggingface", "--out", hub],
+        ["export", run, "--to", "hf", "--out", hub],
+        ["sample", hub, "--max-new-tokens", "4"],
     ]  # fmt: skip
     for command in commands:
         done = subprocess.run(

@@ -11,7 +11,9 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -163,21 +165,47 @@ class SlowDisk:
 
 
 @dataclass(frozen=True)
-class SlowWrites:
-    """Writing a file of a checkpoint begins `seconds` later: training goes on meanwhile, where it
-    does not wait."""
+class LateWrites:
+    """What is written beside training is begun `n_steps` steps later, or when training waits for
+    it, however fast this machine is."""
 
-    seconds: float
+    n_steps: int
 
     def __call__(self) -> None:
-        def make(real):
-            def wrapped(path, chunks):
-                time.sleep(self.seconds)
+        gates: dict[str, threading.Event] = {}
+        n_made: Counter[str] = Counter()
+
+        def start(real):
+            def start_writing(save, buffers):
+                gate = gates[f"save of step {save.step}"] = threading.Event()  # the thread's name
+                real(save, buffers)
+                join = save._thread.join
+                save._thread.join = lambda *seconds: (gate.set(), join(*seconds))
+
+            return start_writing
+
+        def write(real):
+            def write_verified(path, chunks):
+                name = threading.current_thread().name
+                if name in gates:
+                    gates[name].wait()
                 return real(path, chunks)
 
-            return wrapped
+            return write_verified
 
-        replace(PHASES["saving"], make)
+        def step(real):
+            def forward_backward(*arguments, **options):
+                for name, gate in gates.items():
+                    n_made[name] += 1
+                    if n_made[name] > self.n_steps:
+                        gate.set()
+                return real(*arguments, **options)
+
+            return forward_backward
+
+        replace("pentameter.checkpoint.save_phases:Save.start_writing", start)
+        replace(PHASES["saving"], write)
+        replace(PHASES["step"], step)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from battery import FaultClass
 from offline import no_namespace, without_a_network
 from power import a_power_loss
 
-EQUAL = "the same command then gives the undisturbed run, bit for bit"
-WHOLE = f"every finished checkpoint verifies; {EQUAL}"
+EQUAL = "equal"
+"""The same command then gives the undisturbed run, bit for bit."""
+WHOLE = f"checkpoints whole; {EQUAL}"
+"""Every finished checkpoint verifies, and there is one if any was ever committed."""
 
 CLASSES = [
     FaultClass("C1", "SIGKILL before a file operation of a save", WHOLE, 120,
