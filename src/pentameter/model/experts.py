@@ -101,8 +101,8 @@ class Router(nn.Module):
         loss = self._loss(logits, scores, chosen)
         weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
         if self.training:
-            added = _logit_sums(logits), (self.counts, self.logit_sums)
-            weights = _Counted.apply(weights, chosen, *added)
+            sums = _logit_sums(logits, scores, config)
+            weights = _Counted.apply(weights, chosen, sums, (self.counts, self.logit_sums))
         if config.expert_capacity is not None:
             chosen = _within_capacity(chosen, config)
         assert config.n_experts is not None
@@ -234,10 +234,15 @@ def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
     return flat.masked_fill(number > n_most, E).view_as(chosen)
 
 
-def _logit_sums(logits: Tensor) -> Tensor:
-    """Return what `Router.logit_sums` adds for tokens with these logits (B, T, E), float32 (2,)."""
-    logits = logits.detach()
-    return torch.stack((logits.logsumexp(-1).square().sum(), logits.square().sum())).float()
+@torch.no_grad()
+def _logit_sums(logits: Tensor, scores: Tensor, config: ModelConfig) -> Tensor:
+    """Return what `Router.logit_sums` adds for tokens with these logits and scores (B, T, E),
+    float32 (2,)."""
+    if config.router == "softmax":  # which holds its own log-sum-exp: half of the time
+        log_sums = logits.amax(-1) - scores.amax(-1).log()
+    else:
+        log_sums = logits.logsumexp(-1)
+    return torch.stack((log_sums.square().sum(), logits.square().sum())).float()
 
 
 class _Counted(Function):
