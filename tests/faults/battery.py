@@ -251,7 +251,8 @@ def markdown(classes: Sequence[FaultClass], record: Record) -> str:
             continue
         n_trials = len(results) * each.n_cases
         n_failures = sum(not result.held for result in results)
-        bound = f"{100 * failure_bound(n_trials, n_failures):.2g} %"
+        percent = 100 * failure_bound(n_trials, n_failures)
+        bound = f"{percent:.0f} %" if percent > 10 else f"{percent:.2g} %"
         seconds = sorted(result.seconds for result in results)[len(results) // 2]
         cells = [each.id, each.fault, each.must_hold, f"{each.n_trials * each.n_cases:,}"]
         cells += [f"{n_trials:,}", str(n_failures), bound, f"{seconds:.1f}"]
