@@ -114,14 +114,16 @@ class Network:
         """Let everything on the node's link arrive so much later, in each direction."""
         ends = ("detour0", "type", "veth", "peer", "name", "detour1")
         ip("-n", self.switch, "link", "add", *ends)
-        for device, master in ((f"port{node}", ()), ("detour0", ()), ("detour1", ("bridge",))):
-            joined = ("master", *master) if master else ("nomaster",)
-            ip("-n", self.switch, "link", "set", device, *joined, "up")
         devices = [(self.name(each), "eth0") for each in range(self.n)]
         for name, device in [*devices, (self.switch, "detour0"), (self.switch, "detour1")]:
             _run("ip", "netns", "exec", name, sys.executable, str(RELAY), "whole", device)
+        for device in ("detour0", "detour1"):
+            ip("-n", self.switch, "link", "set", device, "up")
         inside = ["ip", "netns", "exec", self.switch, sys.executable, str(RELAY)]
         self._relay = subprocess.Popen([*inside, f"port{node}", "detour0", str(seconds)])
+        time.sleep(1.0)  # it starts: the link is not to be cut meanwhile
+        ip("-n", self.switch, "link", "set", f"port{node}", "nomaster")
+        ip("-n", self.switch, "link", "set", "detour1", "master", "bridge")
 
     def heal(self, node: int) -> None:
         """Make the node's link whole again."""

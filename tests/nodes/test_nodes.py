@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pytest
 from network import reason_not_to
-from trials import ALL_KINDS, run_trials, table, upper_bound
+from trials import TRIALS, table, upper_bound
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", TRIALS)
 def test_a_run_on_three_nodes_survives(kind, tmp_path):
     if (reason := reason_not_to()) is not None:
         pytest.skip(reason)
-    (trial,) = run_trials([kind], 7, tmp_path, n_nodes=3)
+    trial = TRIALS[kind](7, tmp_path)
     assert not trial.problem, trial
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -80,7 +81,7 @@ def _make(trial: Trial, run: Cluster, chance: random.Random) -> None:
     if trial.kind in BAD_LINKS:
         node = chance.randrange(run.net.n)
         BAD_LINKS[trial.kind](run, node, chance)
-        run.wait_for_steps(5)
+        run.wait_for_steps(2)  # with 500 ms to a node each of them takes half a minute
         run.net.heal(node)
     else:
         begin = time.monotonic()
@@ -171,3 +172,13 @@ def table(trials: Sequence[Trial]) -> str:
 
 
 ALL_KINDS = (*LOSSES, *BAD_LINKS)
+
+
+def one_trial(kind: str, seed: int, folder: Path, *, n_nodes: int = 3) -> Trial:
+    """Make one fault on a run of its own, in `folder`, and return what became of it."""
+    (trial,) = run_trials([kind], seed, folder, n_nodes=n_nodes)
+    return trial
+
+
+TRIALS = {kind: partial(one_trial, kind) for kind in ALL_KINDS}
+"""Kind of fault → a function of a seed and a folder that makes a trial of it."""

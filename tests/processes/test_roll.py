@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, StorageError
 from pentameter.processes import roll
 from pentameter.processes.roll import Roll, own_address
 
@@ -36,6 +36,25 @@ def test_nodes_see_and_reach_each_other_until_one_leaves(tmp_path):
     wait_until(lambda: first.present().keys() == {first.me.name})
     first.close()
     assert not list((tmp_path / "nodes").iterdir())
+
+
+def test_a_file_that_cannot_be_written_now_is_written_later(tmp_path, monkeypatch):
+    first, second = (Roll(tmp_path, LOOPBACK, 1) for _ in range(2))
+    write = roll.replace_file
+    failures = []
+
+    def refuse(path, content):
+        if len(failures) < 3:
+            failures.append(path)
+            raise StorageError("the other machine's disk is slow")
+        write(path, content)
+
+    monkeypatch.setattr(roll, "replace_file", refuse)
+    second.update(state="lost")
+    wait_until(lambda: first.present().get(second.me.name, first.me).state == "lost")
+    assert failures
+    for each in (first, second):
+        each.close()
 
 
 def test_a_launcher_that_is_killed_is_gone_at_once(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from pentameter.processes.failure import first_failure
 from pentameter.processes.local_launch import POLL_SECONDS, Workers
 from pentameter.processes.place import STORE
 from pentameter.processes.program import Launched, Program
-from pentameter.processes.roll import Node, Roll, free_port, own_address, remove_unfinished
+from pentameter.processes.roll import Node, Roll, free_port, own_address
 from pentameter.processes.stop_signals import handling_stop_signals
 
 SETTLE_SECONDS = 1.5
@@ -144,7 +144,6 @@ class _Launcher:
         if following != now:
             with contextlib.suppress(StorageError):  # tried again at the next turn
                 write_attempt(self._folder, following)
-                remove_unfinished(self._folder)
                 return following
         return now
 

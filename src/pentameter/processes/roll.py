@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pentameter.disk.atomic import is_temporary, read_regular, temporary_name
+from pentameter.disk.atomic import read_regular, temporary_name
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 BEAT_SECONDS = 0.5
@@ -100,10 +100,12 @@ class Roll:
         return self._me
 
     def update(self, **changes: object) -> None:
-        """Change fields of this node, and write its file at once."""
+        """Change fields of this node, and write its file at once. Where that fails the next beat
+        tries again; if it goes on, this node is gone for the others."""
         with self._lock:
             self._me = replace(self._me, **changes)  # type: ignore[arg-type]
-            self._write()
+            with contextlib.suppress(StorageError):
+                self._write()
 
     def present(self) -> dict[str, Node]:
         """Return the nodes that are there, by name, this one among them: their beat has changed
@@ -133,11 +135,16 @@ class Roll:
         """Leave the roll: end the thread, and remove this node's file."""
         self._closing.set()
         self._thread.join(2 * GONE_SECONDS)
-        with contextlib.suppress(OSError):
-            self._path(self._me.name).unlink()
+        self._remove_files_of(self._me.name)
         self._answering.close()
         for ping in self._pings.values():
             ping.close()
+
+    def _remove_files_of(self, name: str) -> None:
+        """Remove a node's file, and those that it was writing when it was killed."""
+        for path in (self._path(name), *self._folder.glob(f"{name}.json.tmp-*")):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
@@ -159,10 +166,9 @@ class Roll:
                 self._read_others()
                 reaches = sorted(name for name, each in self._pings.items() if each.is_answered())
                 refused = sorted(name for name, each in self._pings.items() if each.is_refused)
-                with contextlib.suppress(StorageError):  # then this node is gone for the others
-                    self.update(
-                        beat=self._me.beat + 1, reaches=tuple(reaches), refused_by=tuple(refused)
-                    )
+                self.update(
+                    beat=self._me.beat + 1, reaches=tuple(reaches), refused_by=tuple(refused)
+                )
             self._receive(min(next_beat, next_ping) - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
@@ -198,8 +204,7 @@ class Roll:
             for name, (_, changed, _) in list(self._seen.items()):
                 if name not in found or now > changed + FORGOTTEN_SECONDS:
                     del self._seen[name]
-                    with contextlib.suppress(OSError):
-                        self._path(name).unlink()
+                    self._remove_files_of(name)
         for name in self._pings.keys() - found.keys():
             self._pings.pop(name).close()
         for name in found.keys() - self._pings.keys():
@@ -259,14 +264,6 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(part, path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove temporary files that killed launchers left in the folder of nodes."""
-    for path in folder.glob("*.tmp-*"):
-        if is_temporary(path.name):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
