@@ -15,7 +15,7 @@ from pentameter.errors import ConfigError
         ("sample runs/x --promt=a", "did you mean --prompt?"),
         ("compare a b --n 2", "--n is no option of `pentameter compare`; it has --out, --json"),
         ("prepare x --grammar.state 3", "did you mean --grammar.n-states?"),
-        ("train quickstart --n 2", "did you mean --nproc or --name?"),
+        ("train quickstart --n 2", "did you mean --nproc or --nodes or --name?"),
         ("verify quickstart --layout data=2", "did you mean --layouts?"),
     ],
 )

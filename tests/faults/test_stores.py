@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from object_store import wait_until
+from object_store import forget_client, wait_until
 from oracle import assert_same_run, events, tiny_config
 from stores import MOST_REQUESTS, TRIALS, StoreTrial, killed_at_a_request
 
@@ -34,13 +34,15 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _own_pauses(monkeypatch):
-    """Trials set the pauses between attempts in this process, too."""
+def _own_settings(monkeypatch):
+    """Trials set the pauses between attempts, and what opens s3://, in this process, too."""
     from pentameter.disk import remote_folder
     from pentameter.train import copying
 
     monkeypatch.setattr(remote_folder, "START_PAUSES", remote_folder.START_PAUSES)
     monkeypatch.setattr(copying, "PAUSES", copying.PAUSES)
+    yield
+    forget_client()
 
 
 @pytest.mark.parametrize("client", CLIENTS)

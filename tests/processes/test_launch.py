@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -277,7 +278,11 @@ def test_srun_really_joins(step, tmp_path):
 def test_without_a_launcher_each_rank_tells_its_own_failure(step):
     (_, err_0, code_0), (_, err_1, code_1) = slurm_tasks(step, "lose", "raise")
     assert (code_0, code_1) == (70, 1)
-    assert err_0.startswith("pentameter: rank 1 went away while starting; look for its message.")
+    assert re.match(
+        r"pentameter: rank 1 went away while starting, before the all-reduce over all ranks of "
+        r"lose \(launched\.py:\d+\); look for its message\. ",
+        err_0,
+    )
     assert err_0.count("\n") == 1
     assert err_1.startswith("Traceback (most recent call last)")
     assert err_1.endswith("\npentameter: rank 1: ValueError: the planted bug\n")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.model.dropout import StreamDropout
-from pentameter.parallel import assemble, data_parallel, engine, gradients
+from pentameter.parallel import assemble, data_parallel, engine, gradients, waits
 from pentameter.parallel.context import context_parallel, ring_attention
 from pentameter.parallel.grid import summa, tensor_grid
 from pentameter.parallel.sources import gpt_source, tied_parameters
@@ -34,12 +34,12 @@ def plant(owner: object, name: str, fault: object) -> None:
 def no_sum_of_copies() -> None:
     """DDP leaves each process with the gradient of its own rows."""
 
-    def unsummed(group, bucket):
+    def unsummed(self, bucket):
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    plant(data_parallel, "_all_reduce_bucket", unsummed)
+    plant(waits.BucketSums, "start", unsummed)
 
 
 def no_sum_after_backward() -> None:
