@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
-from parity_runs import Runs, changed
-from test_copies import TINY
+from parity_runs import TINY, Runs, changed
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import PentameterError

@@ -33,6 +33,24 @@ from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
 TIMEOUT_SECONDS = 120.0
+TINY = Config.model_validate(
+    {
+        "name": "tiny",
+        "model": {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16},
+        "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
+        "train": {
+            "steps": 8,
+            "batch_size": 8,
+            "eval_interval": None,
+            "precision": "fp32",
+            "compile": False,
+            "device": "cpu",
+        },
+        "checkpoint": {"interval": 3},
+        "log": {"interval": 1},
+    }
+)
+"""A run of eight steps."""
 ALONE: Mapping[str, Any] = {
     f"parallel.{key}": value
     for key, value in {
@@ -248,3 +266,10 @@ def train_here(
 def changed(config: Config | str, *changes: Mapping[str, Any]) -> Config:
     """A configuration or a preset with dotted changes, the last of a key's counting."""
     return load_config(config, {key: value for each in changes for key, value in each.items()})
+
+
+def replay_here(world: World, folder: Path, step: int, layout: str | None = None) -> dict[str, Any]:
+    """The result of a replay, on every rank. Here, as workers know this module by its name."""
+    from pentameter.replay.replay_step import replay_step
+
+    return replay_step(folder, step, layout, world, lambda _: None).to_json()

@@ -6,28 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from parity_runs import changed
+from parity_runs import TINY, changed
 
-from pentameter.config.schema import Config
 from pentameter.parallel.local_shards import local_shard
 
-TINY = Config.model_validate(
-    {
-        "name": "tiny",
-        "model": {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16},
-        "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
-        "train": {
-            "steps": 8,
-            "batch_size": 8,
-            "eval_interval": None,
-            "precision": "fp32",
-            "compile": False,
-            "device": "cpu",
-        },
-        "checkpoint": {"interval": 3},
-        "log": {"interval": 1},
-    }
-)
 NORM, MATRIX, TIED = (
     "blocks.0.attention_norm.weight",
     "blocks.1.mlp.up.weight",

@@ -1,20 +1,13 @@
 """A step of any layout, computed again: to the bit on its own, to rounding on another one."""
 
 import pytest
-from parity_runs import changed
-from test_copies import TINY
+from parity_runs import TINY, changed, replay_here
 
 SAVED = changed(TINY, {"checkpoint.keep_last": 9, "train.micro_batch_size": 2})
 LAYOUTS = {
     "data=2,zero=1": (2, ["data=1", "pipeline=2"]),
     "tensor=2": (2, []),
 }
-
-
-def replay_here(world, folder, step, layout=None):
-    from pentameter.replay.replay_step import replay_step
-
-    return replay_step(folder, step, layout, world, lambda _: None).to_json()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
