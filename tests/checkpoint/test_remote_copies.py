@@ -25,7 +25,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
 
-from object_store import forget_client, running_store, use_client
+from object_store import emptied, running_store
 
 URL = "s3://bucket/run"
 BEFORE, AFTER = "before it is done", "after it is done"
@@ -46,13 +46,8 @@ def one_store():
 @pytest.fixture
 def store(one_store, monkeypatch):
     monkeypatch.setattr(remote_folder, "START_PAUSES", (0.0,) * 3)
-    one_store.objects.clear()
-    one_store.requests.clear()
-    one_store.old_listing = []
-    one_store.fault = lambda request: None
-    use_client("plain", one_store.options())
-    yield one_store
-    forget_client()
+    with emptied(one_store):
+        yield one_store
 
 
 def run_folder(path, run_id="r"):

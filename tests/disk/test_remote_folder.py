@@ -17,7 +17,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
 
 import object_store
-from object_store import forget_client, running_store, use_client
+from object_store import emptied, running_store
 
 BODY = random.Random(7).randbytes(3000)
 FAULTS = ["500", "503", "drop", "silent", "truncate", "flip", "500 after", "503 after"]
@@ -32,13 +32,9 @@ def one_store():
 @pytest.fixture
 def store(one_store, monkeypatch):
     monkeypatch.setattr(remote_folder, "START_PAUSES", (0.0,) * 4)
-    one_store.objects.clear()
-    one_store.requests.clear()
     monkeypatch.setattr(object_store, "SILENCE_SECONDS", 0.3)
-    one_store.fault = lambda request: None
-    use_client("plain", one_store.options())
-    yield one_store
-    forget_client()
+    with emptied(one_store):
+        yield one_store
 
 
 def failing(store, fault, what, times=1):

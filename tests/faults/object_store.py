@@ -314,6 +314,20 @@ def forget_client() -> None:
 
 
 @contextmanager
+def emptied(store: Store) -> Iterator[Store]:
+    """A running store without objects, requests or faults, which opens s3:// within the block."""
+    store.objects.clear()
+    store.requests.clear()
+    store.old_listing = []
+    store.fault = lambda request: None
+    use_client("plain", store.options())
+    try:
+        yield store
+    finally:
+        forget_client()
+
+
+@contextmanager
 def running_store() -> Iterator[Store]:
     """A running store, which ends with the block."""
     store = Store()

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -171,3 +172,13 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
 def samples(run_dir: Path) -> dict[str, str]:
     """Name and text of every sample."""
     return {path.name: path.read_text() for path in (run_dir / "samples").iterdir()}
+
+
+def launched(config: Path, run: Path) -> subprocess.Popen[str]:
+    """A started `train --nproc 2`, the leader of a process group with all its children."""
+    command = [sys.executable, "-m", "pentameter", "train", str(config), "--nproc", "2"]
+    return subprocess.Popen(
+        [*command, "--run-dir", str(run)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip

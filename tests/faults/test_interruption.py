@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
@@ -17,6 +16,7 @@ from oracle import (
     curve,
     events,
     finish,
+    launched,
     tiny_config,
     train_in_child,
 )
@@ -107,16 +107,6 @@ def test_sigkill_of_two_processes_with_half_the_experts_each(tmp_path):
         assert process.returncode == 0, errors
         assert_same_run(run, undisturbed)
     assert n_killed
-
-
-def launched(config, run):
-    """A started `train --nproc 2`, the leader of a process group with all its children."""
-    command = [sys.executable, "-m", "pentameter", "train", str(config), "--nproc", "2"]
-    return subprocess.Popen(
-        [*command, "--run-dir", str(run)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])

@@ -6,13 +6,11 @@ import importlib.util
 import os
 import random
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
 from object_store import forget_client, wait_until
-from oracle import assert_same_run, events, tiny_config
+from oracle import assert_same_run, events, launched, tiny_config
 from stores import MOST_REQUESTS, TRIALS, StoreTrial, killed_at_a_request
 
 HAS_S3FS = importlib.util.find_spec("s3fs") is not None
@@ -62,16 +60,6 @@ def test_a_new_machine_gives_the_undisturbed_run(tmp_path, shared, name, client)
 @pytest.mark.parametrize("number", range(1, 2 * MOST_REQUESTS, 7))
 def test_killed_at_any_request(tmp_path, shared, number):
     assert killed_at_a_request(StoreTrial(number, tmp_path, shared))
-
-
-def launched(config, run):
-    """A started `train --nproc 2`, the leader of a process group with all its children."""
-    command = [sys.executable, "-m", "pentameter", "train", str(config), "--nproc", "2"]
-    return subprocess.Popen(
-        [*command, "--run-dir", str(run)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -54,10 +54,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest as JSON whose `manifest_sha256` covers everything else in it."""
-        content: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
-        content["files"] = {record.pop("name"): record for record in content["files"]}
-        content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
-        return encode_json(content)
+        return sealed_json({"format_version": FORMAT_VERSION, **asdict(self)}, "files")
 
 
 def encode_json(content: Any) -> bytes:
@@ -66,6 +63,35 @@ def encode_json(content: Any) -> bytes:
     Raises ValueError for values that JSON cannot hold: NaN, infinities, foreign types.
     """
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def sealed_json(content: dict[str, Any], *parts: str) -> bytes:
+    """Encode a manifest's content as JSON, with `manifest_sha256` over everything else in it. Each
+    of `parts` is a key of `content` whose records become a mapping from the file's name."""
+    for part in parts:
+        content[part] = {record.pop("name"): record for record in content[part]}
+    content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
+    return encode_json(content)
+
+
+def decode_versioned(data: bytes, where: Path | str, newest: int) -> dict[str, Any]:
+    """Decode JSON, found at a path or URL, that has a `format_version`. Raises CorruptError if it
+    is malformed, or of a version above `newest`."""
+    content = decode_json(data, Path(where))
+    version = content.get("format_version")
+    if isinstance(version, int) and version > newest:
+        raise CorruptError(
+            f"{where} has format_version={version}; this version of pentameter reads up to "
+            f"{newest}, so use a newer one"
+        )
+    return content
+
+
+def checked_step(step: object) -> int:
+    """Return `step`, as JSON had it. Raises ValueError if no run has such a step."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step={step!r} is not a step")
+    return step
 
 
 def is_plain_name(name: object) -> bool:
@@ -106,13 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     version."""
     path = folder / MANIFEST_NAME
     data = read_regular(path, max_bytes=MAX_JSON_BYTES)
-    content = decode_json(data, path)
-    version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CorruptError(
-            f"{path} has format_version={version}; this version of pentameter reads up to "
-            f"{FORMAT_VERSION}, so use a newer one"
-        )
+    content = decode_versioned(data, path, FORMAT_VERSION)
     try:
         manifest = _parse(content)
     except (
@@ -149,12 +169,9 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         for name in names:
             if name not in content["files"]:
                 raise ValueError(f"group {group!r} names the unknown file {name!r}")
-    step = content["step"]
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise ValueError(f"step={step!r} is not a step")
     return Manifest(
         run_id=str(content["run_id"]),
-        step=step,
+        step=checked_step(content["step"]),
         config_hash=str(content["config_hash"]),
         layout={str(axis): int(degree) for axis, degree in content["layout"].items()},
         groups=groups,

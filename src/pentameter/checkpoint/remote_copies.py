@@ -22,19 +22,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_JSON_BYTES,
-    MAX_STEP,
     Manifest,
+    checked_step,
+    decode_versioned,
     encode_json,
     parse_records,
+    sealed_json,
 )
 from pentameter.checkpoint.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.store import CheckpointStore
-from pentameter.disk.atomic import FileRecord, decode_json, write_hashed
+from pentameter.disk.atomic import FileRecord, check_hash, write_hashed
 from pentameter.disk.lock import Owner, current_owner
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -73,7 +75,7 @@ class Copy:
 
     @property
     def prefix(self) -> str:
-        """What the names of its objects begin with."""
+        """Prefix of its objects' names."""
         return f"{step_folder_name(self.step)}/{self.folder}"
 
     @property
@@ -84,26 +86,23 @@ class Copy:
 
     def to_bytes(self) -> bytes:
         """Encode the manifest as JSON whose `manifest_sha256` covers everything else in it."""
-        content: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
-        for part in ("checkpoint", "run"):
-            content[part] = {record.pop("name"): record for record in content[part]}
-        content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
-        return encode_json(content)
+        content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        return sealed_json(content, "checkpoint", "run")
 
 
 def parse_copy(data: bytes, where: str, step: int) -> Copy:
     """Read a copy's manifest, found at `where` for `step`. Raises CorruptError if it is damaged,
     malformed, of another step or written by a newer version."""
-    content = _decoded(data, where)
+    content = decode_versioned(data, where, FORMAT_VERSION)
     try:
         folder = content["folder"]
         copy = Copy(
             run_id=str(content["run_id"]),
-            step=_checked_step(content["step"]),
+            step=checked_step(content["step"]),
             folder=uuid.UUID(folder).hex,
             checkpoint=parse_records(content["checkpoint"]),
             run=parse_records(content["run"]),
-            needs=tuple(map(_checked_step, content["needs"])),
+            needs=tuple(map(checked_step, content["needs"])),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{where} is malformed: {error!r}") from error
@@ -130,34 +129,17 @@ class _Claim:
 
 
 def _parse_claim(data: bytes, where: str) -> _Claim:
-    content = _decoded(data, where)
+    content = decode_versioned(data, where, FORMAT_VERSION)
     try:
         coming, owner = content["coming"], content["owner"]
         return _Claim(
             run_id=str(content["run_id"]),
             owner=None if owner is None else Owner(**owner),
-            steps=tuple(map(_checked_step, content["steps"])),
-            coming=None if coming is None else _checked_step(coming),
+            steps=tuple(map(checked_step, content["steps"])),
+            coming=None if coming is None else checked_step(coming),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{where} is malformed: {error!r}") from error
-
-
-def _decoded(data: bytes, where: str) -> dict[str, Any]:
-    content = decode_json(data, Path(where))
-    version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CorruptError(
-            f"{where} has format_version={version}; this version of pentameter reads up to "
-            f"{FORMAT_VERSION}, so use a newer one"
-        )
-    return content
-
-
-def _checked_step(step: object) -> int:
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise ValueError(f"step={step!r} is not a step")
-    return step
 
 
 class RemoteCopies:
@@ -368,7 +350,7 @@ def fetch_checkpoint(
         name = f"{copy.prefix}/{record.name}"
         path.unlink(missing_ok=True)  # what had arrived wrong
         written = write_hashed(path, _counted(folder.blocks(name, record.n_bytes), progress))
-        _check(f"{folder}/{name}", written, record)
+        check_hash(f"{folder}/{name}", record, written.sha256)
 
     def fill(temporary: Path) -> None:
         for record in copy.checkpoint:
@@ -387,7 +369,7 @@ def read_run_file(folder: RemoteFolder, copy: Copy, name: str) -> bytes:
 
     def read() -> bytes:
         content = b"".join(folder.blocks(at, record.n_bytes))
-        _check(f"{folder}/{at}", FileRecord(name, len(content), _sha256(content)), record)
+        check_hash(f"{folder}/{at}", record, hashlib.sha256(content).hexdigest())
         return content
 
     return _repeated(read)
@@ -400,11 +382,6 @@ def _repeated(read: Callable[[], Result]) -> Result:
         with suppress(CorruptError):
             return read()
     return read()
-
-
-def _check(where: str, found: FileRecord, record: FileRecord) -> None:
-    if found != record:
-        raise CorruptError(f"{where} is damaged: its sha256 is not the one in its manifest")
 
 
 def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> bool:
@@ -420,11 +397,7 @@ def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> 
 def _own_record(manifest: Manifest) -> FileRecord:
     """Return the record of a checkpoint's manifest itself."""
     content = manifest.to_bytes()
-    return FileRecord(MANIFEST_NAME, len(content), _sha256(content))
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    return FileRecord(MANIFEST_NAME, len(content), hashlib.sha256(content).hexdigest())
 
 
 def _counted(chunks: Iterable[bytes], progress: Callable[[int], object]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""How `train` launches its processes: on this machine, or with the launchers of others."""
+"""The launch of `train`'s processes, on this machine or with the launchers of others."""
 
 from __future__ import annotations
 

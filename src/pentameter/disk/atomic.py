@@ -300,7 +300,7 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
                 f"{path} is damaged: it has {n_bytes:,} bytes, its manifest says {record.n_bytes:,}"
             )
         if hash_content:
-            _check_hash(path, record, hashlib.file_digest(file, "sha256").hexdigest())
+            check_hash(path, record, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def check_files(
@@ -332,11 +332,12 @@ def read_checked(
     if record is None:
         raise CorruptError(f"{folder} has no file {name!r}")
     data = read_regular(path, max_bytes=min(record.n_bytes, max_bytes))
-    _check_hash(path, record, hashlib.sha256(data).hexdigest())
+    check_hash(path, record, hashlib.sha256(data).hexdigest())
     return data
 
 
-def _check_hash(path: Path, record: FileRecord, sha256: str) -> None:
+def check_hash(path: Path | str, record: FileRecord, sha256: str) -> None:
+    """Raise CorruptError, naming the file at `path`, unless `sha256` is its record's."""
     if sha256 != record.sha256:
         raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
 

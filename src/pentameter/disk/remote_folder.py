@@ -16,7 +16,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pentameter.config.urls import shown_url
-from pentameter.disk.atomic import FileRecord, storage_errors, temporary_name
+from pentameter.disk.atomic import FileRecord, check_hash, storage_errors, temporary_name
 from pentameter.disk.file_systems import LOG_IN, has_folders, open_file_system, reason, retried
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
@@ -93,13 +93,10 @@ class RemoteFolder:
         `record` says. Raises CorruptError if the file itself differs from its record."""
         try:
             self._put(name, record, lambda path: self._fs.put_file(str(source), path))
-        except StorageError as error:
+        except StorageError:
             with storage_errors(source, "read"), source.open("rb") as file:
-                is_changed = hashlib.file_digest(file, "sha256").hexdigest() != record.sha256
-            if is_changed:
-                raise CorruptError(
-                    f"{source} is damaged: its sha256 is not the one in its manifest"
-                ) from error
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            check_hash(source, record, sha256)
             raise
 
     def _put(self, name: str, record: FileRecord, write: Callable[[str], object]) -> None:

@@ -30,8 +30,8 @@ class _ExpertRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Places:
-    """Each row's place when rows are sorted by expert, with room behind each expert's rows, so that
-    the number of its places is a multiple of ROWS_PER_BLOCK."""
+    """The places of rows sorted by expert, with room behind each expert's rows, so that the number
+    of its places is a multiple of ROWS_PER_BLOCK."""
 
     of_token: Tensor
     """Int64 (N, k): where each token's rows lie."""

@@ -20,7 +20,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Health:
-    """What was measured on a rank, the best of REPEATS times, and what was wrong."""
+    """A rank's measured speeds, the best of REPEATS times, and its wrong results."""
 
     product_flops: float
     """FLOP/s of a matmul."""

@@ -1,4 +1,4 @@
-"""Which nodes train together next: decided by one of them, from what all have written.
+"""Attempts: which nodes train together next is chosen by one of them, from the files of all.
 
 The node with the first name among those present decides, and the others follow what it writes to
 the attempt's file. It keeps nothing: when it is lost, the next one decides by the same files.
@@ -49,8 +49,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Rules:
-    """How many nodes train together, at least and at most, and how many attempts in a row may be
-    lost without a new checkpoint."""
+    """Bounds for a run on nodes: the fewest and the most that train together, and the number of
+    attempts in a row that may be lost without a new checkpoint."""
 
     least: int
     most: int

@@ -1,5 +1,5 @@
-"""What a launcher starts, once for each rank: a command, or a function in a process that is forked
-with torch imported; and the environment variables that say the rank."""
+"""Programs that a launcher starts once for each rank: a command, or a function in a process that is
+forked with torch imported; and the environment variables that say the rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python_command(*arguments: str) -> list[str]:
 
 
 class Program(Protocol):
-    """What a launcher starts once for each rank."""
+    """A program that a launcher starts once for each rank."""
 
     def start(
         self, environment: Mapping[str, str], folder: Path, output: int | None

@@ -1,5 +1,5 @@
-"""Where a rank waits for another one: read off the traceback of the error with which its collective
-failed, so that nothing has to be recorded while a run is well.
+"""The collective in which a rank waits for another one, read off the traceback of the error with
+which it failed, so that nothing has to be recorded while a run is well.
 
 The frames of a traceback keep their local variables. The innermost ones name the collective and its
 process group; the ones around them hold the module, the autograd node or the parameters that it
@@ -86,7 +86,7 @@ class Wait:
     ranks: list[int] = field(default_factory=list)
     """The ranks of its group; empty for all ranks."""
     serves: str = ""
-    """What it serves: a module's name, gradients by the names of their parameters, stages."""
+    """The module's name, the gradients by their parameters' names, or the stages that it serves."""
     during: str = ""
     """`forward pass`, `backward pass`, or empty."""
     calls: str = ""
