@@ -57,6 +57,25 @@ def test_an_exchange_between_nodes_takes_longer():
     assert waits[1] - counting > 3 * (waits[0] - counting) > 0
 
 
+def test_shared_experts_hide_the_way_to_the_others():
+    """Of the ways there, back, and of both gradients, two; less what communication slows."""
+    layout, width = "data=16,expert=16", {"model.n_shared_experts": 64}
+    bare, beside = estimate(layout).time, estimate(layout, **width).time
+    assert "expert" not in bare.hidden
+    assert beside.hidden["expert"] + beside.exposed["expert"] == pytest.approx(
+        bare.exposed["expert"], rel=1e-6
+    )
+    calibration = parse_cluster("h100-80gb:8x2").device.calibration
+    sent = bare.exposed["expert"] - 4 * 8 * calibration.counts_seconds
+    hidden = sent / 2 * (1 - calibration.interference_share)
+    assert beside.hidden["expert"] == pytest.approx(hidden, rel=1e-6)
+    less = estimate(layout, **{"model.n_shared_experts": 1}).time
+    assert 0 < less.hidden["expert"] < beside.hidden["expert"]
+    # Their own collectives take the links, with tensor parallelism.
+    tensor = estimate("data=8,tensor=2,sequence=true,zero=1,expert=4", **width).time
+    assert "expert" not in tensor.hidden
+
+
 def test_few_tokens_for_each_of_many_experts_multiply_slowly():
     """The same arithmetic: half as wide experts, twice as many and twice as many chosen."""
     wide = estimate("data=16,expert=8").time.compute

@@ -26,7 +26,7 @@ from pentameter.estimating.communication import WORLD, Communication, Communicat
 from pentameter.estimating.operation_communication import Kind
 from pentameter.parallel.context.context_parallel import exchanged
 from pentameter.parallel.context.ring_attention import attend_around, differentiate_around
-from pentameter.parallel.expert_parallel import counts_exchanged, rows_exchanged
+from pentameter.parallel.expert_parallel import counts_exchanged, start_rows
 from pentameter.parallel.grid import product_3d, summa
 from pentameter.parallel.tensor import collectives, sharded_norm, tensor_products
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
@@ -56,7 +56,7 @@ BODIES: dict[str, Callable[..., Any]] = {
     "ring_attention_backward": differentiate_around,
     "exchange": exchanged,
     "exchange_counts": counts_exchanged,
-    "exchange_rows": rows_exchanged,
+    "exchange_rows": start_rows,
     "gather_tokens": collectives.gathered_shards,
     "summa": summa.multiplied,
     "summa_backward": summa.differentiated,

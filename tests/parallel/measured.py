@@ -26,7 +26,7 @@ from pentameter.model.experts import Experts
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
-from pentameter.parallel.expert_parallel import Exchange
+from pentameter.parallel.expert_parallel import ExpertExchange
 from pentameter.parallel.links import measure_links, pass_on
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
 from pentameter.parallel.waits import BucketSums
@@ -135,7 +135,7 @@ def exchanges(engine: Engine) -> set[str]:
     """Names of the groups in which the experts' rows are exchanged."""
     modules = (module for model in engine.models for module in model.modules())
     found = (module.exchange for module in modules if isinstance(module, Experts))
-    return {each.group_name for each in found if isinstance(each, Exchange)}
+    return {each.group_name for each in found if isinstance(each, ExpertExchange)}
 
 
 @contextmanager

@@ -1,11 +1,16 @@
 """Rows find their experts on other ranks, and their way back: also none, also in uneven numbers."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+from measured import configuration, engine_of, own_batch
 from torch import Tensor
 
-from pentameter.model.experts import Routing
-from pentameter.parallel.expert_parallel import Exchange, TokenShards
+from pentameter.model.experts import Experts, Routing
+from pentameter.parallel import expert_parallel
+from pentameter.parallel.expert_parallel import ExpertExchange, TokenShards
 from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layout import Layout
 
@@ -62,8 +67,8 @@ def exchanged(world, layout, counts):
 
     rows = rows_of(world.rank, counts[world.rank]).requires_grad_()
     ends = torch.tensor(counts[world.rank]).cumsum(0)
-    exchange = Exchange(mesh.group_name("expert"), layout.expert_tensor)
-    outputs = exchange(compute, rows, ends)
+    exchange = ExpertExchange(mesh.group_name("expert"), layout.expert_tensor)
+    outputs = exchange.outputs(compute, exchange.dispatch(rows, ends))
     outputs.square().sum().backward()
     return outputs.detach(), rows.grad, received
 
@@ -91,12 +96,50 @@ def sharded_tokens(world, n_tokens):
     shards = TokenShards(world.rank, 4, mesh.group_name("tensor"))
     x = torch.arange(n_tokens * D, dtype=torch.float64).view(n_tokens, D).requires_grad_()
     factors = torch.full((n_tokens, 1), 3.0, dtype=torch.float64, requires_grad=True)
-    seen = []
-
-    def mix(x: Tensor, routing: Routing) -> Tensor:
-        seen.append(len(x))
-        return x * routing.weights
-
-    y = shards(mix, x, Routing(torch.zeros(n_tokens, 1, dtype=torch.int64), factors, E))
+    routing = Routing(torch.zeros(n_tokens, 1, dtype=torch.int64), factors, E)
+    own, own_routing = shards.shard(x, routing)
+    y = shards.gather(own * own_routing.weights, n_tokens)
     y.square().sum().backward()
-    return y.detach(), x.grad, factors.grad, seen[0]
+    return y.detach(), x.grad, factors.grad, len(own)
+
+
+@pytest.mark.parametrize("recomputed", [None, "full", "selective"])
+def test_shared_experts_are_computed_while_rows_are_under_way(processes, recomputed):
+    """Forward: between sending rows and waiting for them. Backward: between the gradients'."""
+    out, back = ["send", "shared experts", "wait"], ["send", "wait"]
+    forward = [*out, *back]
+    again = {None: [], "full": forward, "selective": ["shared experts"]}[recomputed]
+    backward = [*back, "send", "gradients of shared experts", "wait"]
+    for events in processes.run(2, order_of_work, recomputed):
+        assert events == [*forward, *again, *backward]
+
+
+def order_of_work(world, recomputed):
+    """What this rank does in a step of a layer of sharded experts, in order."""
+    sizes = {"n_experts": 4, "d_expert": 6, "n_shared_experts": 1, "n_layers": 1, "dropout": 0.0}
+    train = {"precision": "fp64", "activation_checkpoint": recomputed}
+    config = configuration("data=2,expert=2", sizes, train)
+    _, engine = engine_of(world, config)
+    (experts,) = (each for each in engine.models[0].modules() if isinstance(each, Experts))
+    events: list[str] = []
+    experts.shared.register_forward_hook(lambda *_: events.append("shared experts"))
+    experts.shared.register_full_backward_hook(
+        lambda *_: events.append("gradients of shared experts")
+    )
+    start, finish = dist.all_to_all_single, expert_parallel.finish
+
+    def noted_start(*arguments, async_op=False, **options):
+        if async_op:  # rows; their counts are waited for
+            events.append("send")
+        return start(*arguments, async_op=async_op, **options)
+
+    def noted_finish(*arguments):
+        events.append("wait")
+        finish(*arguments)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", noted_start),
+        mock.patch.object(expert_parallel, "finish", noted_finish),
+    ):
+        engine.forward_backward(own_batch(engine, 0), 0)
+    return events

@@ -31,7 +31,7 @@ def rows_of_one_shard() -> None:
         *blocks, _ = rows.split([*n_sent[:: self.n_shards], len(rows) - sum(n_sent) // 2])
         return torch.cat([each for block in blocks for each in (block, block.detach())])
 
-    plant(expert_parallel.Exchange, "_for_each_shard", for_each_shard)
+    plant(expert_parallel.ExpertExchange, "_for_each_shard", for_each_shard)
 
 
 def gradient_of_own_tokens() -> None:
@@ -59,23 +59,22 @@ def key_of_own_heads() -> None:
 def router_behind_a_gather() -> None:
     """The router's weights pass a collective that has no backward pass."""
 
-    def detached(self, mix, x, routing):
-        weights = self.shard(routing.weights.detach())
-        own = replace(routing, experts=self.shard(routing.experts), weights=weights)
-        y = mix(expert_parallel._Shard.apply(x, self), own)
-        return expert_parallel._Gather.apply(y, self, len(x))
+    def detached(self, x, routing):
+        weights = self.shard_of(routing.weights.detach())
+        own = replace(routing, experts=self.shard_of(routing.experts), weights=weights)
+        return expert_parallel._Shard.apply(x, self), own
 
-    plant(expert_parallel.TokenShards, "__call__", detached)
+    plant(expert_parallel.TokenShards, "shard", detached)
 
 
 def no_gradient_without_rows() -> None:
     """A rank whose experts get no row leaves them out, and they keep no gradient at all."""
-    by_expert = expert_parallel.Exchange._by_expert
+    by_expert = expert_parallel.ExpertExchange._by_expert
 
     def of_rows(self, compute, arrived, counts):
         return by_expert(self, compute, arrived, counts) if len(arrived) else arrived
 
-    plant(expert_parallel.Exchange, "_by_expert", of_rows)
+    plant(expert_parallel.ExpertExchange, "_by_expert", of_rows)
 
 
 # -- what experts compute -------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def places_in_one_row() -> None:
         return rows.chunk(self.n, dim=1)[self.rank].flatten(0, 1)
 
     plant(experts.Experts, "forward", remembered)
-    plant(expert_parallel.TokenShards, "shard", by_time)
+    plant(expert_parallel.TokenShards, "shard_of", by_time)
 
 
 def routing_that_is_recomputed() -> None:

@@ -27,7 +27,7 @@ from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import stage_tables
 from pentameter.model.experts import Experts
 from pentameter.parallel.data_parallel import micro_batch, shard_state
-from pentameter.parallel.expert_parallel import Exchange
+from pentameter.parallel.expert_parallel import ExpertExchange
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh, build_mesh
@@ -136,7 +136,7 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
 
 
 @dataclass
-class _EvenExchange(Exchange):
+class _EvenExchange(ExpertExchange):
     """An exchange whose rows are the same number for each rank that holds different experts, since
     fake tensors have no values to count."""
 
@@ -154,7 +154,7 @@ def _balance_exchanges(module: nn.Module) -> None:
     """Have the layers of sharded experts in a module exchange equally many rows with each rank, in
     place."""
     for each in module.modules():
-        if isinstance(each, Experts) and isinstance(each.exchange, Exchange):
+        if isinstance(each, Experts) and isinstance(each.exchange, ExpertExchange):
             each.exchange = _EvenExchange(each.exchange.group_name, each.exchange.n_shards)
 
 

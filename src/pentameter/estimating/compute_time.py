@@ -466,16 +466,24 @@ class ComputeTime:
         """Return the pass times for one micro-batch in a stage's column-parallel matmuls alone
         (those that read the residual stream); their gradients may overlap with communication."""
         if layers not in self._reading:
-            one_by_one = [
-                (kind.n, self.operation(kind))
-                for kind in kinds_of_operations(
-                    self.step.config.model, self.step.config.lora, layers
-                )
-                if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
-            ]
-            sums = (sum(n * each[i] for n, each in one_by_one) for i in range(3))
-            self._reading[layers] = PassSeconds(*sums)
+            self._reading[layers] = self._matmuls(layers, lambda op: op.reads[0].axes[0] == "time")
         return self._reading[layers]
+
+    def shared_experts(self, layers: range) -> PassSeconds:
+        """Return the pass times for one micro-batch in the matmuls of a stage's shared experts,
+        with which the exchange of other experts' rows overlaps."""
+        return self._matmuls(layers, lambda op: op.name.rpartition(".")[0].endswith(".shared"))
+
+    def _matmuls(self, layers: range, counts: Callable[[Operation], bool]) -> PassSeconds:
+        """Return the pass times for one micro-batch in those matmuls of a stage with these layers
+        that `counts` takes."""
+        one_by_one = [
+            (kind.n, self.operation(kind))
+            for kind in kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
+            if kind.op.kind == "product" and counts(kind.op)
+        ]
+        sums = (sum(n * each[i] for n, each in one_by_one) for i in range(3))
+        return PassSeconds(*sums)
 
     def computes_again(self, op: Operation) -> bool:
         """Whether the configured activation checkpointing recomputes an operation within a

@@ -142,18 +142,36 @@ class _Waits:
             forward += exposed * FORWARD_SHARE
             backward += exposed * (1 - FORWARD_SHARE)
         if self.step.layout.shards_experts:
-            has_experts = self.step.config.model.has_experts
-            fraction = self._fraction(layers, coordinate, has_experts)
-            exchange = fraction * self.links.total(self.communication[coordinate], "expert")
-            exchange *= self.step.rows_over_mean  # all wait for the rank that gets the most rows
-            counts = self.links.cluster.device.calibration.counts_seconds
-            counting = counts * sum(map(has_experts, layers))
-            waiting.exposed["expert"] = counting + exchange
-            forward += counting
-            forward_share = FORWARD_SHARE if self.compute.recomputes_products else 1 / 2
-            forward += exchange * forward_share
-            backward += exchange * (1 - forward_share)
+            for_experts = self._experts(layers, coordinate)
+            waiting.hidden["expert"] = for_experts[2]
+            waiting.exposed["expert"] = for_experts[0] + for_experts[1]
+            forward += for_experts[0]
+            backward += for_experts[1]
         return waiting._replace(passes=PassSeconds(forward, backward, 0.0))
+
+    def _experts(self, layers: range, coordinate: int) -> tuple[float, float, float]:
+        """Return (forward, backward, hidden): the seconds that these layers' forward and backward
+        passes wait for counting and exchanging experts' rows in one micro-batch, and those of the
+        exchange that overlap with the shared experts. Rows on their way back overlap with
+        nothing."""
+        has_experts = self.step.config.model.has_experts
+        fraction = self._fraction(layers, coordinate, has_experts)
+        exchange = fraction * self.links.total(self.communication[coordinate], "expert")
+        exchange *= self.step.rows_over_mean  # all wait for the rank that gets the most rows
+        counting = self.links.cluster.device.calibration.counts_seconds
+        counting *= sum(map(has_experts, layers))
+        passes = 3 if self.compute.recomputes_products else 2
+        one_way = exchange / passes / 2  # to the experts, or back
+        shared = self.compute.shared_experts(layers)
+        if self.step.layout.tensor > 1:  # their own collectives take the links meanwhile
+            shared = PassSeconds(0.0, 0.0, 0.0)
+        gradients = shared.backward_input + shared.backward_weight
+        hidden_forward = one_way - self.links.exposed_seconds(shared.forward, one_way)
+        hidden_backward = one_way - self.links.exposed_seconds(gradients, one_way)
+        hidden_backward += (passes - 2) * hidden_forward  # recomputed
+        forward = counting + 2 * one_way - hidden_forward
+        backward = exchange - 2 * one_way - hidden_backward
+        return forward, backward, hidden_forward + hidden_backward
 
     def _tensor(
         self, layers: range, coordinate: int, fraction: float

@@ -335,18 +335,39 @@ class GroupedLinear(nn.Module):
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Returns the experts' outputs (R, D) for rows (R, D) sorted by expert, which end at (E,)."""
-Mix = Callable[[Tensor, Routing], Tensor]
-"""Returns the weighted sums (N, D) of the chosen experts' outputs for tokens (N, D)."""
 
 
-def in_place(compute: Compute, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the experts' outputs (R, D) for rows (R, D), with all experts on this rank."""
-    return compute(rows, ends)
+class Exchange:
+    """Brings rows to their experts, and the outputs back. Here all experts are on this rank, and
+    nothing is sent; `parallel/expert_parallel.py` has the one for sharded experts."""
+
+    sent_bytes = 0
+    """Bytes of rows, outputs and their gradients that this rank has sent to others in passes whose
+    backward pass is done; whoever reads it sets it back."""
+
+    def dispatch(self, rows: Tensor, ends: Tensor) -> Any:
+        """Send rows (R, D) sorted by expert, which end at `ends` (E,), to their experts, without
+        waiting for those that come here. Return what `outputs` needs."""
+        return rows, ends
+
+    def outputs(self, compute: Compute, dispatched: Any) -> Tensor:
+        """Return the outputs (R, D) of all experts for the rows that were `dispatched`; `compute`
+        applies this rank's experts."""
+        output: Tensor = compute(*dispatched)
+        return output
 
 
-def of_all_tokens(mix: Mix, x: Tensor, routing: Routing) -> Tensor:
-    """Return the weighted sums (N, D) for tokens x (N, D), all computed on this rank."""
-    return mix(x, routing)
+class Tokens:
+    """The tokens for which this rank has rows computed. Here all of them; `parallel/` has another
+    one for ranks that hold the same tokens, each of which takes a shard."""
+
+    def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Return this rank's share of tokens (N, D) and of their Routing."""
+        return x, routing
+
+    def gather(self, y: Tensor, n_tokens: int) -> Tensor:
+        """Return the outputs (N, D) of all N = `n_tokens` tokens, for this rank's share of them."""
+        return y
 
 
 class Experts(nn.Module):
@@ -366,11 +387,8 @@ class Experts(nn.Module):
         self.shared = FeedForward(config, n_shared * width) if n_shared else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
-        self.exchange: Callable[[Compute, Tensor, Tensor], Tensor] = in_place
-        """Brings rows to their experts and the outputs back, around a `Compute`."""
-        self.shard_tokens: Callable[[Mix, Tensor, Routing], Tensor] = of_all_tokens
-        """Computes with all tokens, or with a shard of them if other ranks have the same, around a
-        `Mix`."""
+        self.exchange = Exchange()
+        self.tokens = Tokens()
 
     def forward(
         self,
@@ -382,27 +400,38 @@ class Experts(nn.Module):
         """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum.
         positions: the tokens', for dropout. dropout_keys: int32 (B, n_sites, 2), None for no
         dropout. `cache` is ignored: only attention has one."""
-        y = self.shard_tokens(self._mixed, x.flatten(0, 1), self.router(x)).view_as(x)
-        if self.shared is not None:
-            shared = self.shared(x)
-            gate = None if self.shared_gate is None else self.shared_gate(x)
-            y = y + (shared if gate is None else shared * gate.sigmoid())
+        flat = x.flatten(0, 1)
+        tokens, routing = self.tokens.shard(flat, self.router(x))
+        order, ends = routing.order()
+        rows = SortedRows.apply(tokens, order, routing.experts.shape[1])
+        dispatched = self.exchange.dispatch(rows, ends)
+        shared = self._shared_outputs(x)  # computed while rows are under way
+        outputs = RestoredRows.apply(self.exchange.outputs(self._outputs, dispatched), order)
+        y = self.tokens.gather(_mixed(outputs, routing.weights), len(flat)).view_as(x)
+        y = y if shared is None else y + shared
         return self.dropout(y, dropout_keys, positions.stream)
 
-    def _mixed(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sums (N, D) of the chosen experts' outputs for tokens x (N, D)."""
-        order, ends = routing.order()
-        n_chosen = routing.experts.shape[1]
-        rows = SortedRows.apply(x, order, n_chosen)
-        sorted_outputs = self.exchange(self._outputs, rows, ends)
-        outputs = RestoredRows.apply(sorted_outputs, order).unflatten(0, (-1, n_chosen))
-        y = outputs[:, 0] * routing.weights[:, :1]
-        for number in range(1, n_chosen):
-            y = y + outputs[:, number] * routing.weights[:, number, None]
-        return y
+    def _shared_outputs(self, x: Tensor) -> Tensor | None:
+        """Return the shared experts' output (B, T, D) for x (B, T, D), times their gate if they
+        have one; None if there are none."""
+        if self.shared is None:
+            return None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,)."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         inner = self.activation(*(linear(rows, ends) for linear in linears))  # (R, F)
         return self.down(inner, ends)
+
+
+def _mixed(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums (N, D) of outputs (R, D), k adjacent rows for each token, whose
+    weights are (N, k); added in the order of k."""
+    n_chosen = weights.shape[1]
+    rows = outputs.unflatten(0, (-1, n_chosen))
+    y = rows[:, 0] * weights[:, :1]
+    for number in range(1, n_chosen):
+        y = y + rows[:, number] * weights[:, number, None]
+    return y

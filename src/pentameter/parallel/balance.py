@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.model.experts import Experts, Router
-from pentameter.parallel.expert_parallel import Exchange
 from pentameter.parallel.mesh import Mesh
 from pentameter.planning.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
@@ -73,8 +72,7 @@ class ExpertLoads:
         for experts in self._experts.values():
             experts.router.counts.zero_()
             experts.router.logit_sums.zero_()
-            if isinstance(experts.exchange, Exchange):
-                experts.exchange.sent_bytes = 0
+            experts.exchange.sent_bytes = 0
 
     @torch.no_grad()
     def total(self) -> Tensor | None:
@@ -92,11 +90,10 @@ class ExpertLoads:
         dtype = torch.float64 if self._world_size > 1 else torch.float32
         loads = torch.zeros(self._shape, dtype=dtype, device=self._device)
         for row, experts in self._experts.items():
-            router, exchange = experts.router, experts.exchange
+            router = experts.router
             if self._counts_here:
                 loads[row, :-1] = torch.cat((router.counts, router.logit_sums))
-            if isinstance(exchange, Exchange):
-                loads[row, -1] = exchange.sent_bytes
+            loads[row, -1] = experts.exchange.sent_bytes
         if self._world_size > 1:
             dist.all_reduce(loads)
         return loads

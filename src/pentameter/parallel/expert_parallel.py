@@ -5,7 +5,8 @@ A rank sends each token's row for an expert to every rank that has a shard of th
 without `expert_tensor`), by one all-to-all among the ranks that together hold every expert once.
 Results come back the same way, and their partial sums are added in rank order. How many rows each
 rank sends and receives follows from the routing, may be none, and is exchanged first; every rank
-takes part in every exchange. Ranks that hold the same tokens (tensor parallelism without
+takes part in every exchange. While rows are under way to their experts, and their gradients back,
+a rank computes its shared experts. Ranks that hold the same tokens (tensor parallelism without
 `sequence`) each take a shard of them, and all-gather the outputs.
 
 The exchanges are custom operations, so that recomputation can keep their results. The model's code
@@ -17,31 +18,36 @@ it receives; n ranks in the exchange, m of which hold shards of the same experts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from pentameter.model.experts import (
     Compute,
+    Exchange,
     Experts,
     GroupedLinear,
-    Mix,
     RestoredRows,
     Routing,
     SortedRows,
+    Tokens,
 )
 from pentameter.model.matmul import Matmul, matmul_dtype
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import Forward
 from pentameter.parallel.mesh import Mesh, group_named
 from pentameter.parallel.tensor.collectives import gathered_shards
+from pentameter.parallel.waits import finish
 from pentameter.planning.sharding import shard_size
 
 
@@ -54,10 +60,10 @@ def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn
     for module in model.modules():
         if not isinstance(module, Experts):
             continue
-        module.exchange = Exchange(mesh.group_name("expert"), layout.expert_tensor)
+        module.exchange = ExpertExchange(mesh.group_name("expert"), layout.expert_tensor)
         if layout.tensor > 1 and not layout.sequence:
             rank, group = mesh.coordinates["tensor"], mesh.group_name("tensor")
-            module.shard_tokens = TokenShards(rank, layout.tensor, group)
+            module.tokens = TokenShards(rank, layout.tensor, group)
         for linear in (module.gate, module.up, module.down):
             if linear is not None:
                 adds = adds_bias or linear is not module.down
@@ -78,33 +84,40 @@ def _on_shards(
 
 
 @dataclass
-class Exchange:
+class ExpertExchange(Exchange):
     """Brings rows to the ranks that hold their experts, and the outputs back. Collective over the
     named group, in which `n_shards` neighbours hold shards of the same experts."""
 
     group_name: str
     n_shards: int
     sent_bytes: int = 0
-    """Bytes of rows, outputs and their gradients that this rank has sent to others in passes whose
-    backward pass is done; whoever reads it sets it back."""
 
     @torch.compiler.disable
-    def __call__(self, compute: Compute, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the outputs (R, D) of all experts for rows (R, D) sorted by expert, which end at
-        `ends` (E,); 0 for rows behind the last. `compute` applies this rank's experts. Rows are
-        sent in the matmul dtype."""
+    def dispatch(self, rows: Tensor, ends: Tensor) -> _Dispatched:
+        """Send rows (R, D) sorted by expert, which end at `ends` (E,), in the matmul dtype, without
+        waiting for those that come here. Collective; the host waits for their numbers."""
         received, n_sent, n_received = self.counted(len(rows), ends)
         leaving = self._for_each_shard(rows.to(matmul_dtype(rows)), n_sent)
-        arrived = exchange_rows(leaving, n_sent, n_received, self.group_name)
-        outputs = self._by_expert(compute, arrived, received)
-        returned = exchange_rows(outputs, n_received, n_sent, self.group_name)
+        there = Transfer(n_sent, n_received, self.group_name)
+        return _Dispatched(there.start(leaving), there, received, len(rows), rows.requires_grad)
+
+    @torch.compiler.disable
+    def outputs(self, compute: Compute, dispatched: _Dispatched) -> Tensor:
+        """Return the outputs (R, D) of all experts for the rows that were `dispatched`; 0 for rows
+        behind the last. `compute` applies this rank's experts. Collective."""
+        there = dispatched.there
+        arrived = there.finish(dispatched.arriving)
+        outputs = self._by_expert(compute, arrived, dispatched.received)
+        back = Transfer(there.n_received, there.n_sent, self.group_name)
+        returned = back.finish(back.start(outputs))
         if returned.requires_grad:  # counted by the backward pass, once where recomputed
             own = group_named(self.group_name).rank()
-            n_others = sum(n_sent) - n_sent[own] + sum(n_received) - n_received[own]
-            n_bytes = n_others * rows.shape[1] * leaving.itemsize
-            returned.register_hook(partial(self._count, n_bytes * (1 + rows.requires_grad)))
-        total = self._summed(returned, n_sent)
-        return F.pad(total, (0, 0, 0, len(rows) - len(total)))
+            n_others = sum(n for each in (there.n_sent, there.n_received) for n in each)
+            n_others -= there.n_sent[own] + there.n_received[own]
+            n_bytes = n_others * returned.shape[1] * arrived.itemsize
+            returned.register_hook(partial(self._count, n_bytes * (1 + dispatched.has_gradient)))
+        total = self._summed(returned, there.n_sent)
+        return F.pad(total, (0, 0, 0, dispatched.n_rows - len(total)))
 
     def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Return the rows that this rank receives, int64 (n, e), from each rank for each expert
@@ -157,36 +170,56 @@ class Exchange:
         return restored
 
 
+class _Dispatched(NamedTuple):
+    """Rows that were sent to their experts, and those that are to arrive here."""
+
+    arriving: Tensor
+    """What was sent here (S, D), once `there` is finished."""
+    there: Transfer
+    received: Tensor
+    """Numbers of rows from each rank for each expert here, int64 (n, e)."""
+    n_rows: int
+    """Rows that this rank had for experts, also those that none has room for."""
+    has_gradient: bool
+    """Whether the rows get a gradient."""
+
+
 # -- tokens that other ranks have, too ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TokenShards:
-    """Computes the experts' outputs for a shard of the tokens that `n` ranks of the named group all
-    hold, of which this one is number `rank`, and all-gathers them."""
+class TokenShards(Tokens):
+    """Takes a shard of the tokens that `n` ranks of the named group all hold, of which this one is
+    number `rank`, and all-gathers the outputs."""
 
     rank: int
     n: int
     group_name: str
 
     @torch.compiler.disable
-    def __call__(self, mix: Mix, x: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sums (N, D) for tokens x (N, D), on every rank. Collective, and its
-        backward pass too."""
+    def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Return this rank's shard of tokens (N, D) and of their Routing. Collective in the
+        backward pass."""
         own = replace(
             routing,
-            experts=self.shard(routing.experts),
+            experts=self.shard_of(routing.experts),
             weights=_Shard.apply(routing.weights, self),
         )
-        y: Tensor = _Gather.apply(mix(_Shard.apply(x, self), own), self, len(x))
-        return y
+        return _Shard.apply(x, self), own
 
-    def shard(self, whole: Tensor) -> Tensor:
+    @torch.compiler.disable
+    def gather(self, y: Tensor, n_tokens: int) -> Tensor:
+        """All-gather outputs for each rank's shard of the tokens to those for all N = `n_tokens`
+        (N, D). Collective."""
+        whole: Tensor = _Gather.apply(y, self, n_tokens)
+        return whole
+
+    def shard_of(self, whole: Tensor) -> Tensor:
         """Return this rank's shard (…, D) of a tensor (N, D); the last may be smaller or empty."""
         size = shard_size(len(whole), self.n, 0)
         return whole[self.rank * size : (self.rank + 1) * size]
 
-    def gather(self, shard: Tensor, n_rows: int) -> Tensor:
+    def gathered(self, shard: Tensor, n_rows: int) -> Tensor:
         """All-gather shards into a tensor (n_rows, D). Collective."""
         return gather_tokens(shard, shard_size(n_rows, self.n, 0), n_rows, self.group_name)
 
@@ -199,12 +232,12 @@ class _Shard(Function):
     def forward(ctx: Any, whole: Tensor, shards: TokenShards) -> Tensor:
         """Return this rank's shard of `whole` (N, D)."""
         ctx.shards, ctx.n_rows = shards, len(whole)
-        return shards.shard(whole).clone()
+        return shards.shard_of(whole).clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         """All-gather the gradient to (N, D). Collective."""
-        return ctx.shards.gather(g.contiguous(), ctx.n_rows), None
+        return ctx.shards.gathered(g.contiguous(), ctx.n_rows), None
 
 
 class _Gather(Function):
@@ -215,12 +248,12 @@ class _Gather(Function):
     def forward(ctx: Any, shard: Tensor, shards: TokenShards, n_rows: int) -> Tensor:
         """All-gather the shards to (N, D), N = n_rows. Collective."""
         ctx.shards = shards
-        return shards.gather(shard, n_rows)
+        return shards.gathered(shard, n_rows)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         """Return this rank's shard of the gradient g (N, D)."""
-        return ctx.shards.shard(g).contiguous(), None, None
+        return ctx.shards.shard_of(g).contiguous(), None, None
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -234,44 +267,120 @@ def counts_exchanged(sent: Tensor, group_name: str) -> Tensor:
     return received
 
 
-def rows_exchanged(rows: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
-    """Exchange rows (R, D) over the named group, `sent[i]` of them with rank i, in order: (S, D),
-    of which `received[i]` come from rank i. Collective, also for a rank without rows."""
+def start_rows(
+    rows: Tensor, sent: list[int], received: list[int], group_name: str, number: int
+) -> Tensor:
+    """Start to exchange rows (R, D) over the named group, `sent[i]` of them with rank i, in order.
+    Return the tensor (S, D) in which rows arrive, `received[i]` of them from rank i, once the
+    Transfer of this `number` has been waited for. Collective, also for a rank without rows."""
     result = rows.new_empty((sum(received), rows.shape[1]))
     group = group_named(group_name)
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    work = dist.all_to_all_single(
+        result, rows.contiguous(), received, sent, group=group, async_op=True
+    )
+    _transfers[number].work = work
     return result
 
 
 exchange_counts = torch.library.custom_op(
     "pentameter::exchange_counts", counts_exchanged, mutates_args=()
 )
-exchange_rows = torch.library.custom_op(
-    "pentameter::exchange_rows", rows_exchanged, mutates_args=()
-)
+exchange_rows = torch.library.custom_op("pentameter::exchange_rows", start_rows, mutates_args=())
 gather_tokens = torch.library.custom_op(
     "pentameter::gather_tokens", gathered_shards, mutates_args=()
 )
 """`gathered_shards` by a name of its own, whose results recomputation keeps."""
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sent, ctx.received, ctx.group_name = inputs
-
-
-def _exchange_back(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-    """Backward of an exchange of rows: send the gradients (S, D) back, (R, D)."""
-    return exchange_rows(g, ctx.received, ctx.sent, ctx.group_name), None, None, None
-
-
-exchange_rows.register_autograd(_exchange_back, setup_context=_keep)
-
-
 @exchange_rows.register_fake
-def _(rows: Tensor, sent: list[int], received: list[int], group_name: str) -> Tensor:
+def _(rows: Tensor, sent: list[int], received: list[int], group_name: str, number: int) -> Tensor:
     return rows.new_empty((sum(received), rows.shape[1]))
 
 
 @gather_tokens.register_fake
 def _(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
     return shard.new_empty((n_rows, *shard.shape[1:]))
+
+
+# -- an exchange of rows that others compute beside -----------------------------------------------
+
+
+class Transfer:
+    """An exchange of rows over the named group, which sends `n_sent[i]` rows to rank i and receives
+    `n_received[i]` from it. Between `start` and `finish` other work is done; the backward pass does
+    the same in the other direction, beside the gradients of that work.
+
+    Recomputation may keep what arrived and start nothing, so that there is nothing to wait for."""
+
+    def __init__(self, n_sent: list[int], n_received: list[int], group_name: str) -> None:
+        self.n_sent, self.n_received, self.group_name = n_sent, n_received, group_name
+        self.work: dist.Work | None = None
+        """The exchange that is under way, in either direction."""
+        self.gradients: Tensor | None = None
+        """The tensor (R, D) in which gradients arrive, in the backward pass."""
+        self._number = next(_numbers)
+        _transfers[self._number] = self
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Start to send rows (R, D). Return the tensor (S, D) in which rows arrive, for `finish`.
+        Collective."""
+        arriving: Tensor = _Start.apply(rows, self)
+        return arriving
+
+    def finish(self, arriving: Tensor) -> Tensor:
+        """Wait for the rows (S, D) that arrive in the result of `start`, and return them."""
+        arrived: Tensor = _Finish.apply(arriving, self)
+        return arrived
+
+    def send(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Start to send rows (R, D), or gradients (S, D) `back`, outside of autograd."""
+        sizes = (self.n_received, self.n_sent) if back else (self.n_sent, self.n_received)
+        return exchange_rows(rows, *sizes, self.group_name, self._number)
+
+    def wait(self) -> None:
+        """Wait for what was sent last, if it is under way."""
+        work, self.work = self.work, None
+        if work is not None:
+            finish(work, "all-to-all", group_named(self.group_name))
+
+
+_transfers: WeakValueDictionary[int, Transfer] = WeakValueDictionary()
+"""Transfers by number, which stands for them in a custom operation, as it takes no objects."""
+_numbers = itertools.count()
+
+
+class _Start(Function):
+    """Starts a Transfer; its backward pass waits for the gradients that `_Finish` has sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
+        """Start to send rows (R, D); return the tensor (S, D) in which rows arrive."""
+        ctx.transfer = transfer
+        return transfer.send(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        """Wait for the gradients (R, D) of the rows, and return them."""
+        ctx.transfer.wait()
+        gradients, ctx.transfer.gradients = ctx.transfer.gradients, None
+        return gradients, None
+
+
+class _Finish(Function):
+    """Waits for a Transfer; its backward pass starts to send the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
+        """Return the rows (S, D) that have arrived in `arriving`."""
+        ctx.transfer = transfer
+        transfer.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        """Start to send the gradients g (S, D) back. What is returned only has their shape, so that
+        the backward pass goes on to `_Start`."""
+        ctx.transfer.gradients = ctx.transfer.send(g, back=True)
+        return g, None
