@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx_attention, amx_feed_forward, functions
-from pentameter.fused_cpu.expert_rows import places_by_expert
-from pentameter.fused_cpu.experts import ExpertFeedForward
+from pentameter.fused_cpu.experts import weighted_outputs
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
@@ -153,18 +152,9 @@ def _mlp(
     scale = norm.get_parameter("weight")
     logits = router_logits(h, scale, mlp.router.weight)
     routing = route(mlp.router, _biased(logits, mlp.router, norm))
-    down, *up = (each for each in (mlp.down, mlp.gate, mlp.up) if each is not None)
-    y = ExpertFeedForward.apply(
-        h,
-        routing.weights,
-        places_by_expert(routing),
-        scale,
-        _folded_bias(up, norm),
-        down.weight,
-        down.bias,
-        activation,
-        *(each.weight for each in up),
-    )
+    layers = [layer for layer in (mlp.gate, mlp.up) if layer is not None]
+    bias = _folded_bias(layers, norm)
+    y = weighted_outputs(h, routing, scale, bias, (*layers, mlp.down), activation)
     if mlp.shared is not None:
         shared = _feed_forward(h, norm, mlp.shared, activation)
         if mlp.shared.down.bias is not None:
