@@ -27,7 +27,10 @@ from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_
 Name = Literal["vector", "AMX"]
 
 FILES: dict[Name, tuple[str, ...]] = {
-    "vector": ("add_norm.cpp", "activation.cpp", "expert_rows.cpp"),
+    "vector": (
+        *("add_norm.cpp", "activation.cpp"),
+        *("expert_rows.cpp", "grouped_matmul.cpp", "router.cpp"),
+    ),
     "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
 }
 """Library → its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""

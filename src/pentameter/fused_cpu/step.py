@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx_attention, amx_feed_forward, functions
-from pentameter.fused_cpu.expert_rows import places_by_expert
-from pentameter.fused_cpu.experts import ExpertFeedForward
+from pentameter.fused_cpu.experts import weighted_outputs
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
@@ -30,6 +29,7 @@ from pentameter.fused_cpu.functions import (
 )
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
+from pentameter.fused_cpu.router import route, router_logits
 from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
@@ -149,34 +149,27 @@ def _mlp(
     bias. activation: its name in `model.activation`."""
     if isinstance(mlp, MLP):
         return _feed_forward(h, norm, mlp, activation), mlp.down.bias
-    routing = mlp.router.route(_projected(precise(h), norm, mlp.router))
-    down, *up = (each for each in (mlp.down, mlp.gate, mlp.up) if each is not None)
-    y = ExpertFeedForward.apply(
-        h,
-        routing.weights,
-        places_by_expert(routing),
-        norm.get_parameter("weight"),
-        _folded_bias(up, norm),
-        down.weight,
-        down.bias,
-        activation,
-        *(each.weight for each in up),
-    )
+    scale = norm.get_parameter("weight")
+    logits = router_logits(h, scale, mlp.router.weight)
+    routing = route(mlp.router, _biased(logits, mlp.router, norm))
+    layers = [layer for layer in (mlp.gate, mlp.up) if layer is not None]
+    bias = _folded_bias(layers, norm)
+    y = weighted_outputs(h, routing, scale, bias, (*layers, mlp.down), activation)
     if mlp.shared is not None:
         shared = _feed_forward(h, norm, mlp.shared, activation)
         if mlp.shared.down.bias is not None:
             shared = shared + mlp.shared.down.bias
         if mlp.shared_gate is not None:
-            shared = shared * _projected(h, norm, mlp.shared_gate).sigmoid()
+            gate = FoldedLinear.apply(h, scale, mlp.shared_gate.weight)
+            shared = shared * _biased(gate, mlp.shared_gate, norm).sigmoid()
         y = (y + shared).to(h.dtype)
     return y, None
 
 
-def _projected(h: Tensor, norm: nn.Module, layer: nn.Linear | Router) -> Tensor:
-    """Return a linear layer's output (B, T, n) for normalised h (B, T, D), in h's dtype if nothing
-    has a bias, else in at least the parameters'. `norm` computed h without its weight and bias,
-    which are folded into the layer's."""
-    y = FoldedLinear.apply(h, norm.get_parameter("weight"), layer.weight)
+def _biased(y: Tensor, layer: nn.Linear | Router, norm: nn.Module) -> Tensor:
+    """Return y (B, T, n), a linear layer's output without its bias, plus that bias, if there is
+    any, into which `norm`'s bias is folded: in y's dtype without, else in at least the
+    parameters'."""
     bias = _folded_bias([layer], norm)
     return y if bias is None else y + bias
 

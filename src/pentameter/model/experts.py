@@ -103,6 +103,12 @@ class Router(nn.Module):
         if self.training:
             sums = _logit_sums(logits, scores, config)
             weights = _Counted.apply(weights, chosen, sums, (self.counts, self.logit_sums))
+        return self.routing(chosen, weights)
+
+    def routing(self, chosen: Tensor, weights: Tensor) -> Routing:
+        """Return the Routing of tokens that chose these experts, int64 (B, T, k), whose outputs
+        have these weights (B, T, k). An expert takes no more rows than it has capacity for."""
+        config = self.config
         if config.expert_capacity is not None:
             chosen = _within_capacity(chosen, config)
         assert config.n_experts is not None

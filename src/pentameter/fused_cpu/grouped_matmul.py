@@ -1,0 +1,129 @@
+"""Matmuls of rows that are sorted by group with a weight of their group's own, and their gradients:
+by the C++ kernels in `cpp/grouped_matmul.cpp`, by PyTorch's grouped matmul, or by the operations of
+the plain model, whichever is the first to take them.
+
+Shapes: P places of rows, E groups, which end before the places `ends`, int64 (E,), multiples of
+ROWS_PER_BLOCK. Rows behind the last end belong to no group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentameter.fused_cpu.native import address, library, serves
+from pentameter.model.matmul import (
+    ROWS_PER_BLOCK,
+    grouped_input_gradient,
+    grouped_linear,
+    grouped_weight_gradient,
+)
+
+FEATURES = 32
+"""The C++ kernels need numbers of inputs and outputs that this divides."""
+
+
+class _GroupedMatmul(ctypes.Structure):
+    """ctypes mirror for the C++ struct `GroupedMatmul` in cpp/grouped_matmul.cpp: the sizes for one
+    kernel call."""
+
+    _fields_ = (
+        ("ends", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("R", "E", "n_in", "n_out", "block")),
+    )
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Return rows (P, inputs) times their group's weight (E, outputs, inputs), plus its bias (E,
+    outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
+    if bias is not None:
+        return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
+    if _kernel_takes(rows, weight):
+        y, words = rows.new_empty(len(rows), weight.shape[1]), torch.empty_like(weight)
+        _call("linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
+        return y
+    if _pytorch_takes(rows, weight):
+        return _with_zeros(F.grouped_mm(rows, weight.mT, offs=ends.int()), ends)
+    return grouped_linear(rows, weight, None, ends)
+
+
+def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient (P, inputs) of the rows in `linear`, for the result's gradient g (P,
+    outputs)."""
+    if _kernel_takes(g, weight):
+        g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
+        _call("input_gradient", _job(ends, len(g), weight.shape), g_rows, words, g, weight)
+        return g_rows
+    if _pytorch_takes(g, weight):
+        return _with_zeros(F.grouped_mm(g, weight, offs=ends.int()), ends)
+    return grouped_input_gradient(g, weight, ends)
+
+
+def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient (E, outputs, inputs) of the weight in `linear`, for the result's gradient
+    g (P, outputs) and rows (P, inputs), in g's dtype or fp32; 0 for a group without rows."""
+    if _kernel_takes(g, rows):
+        shape = len(ends), g.shape[1], rows.shape[1]
+        g_weight = g.new_empty(shape, dtype=torch.float32)
+        _call("weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
+        return g_weight
+    if _pytorch_takes(g, rows):
+        return F.grouped_mm(g.mT, rows, offs=ends.int())
+    return grouped_weight_gradient(g, rows, ends)
+
+
+def _kernel_takes(*operands: Tensor) -> bool:
+    """Return whether the C++ kernels multiply these operands, and better than PyTorch: contiguous
+    ones in bf16 whose last two dimensions FEATURES divides, on a CPU that multiplies pairs of bf16
+    numbers but has no AMX."""
+    return (
+        serves("vector", torch.float32, operands[0].dtype)
+        and not serves("AMX", torch.float32, torch.bfloat16)
+        and _multiplies_pairs()
+        and all(_fits_kernel(x) for x in operands)
+    )
+
+
+def _multiplies_pairs() -> bool:
+    """Return whether the vector library was compiled for a CPU that multiplies pairs of bf16
+    numbers in one instruction."""
+    return bool(library("vector").pentameter_multiplies_pairs())
+
+
+def _fits_kernel(x: Tensor) -> bool:
+    """Return whether the C++ kernels take an operand x of `linear` or of its gradients."""
+    features = x.shape[1:]  # of a weight both dimensions
+    divides = all(size % FEATURES == 0 for size in features)
+    return x.dtype is torch.bfloat16 and divides and x.is_contiguous()
+
+
+def _pytorch_takes(*operands: Tensor) -> bool:
+    """Return whether PyTorch's grouped matmul multiplies these operands: not in float64, nor with
+    rows whose length is not a multiple of 16 bytes. Called directly it saves the overhead of our
+    custom operations and of their views, a tenth of a product (3,072 tokens, 8 experts of 256)."""
+    return all(
+        x.dtype is not torch.float64 and x.shape[-1] * x.itemsize % 16 == 0 for x in operands
+    )
+
+
+def _with_zeros(y: Tensor, ends: Tensor) -> Tensor:
+    """Return y (P, outputs) with 0, in place, behind the last of `ends` (E,), where PyTorch's
+    grouped matmul leaves it unwritten."""
+    y[int(ends[-1]) :].zero_()
+    return y
+
+
+def _job(ends: Tensor, n_rows: int, shape: tuple[int, ...]) -> _GroupedMatmul:
+    """Return the C++ call's sizes for so many rows and a weight with this shape (E, outputs,
+    inputs)."""
+    E, n_out, n_in = shape
+    return _GroupedMatmul(address(ends), n_rows, E, n_in, n_out, ROWS_PER_BLOCK)
+
+
+def _call(name: str, job: _GroupedMatmul, *tensors: Tensor) -> None:
+    """Call the kernel `pentameter_grouped_<name>` with the job and the tensors' addresses."""
+    kernel = getattr(library("vector"), f"pentameter_grouped_{name}")
+    kernel(ctypes.byref(job), *map(address, tensors))

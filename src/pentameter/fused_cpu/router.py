@@ -1,0 +1,158 @@
+"""The router of a sub-layer of experts in the fused step: its logits, and the choice of experts by
+them, computed by the C++ kernels in `cpp/router.cpp`, or by the plain model's operations.
+
+Shapes: B batch, T sequence, D d_model, N = B · T tokens, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from pentameter.fused_cpu.functions import FoldedLinear
+from pentameter.fused_cpu.kernels import precise
+from pentameter.fused_cpu.native import CHANNELS, address, library, serves
+from pentameter.model.experts import Router, Routing
+
+MOST_WEIGHTS = 1 << 16
+"""Largest router weight, in numbers, that the C++ kernel multiplies: up to it, its gradient's
+sums stay in a core's cache. For larger ones PyTorch's matmuls are as fast."""
+TOKENS_PER_SUM = 64
+"""Tokens per partial sum in the gradient of the router's weight."""
+
+
+def router_logits(h: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits (B, T, E), in at least fp32, without a bias: h · (weight · scale)ᵀ for the
+    normalised h (B, T, D) in any dtype, the preceding norm's weight `scale` (D,), and the router's
+    `weight` (E, D)."""
+    takes = serves("vector", weight.dtype, h.dtype) and h.is_contiguous()
+    if takes and h.shape[-1] % CHANNELS == 0 and weight.numel() <= MOST_WEIGHTS:
+        return _RouterLogits.apply(h, scale, weight)
+    return FoldedLinear.apply(precise(h), scale, weight)
+
+
+def route(router: Router, logits: Tensor) -> Routing:
+    """Return `router.route(logits)` for logits (B, T, E): by the C++ kernels unless the router has
+    groups of experts, or a loss of its own that this pass needs."""
+    if not serves("vector", logits.dtype, logits.dtype) or not _can_choose(router):
+        return router.route(logits)
+    experts, weights = _ChosenExperts.apply(logits, router)
+    return router.routing(experts, weights)
+
+
+def _can_choose(router: Router) -> bool:
+    """Return whether the kernels know the router's settings."""
+    config = router.config
+    has_loss = bool(config.router_z_loss) or config.balance in ("sequence", "batch")
+    return config.router_groups is None and not (router.training and has_loss)
+
+
+class _LogitsJob(ctypes.Structure):
+    """ctypes mirror for the C++ struct `Logits` in cpp/router.cpp: all arguments for one kernel
+    call."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scale", "weight")),
+        *((name, ctypes.c_int64) for name in ("N", "D", "E", "rows", "low")),
+    )
+
+
+class _ChoiceJob(ctypes.Structure):
+    """ctypes mirror for the C++ struct `Choice` in cpp/router.cpp: all arguments for one kernel
+    call."""
+
+    _fields_ = (
+        ("balance", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("N", "E", "k")),
+        *((name, ctypes.c_int64) for name in ("sigmoid", "top_k_first", "renormalize")),
+        ("factor", ctypes.c_float),
+    )
+
+
+class _RouterLogits(Function):
+    """x · (weight · scale)ᵀ in fp32, with few outputs, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        """Return (B, T, E) in fp32 for x (B, T, D) in fp32 or bf16, `scale` (D,) and `weight`
+        (E, D) in fp32."""
+        ctx.save_for_backward(x, scale, weight)
+        logits = weight.new_empty(*x.shape[:-1], len(weight))
+        job = _logits_job(x, scale, weight)
+        library("vector").pentameter_router_logits(ctypes.byref(job), *map(address, (logits, x)))
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of x, scale and weight for the logits' g (B, T, E)."""
+        x, scale, weight = ctx.saved_tensors
+        job, g = _logits_job(x, scale, weight), g.contiguous()
+        g_x, g_scale, g_weight = map(torch.empty_like, (x, scale, weight))
+        partial_sums = weight.new_empty(-(-job.N // job.rows), *weight.shape)
+        library("vector").pentameter_router_logits_backward(
+            ctypes.byref(job), *map(address, (g_x, g_weight, g_scale, partial_sums, g, x))
+        )
+        return g_x, g_scale, g_weight
+
+
+def _logits_job(x: Tensor, scale: Tensor, weight: Tensor) -> _LogitsJob:
+    """Return the C++ call's arguments for x (B, T, D), scale (D,) and weight (E, D)."""
+    E, D = weight.shape
+    sizes = x.numel() // D, D, E, TOKENS_PER_SUM, x.dtype is torch.bfloat16
+    return _LogitsJob(address(scale), address(weight), *sizes)
+
+
+class _ChosenExperts(Function):
+    """The choice of experts by logits and their weights, whose backward pass also adds to the
+    router's `counts` and `logit_sums` in training."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts, int64 (B, T, k), the best first, of equal ones the lower, and
+        their weights, fp32 (B, T, k), for logits (B, T, E) in fp32. `router` says how."""
+        logits = logits.contiguous()
+        weights = logits.new_empty(*logits.shape[:-1], router.config.n_chosen)
+        experts, sums = torch.empty_like(weights, dtype=torch.int64), logits.new_empty(2)
+        library("vector").pentameter_choose_experts(
+            ctypes.byref(_choice_job(router, logits)),
+            *map(address, (experts, weights, sums, logits)),
+        )
+        ctx.save_for_backward(logits, experts, sums)
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        ctx.router = router
+        return experts, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, g: Tensor) -> tuple[Tensor, None]:
+        """Return the logits' gradient (B, T, E) for the weights' g (B, T, k)."""
+        logits, experts, sums = ctx.saved_tensors
+        g, g_logits = g.contiguous(), torch.empty_like(logits)
+        counts = ctx.router.counts if ctx.router.training else None
+        library("vector").pentameter_choose_experts_backward(
+            ctypes.byref(_choice_job(ctx.router, logits)),
+            *map(address, (g_logits, counts, g, logits, experts)),
+        )
+        if counts is not None:
+            ctx.router.logit_sums.add_(sums)
+        return g_logits, None
+
+
+def _choice_job(router: Router, logits: Tensor) -> _ChoiceJob:
+    """Return the C++ call's arguments for the router's settings and logits (B, T, E)."""
+    config, E = router.config, logits.shape[-1]
+    return _ChoiceJob(
+        address(router.balance if config.balance == "bias" else None),
+        *(logits.numel() // E, E, config.n_chosen),
+        config.router == "sigmoid",
+        config.router_top_k_first,
+        config.router_renormalize,
+        config.router_scale,
+    )
