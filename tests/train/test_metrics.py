@@ -1,8 +1,12 @@
 """metrics.jsonl: well-formed lines, and a rewind that leaves neither gap nor repeat."""
 
+import itertools
 import json
 import time
 from types import SimpleNamespace
+
+import pytest
+from tiny_runs import events, fit
 
 from pentameter.config.load import load_config
 from pentameter.processes.world import World
@@ -129,3 +133,29 @@ def test_rewind_brings_lines_back_that_waited_for_the_disk(tmp_path):
         kept = f"{one}\n" if before else ""
         rewind_metrics(path, n_bytes=len(kept), unwritten=[two], checkpoint=None)
         assert path.read_text() == f"{kept}{two}\n"
+
+
+class FailsAt:
+    """A hook that ends the run at this step, with an error."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, step):
+        if step.step == self.step:
+            raise RuntimeError("a fault")
+
+
+def test_a_run_lost_twice_says_each_time_what_it_had_reached(tmp_path):
+    run, saving = tmp_path / "run", {"checkpoint": {"interval": 4}}
+    for step in (7, 6):
+        with pytest.raises(RuntimeError):
+            fit(run, sections=saving, hooks=[FailsAt(step)])
+    fit(run, sections=saving)
+    (start,) = events(run, "start")
+    assert (start["n_nodes"], start["reached_step"], start["reached_time"]) == (1, None, None)
+    resumes = events(run, "resume")
+    assert [(each["step"], each["reached_step"]) for each in resumes] == [(4, 7), (4, 6)]
+    for before, after in itertools.pairwise([start, *resumes]):
+        assert before["time"] <= after["reached_time"] <= after["time"]
+    assert [event["step"] for event in events(run, "train")] == list(range(1, 13))
