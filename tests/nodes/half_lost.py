@@ -18,6 +18,7 @@ def lose_half(folder: Path, seconds: float) -> Path:
     """Return the run folder of four nodes that train for so long, lose two, train for so long
     without them, and for so long with them again."""
     with cluster(4, folder) as run:
+        run.wait_for_steps(60)  # past a checkpoint: without one a run begins anew
         time.sleep(seconds)
         number = run.attempt()["number"]
         for node in (1, 2):

@@ -39,10 +39,10 @@ def test_the_report_of_a_run_that_lost_half_of_its_nodes(tmp_path):
     if (reason := reason_not_to()) is not None:
         pytest.skip(reason)
     record = read_run(lose_half(tmp_path, seconds=2.0))
-    first, *_, last = record.sessions
-    assert (first.n_nodes, last.n_nodes) == (4, 4)
-    assert 2 in [each.n_nodes for each in record.sessions]
-    assert "4 from step 0, 2 from step" in render_page(record)
+    n_nodes = [each.n_nodes for each in record.sessions]  # on a busy machine not all come at once
+    assert 2 in n_nodes[n_nodes.index(4) :]
+    assert n_nodes[-1] == 4
+    assert ", 2 from step" in render_page(record)
 
 
 def test_a_batch_that_differs_is_a_problem_of_its_trial(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
 STRIP_INCHES = {"wide": (8.4, 2.2), "narrow": (4.0, 2.6)}
 """Sizes of the figure of sessions, for wide and narrow windows."""
-LONGEST_PAUSE = 0.08
+LONGEST_PAUSE = 0.15
 """Longest pause between two sessions that is drawn to scale, as a fraction of all sessions."""
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
 """Horizontal axes for several runs' losses → their labels."""
