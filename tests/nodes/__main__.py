@@ -1,18 +1,24 @@
-"""`python -m tests.nodes --trials N --seed S`: faults on a run of four nodes, and a table."""
+"""`python -m tests.nodes --trials N --seed S`: faults on a run of four nodes, and a table.
+
+`--results FILE` appends each trial to FILE as a line of JSON; the table is then that of all its
+lines, and of these alone with `--trials 0`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from network import reason_not_to
-from trials import ALL_KINDS, run_trials, table
+from trials import ALL_KINDS, Trial, run_trials, table
 
 
 def main() -> int:
@@ -22,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--kind", action="append", choices=ALL_KINDS, help="these faults alone")
+    parser.add_argument("--results", type=Path, help="file to append the trials to")
     asked = parser.parse_args()
     if (reason := reason_not_to()) is not None:
         print(reason)
@@ -38,10 +45,19 @@ def main() -> int:
         for trial in run_trials(some, seed, folder, n_nodes=asked.nodes):
             made.append(trial)
             print(f"{seed} {trial}", flush=True)
+            if asked.results is not None:
+                with asked.results.open("a") as file:
+                    file.write(json.dumps({"seed": seed, **asdict(trial)}) + "\n")
         if not any(trial.problem for trial in made[first:]):
             shutil.rmtree(folder)  # else what the nodes said is looked at
-    print(table(made))
+    print(table(made if asked.results is None else recorded(asked.results)))
     return int(any(trial.problem for trial in made))
+
+
+def recorded(results: Path) -> list[Trial]:
+    """The trials in a file of results."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    return [Trial(**{key: line[key] for key in line if key != "seed"}) for line in lines]
 
 
 if __name__ == "__main__":

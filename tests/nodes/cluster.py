@@ -15,10 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from network import Network, network
+from noting import FOLDER
 
 CONFIG = Path(__file__).with_name("nodes.toml")
 PATIENCE_SECONDS = 180.0
 """Longest wait for anything on a machine that does much else."""
+NOTING = Path(__file__).with_name("noting.py")
+
+
+def train_command(run_dir: Path, *options: str) -> tuple[list[str], dict[str, str]]:
+    """The command that trains CONFIG in `run_dir`, and its environment. What its ranks read is
+    noted in the folder `batches_of(run_dir)`."""
+    command = [
+        sys.executable, str(NOTING), "train", str(CONFIG), "--run-dir", str(run_dir), *options,
+    ]  # fmt: skip
+    paths = [str(NOTING.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    noted = {FOLDER: str(batches_of(run_dir)), "PYTHONPATH": os.pathsep.join(paths)}
+    return command, {**os.environ, **noted, "OMP_NUM_THREADS": "1"}
+
+
+def batches_of(run_dir: Path) -> Path:
+    """The folder in which the ranks of a run note what they read."""
+    return run_dir.with_name(f"{run_dir.name}-batches")
 
 
 class Cluster:
@@ -32,12 +50,11 @@ class Cluster:
 
     def start(self, *nodes: int) -> None:
         """Start the command on these nodes."""
-        command = [
-            sys.executable, "-m", "pentameter", "train", str(CONFIG),
-            "--run-dir", str(self.run_dir), "--nodes", f"{self._least}:{self.net.n}",
-            "--layout", "best", "--respawn", "20",
-        ]  # fmt: skip
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        nodes_option = ("--nodes", f"{self._least}:{self.net.n}")
+        command, environment = train_command(
+            self.run_dir, *nodes_option, "--layout", "best", "--respawn", "20"
+        )
+        environment["GLOO_SOCKET_IFNAME"] = "eth0"
         for node in nodes:
             with self._output(node).open("ab") as output:
                 self.launchers[node] = subprocess.Popen(

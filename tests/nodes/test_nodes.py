@@ -6,9 +6,16 @@ tests.nodes` makes many trials.
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import trials
+from half_lost import lose_half
 from network import reason_not_to
-from trials import TRIALS, table, upper_bound
+from trials import TRIALS, Trial, table, upper_bound
+
+from pentameter.report.page import render_page
+from pentameter.report.reading import read_run
 
 
 @pytest.mark.slow
@@ -25,3 +32,39 @@ def test_what_a_table_says_of_its_trials():
     assert upper_bound(0, 300) == pytest.approx(3 / 300, rel=0.01)
     assert upper_bound(2, 20) == pytest.approx(0.2826, abs=1e-4)
     assert table([]).splitlines()[-1] == "| all | 0 | 0 | 100% | – | – |"
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_that_lost_half_of_its_nodes(tmp_path):
+    if (reason := reason_not_to()) is not None:
+        pytest.skip(reason)
+    record = read_run(lose_half(tmp_path, seconds=2.0))
+    n_nodes = [each.n_nodes for each in record.sessions]  # on a busy machine not all come at once
+    assert 2 in n_nodes[n_nodes.index(4) :]
+    assert n_nodes[-1] == 4
+    assert ", 2 from step" in render_page(record)
+
+
+def test_a_batch_that_differs_is_a_problem_of_its_trial(tmp_path, monkeypatch):
+    curve = dict.fromkeys(range(1, 7), 2.0)
+    monkeypatch.setattr(trials, "reference", lambda last, folder: curve)
+
+    def note(run: str, process: int, *batches: tuple[int, dict[int, str]]) -> None:
+        (tmp_path / f"{run}-batches").mkdir(exist_ok=True)
+        lines = [json.dumps({"step": step, "rows": rows}) for step, rows in batches]
+        text = "\n".join([*lines, '{"step": 3, "ro'])  # killed while it wrote
+        (tmp_path / f"{run}-batches" / f"{process}.jsonl").write_text(text)
+
+    def problems() -> list[str]:
+        made = [Trial("node_off", step=2), Trial("link_cut", step=4)]
+        trials._judge(made, curve, tmp_path)
+        return [trial.problem for trial in made]
+
+    whole = {0: "a", 1: "b"}
+    note("reference", 1, *((step, whole) for step in curve))
+    note("run", 1, *((step, {0: "a"}) for step in curve))
+    assert problems() == ["the batch of step 3 differs", "the batch of step 5 differs"]
+    note("run", 2, *((step, {1: "b"}) for step in curve))
+    assert problems() == ["", ""]
+    note("run", 3, (6, {1: "c"}))  # by a process whose step was made again
+    assert problems() == ["", "the batch of step 6 differs"]

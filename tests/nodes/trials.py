@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,16 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from cluster import CONFIG, LOSSES, PATIENCE_SECONDS, Cluster, cluster, events_of
+from cluster import (
+    LOSSES,
+    PATIENCE_SECONDS,
+    Cluster,
+    batches_of,
+    cluster,
+    events_of,
+    train_command,
+)
+from noting import noted_batches
 
 TOLERANCE = 1e-10
 """Largest difference of a loss, in fp64, between a run whose layout changed and one on a single
@@ -40,6 +49,8 @@ class Trial:
     """From the fault to the first step after it in another attempt; NaN if none was needed."""
     problem: str = ""
     """What did not hold; empty if all did."""
+    load: float = math.nan
+    """Processes of the machine that wanted a core when the fault came: the mean of a minute."""
 
 
 def run_trials(
@@ -55,7 +66,7 @@ def run_trials(
     with cluster(n_nodes, folder) as run:
         for kind in kinds:
             run.wait_for_steps(chance.randrange(5, 60))
-            trial = Trial(kind, run.last_step())
+            trial = Trial(kind, run.last_step(), load=os.getloadavg()[0])
             trials.append(trial)
             try:
                 _make(trial, run, chance)
@@ -96,27 +107,32 @@ def _make(trial: Trial, run: Cluster, chance: random.Random) -> None:
 
 
 def _judge(trials: list[Trial], curve: dict[int, float], folder: Path) -> None:
-    """Note in the trials where the curve differs from that of one process alone, or has a gap."""
+    """Note in the trials where losses or batches differ from those of one process alone, or where
+    a step is missing."""
     last = max(curve, default=0)
     expected = reference(last, folder)
+    read, to_read = (noted_batches(batches_of(folder / name)) for name in ("run", "reference"))
     ends = [*(trial.step for trial in trials[1:]), last]
     for trial, end in zip(trials, ends, strict=True):
         steps = range(trial.step + 1, end + 1)
         missing = [step for step in steps if step not in curve]
         differences = [abs(curve[step] - expected[step]) for step in steps if step in curve]
+        others = [step for step in steps if not to_read[step] or read[step] != to_read[step]]
         worst = max(differences, default=0.0)
         if missing:
             trial.problem = trial.problem or f"step {missing[0]} is missing"
         elif worst > TOLERANCE:
             trial.problem = trial.problem or f"a loss differs by {worst:.1e}"
+        elif others:
+            trial.problem = trial.problem or f"the batch of step {others[0]} differs"
 
 
 def reference(last: int, folder: Path) -> dict[int, float]:
     """The losses up to step `last` of the same run on one process, undisturbed."""
     run_dir = folder / "reference"
-    command = [sys.executable, "-m", "pentameter", "train", str(CONFIG), "--run-dir", str(run_dir)]
+    command, environment = train_command(run_dir)
     with (folder / "reference.txt").open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         deadline = time.monotonic() + 10 * PATIENCE_SECONDS
         while max(curve := _curve(run_dir), default=0) < last and process.poll() is None:

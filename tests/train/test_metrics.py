@@ -1,16 +1,23 @@
 """metrics.jsonl: well-formed lines, and a rewind that leaves neither gap nor repeat."""
 
+import itertools
 import json
+import time
 from types import SimpleNamespace
+
+import pytest
+from tiny_runs import events, fit
 
 from pentameter.config.load import load_config
 from pentameter.processes.world import World
 from pentameter.train.event_log import EventLog
-from pentameter.train.log_files import rewind_metrics
+from pentameter.train.log_files import Reached, rewind_metrics
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The events of a file, without the times at which they were written."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: event[key] for key in event if key != "time"} for event in events]
 
 
 def fail(warning):
@@ -29,6 +36,15 @@ def test_non_finite_numbers_become_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read(path) == [{"event": "train", "step": 1, "loss": None, "grad_norm": None}]
     assert path.read_text().startswith('{"event"')
+
+
+def test_an_event_says_when_it_was_written(tmp_path):
+    log = recorder(tmp_path / "metrics.jsonl")
+    before = time.time()
+    log.write("train", step=1)
+    log.close()
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert before - 0.001 <= event["time"] <= time.time() + 0.001  # to a millisecond
 
 
 def test_rewind_cuts_what_will_be_written_again_and_keeps_the_checkpoints_own_line(tmp_path):
@@ -56,6 +72,36 @@ def test_rewind_adds_the_checkpoints_line_when_a_kill_prevented_it(tmp_path):
     size = path.stat().st_size
     rewind_metrics(path, n_bytes=size, checkpoint={"step": 2, "seconds": None})
     assert read(path)[1:] == [{"event": "checkpoint", "step": 2, "seconds": None}]
+
+
+def test_rewind_keeps_earlier_resumes_and_tells_what_was_reached(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def append(*events):
+        with path.open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+
+    def rewind():
+        return rewind_metrics(path, n_bytes=size, checkpoint=saved)
+
+    append({"event": "start", "step": 0, "time": 1.0}, {"event": "train", "step": 2, "time": 2.0})
+    size = path.stat().st_size
+    saved = {"event": "checkpoint", "step": 2, "time": 2.5}
+    append(saved, *({"event": "train", "step": n, "time": float(n)} for n in (3, 4, 5)))
+    assert rewind() == Reached(5, 5.0)
+    append({"event": "resume", "step": 2, "time": 9.0}, {"event": "train", "step": 3, "time": 9.5})
+    assert rewind() == Reached(3, 9.5)
+    append({"event": "resume", "step": 2, "time": 12.0})
+    assert rewind() == Reached(2, 12.0), "it was lost again before its first step"
+    assert [event["event"] for event in read(path)] == [
+        "start", "train", "checkpoint", "resume", "resume",
+    ]  # fmt: skip
+
+
+def test_rewind_tells_nothing_of_files_without_times(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "train", "step": 1}\n[1]\n{"event": "train", "step": "two"}\n')
+    assert rewind_metrics(path, n_bytes=0, checkpoint={"step": 1}) is None
 
 
 def test_rewind_to_the_start_empties_the_file(tmp_path):
@@ -87,3 +133,29 @@ def test_rewind_brings_lines_back_that_waited_for_the_disk(tmp_path):
         kept = f"{one}\n" if before else ""
         rewind_metrics(path, n_bytes=len(kept), unwritten=[two], checkpoint=None)
         assert path.read_text() == f"{kept}{two}\n"
+
+
+class FailsAt:
+    """A hook that ends the run at this step, with an error."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, step):
+        if step.step == self.step:
+            raise RuntimeError("a fault")
+
+
+def test_a_run_lost_twice_says_each_time_what_it_had_reached(tmp_path):
+    run, saving = tmp_path / "run", {"checkpoint": {"interval": 4}}
+    for step in (7, 6):
+        with pytest.raises(RuntimeError):
+            fit(run, sections=saving, hooks=[FailsAt(step)])
+    fit(run, sections=saving)
+    (start,) = events(run, "start")
+    assert (start["n_nodes"], start["reached_step"], start["reached_time"]) == (1, None, None)
+    resumes = events(run, "resume")
+    assert [(each["step"], each["reached_step"]) for each in resumes] == [(4, 7), (4, 6)]
+    for before, after in itertools.pairwise([start, *resumes]):
+        assert before["time"] <= after["reached_time"] <= after["time"]
+    assert [event["step"] for event in events(run, "train")] == list(range(1, 13))

@@ -48,11 +48,12 @@ def fit(run_dir, *hooks, **overrides):
 
 
 def points_of_metrics(run_dir):
-    """{tag: [(step, value)]} that metrics.jsonl holds, under the names that trackers use."""
+    """{tag: [(step, value)]} that metrics.jsonl holds, under the names that trackers use. They note
+    the time themselves."""
     points = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         event = json.loads(line)
-        kind, step = event.pop("event"), event.pop("step")
+        kind, step, _ = event.pop("event"), event.pop("step"), event.pop("time")
         if kind in ("start", "resume", "end"):
             continue
         group = event.pop("split", kind)

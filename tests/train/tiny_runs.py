@@ -10,7 +10,7 @@ from pentameter.config.schema import Config
 from pentameter.train.loop import Trainer
 
 OF_TIME = {"seconds", "step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "run_id"}
-OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes"}
+OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes", "time"}
 OF_TIME |= {"slowest", "own_seconds", "others_seconds", "waited"}
 
 

@@ -19,14 +19,17 @@ from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
     NARROW_INCHES,
     PAGE,
+    STRIP_INCHES,
     WIDE_INCHES,
     entropy_rate,
     loss_figure,
     page_svg,
+    sessions_figure,
     small_figures,
 )
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
 from pentameter.report.results import outcome, results
+from pentameter.report.sessions import pauses
 from pentameter.report.settings import choices, flatten, settings
 
 MAX_SAMPLES = 8
@@ -75,6 +78,8 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
         has_few_layers=len(record.expert_loads) <= FEW_LAYERS,
         load_edges=[formatting.scalar(edge) for edge in EDGES],
         flops_note=f"Utilisation counts {flops}." if record.train["mfu"] and flops else "",
+        strip=_strip(record),
+        pauses=[math.nan, *pauses(record.sessions)],
         samples=[record.samples[at] for at in evenly(len(record.samples), MAX_SAMPLES)],
         losses_by_step=dict(zip(validation.steps, validation.values, strict=True)),
         settings=found,
@@ -126,6 +131,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Tokens seen", formatting.count(found.tokens or NAN), per_step),
         ("Parameters", formatting.count(parameters), formatting.whole(found.parameters)),
         ("Time", formatting.duration(found.training_seconds), ""),
+        ("Pauses", *_pauses(record)),
         ("Tokens per second", formatting.count(found.tokens_per_second), "median"),
         ("MFU", formatting.percent(found.mfu), f"median{of_peak}"),
         ("Peak memory", formatting.size(found.peak_memory_bytes), ""),
@@ -133,6 +139,16 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Busiest expert", formatting.fixed(found.expert_imbalance, 2), f"× the mean; {idle} idle"),
     ]
     return [fact for fact in facts if fact[1] != "–"]
+
+
+def _pauses(record: RecordedRun) -> tuple[str, str]:
+    """Return how long nothing was trained between the run's sessions, and how many pauses and
+    steps made again these were; – for a run that was never resumed."""
+    found, lost = pauses(record.sessions), sum(each.lost_steps for each in record.sessions)
+    if not found:
+        return "–", ""
+    detail = f"{len(found):,} of them; {lost:,} steps made again"
+    return formatting.duration(sum(found)), detail
 
 
 def _slowest_rank(record: RecordedRun) -> tuple[str, str]:
@@ -164,6 +180,18 @@ def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
                 view[width] = page_svg(figure, f"{name}-{width}", description)
         if len(view) > 1:
             yield view
+
+
+def _strip(record: RecordedRun) -> dict[str, str]:
+    """Return the figure of the run's sessions as SVG, for wide and narrow windows; an empty dict
+    for a run that was never resumed."""
+    figures = {name: sessions_figure(record, inches, PAGE) for name, inches in STRIP_INCHES.items()}
+    on = ", ".join(f"{each.n_nodes} from step {each.first_step:,}" for each in record.sessions[:20])
+    return {
+        name: page_svg(figure, f"sessions-{name}", f"Nodes that trained over time: {on}")
+        for name, figure in figures.items()
+        if figure is not None
+    }
 
 
 def _loss_note(record: RecordedRun) -> str:

@@ -31,6 +31,7 @@ from pentameter.report.event_reader import (
     read_events,
 )
 from pentameter.report.expert_loads import LayerLoads, layer_loads
+from pentameter.report.sessions import Session, sessions_of
 
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
@@ -78,6 +79,8 @@ class RecordedRun:
     """Values of the latest start or resume event."""
     starts: tuple[dict[str, Any], ...]
     """Start and resume events, in order."""
+    sessions: tuple[Session, ...]
+    """What trained from each of them to the next; empty if they do not say when they were."""
     train: dict[str, Series]
     """Curve by name: those in CURVES, `elapsed_seconds`, the training time, and `waited`, the
     fraction of a step for which the other ranks waited for the slowest one."""
@@ -196,7 +199,8 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         )
         for event in _latest(events, "eval", "split")
     )
-    elapsed = _elapsed_seconds(train)
+    curves = _curves(train, ranks)
+    elapsed = curves["elapsed_seconds"]
     seconds = number((end or {}).get("seconds"))  # a run that ended says so itself
     if not math.isfinite(seconds):
         seconds = elapsed.values[-1] if len(elapsed) else NAN
@@ -210,13 +214,8 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         folder=folder,
         start=start,
         starts=tuple(starts),
-        train={
-            key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
-        }
-        | {
-            "elapsed_seconds": elapsed,
-            "waited": _series([(e["step"], number(e.get("waited"))) for e in ranks]),
-        },
+        sessions=sessions_of(starts, curves["time"], end, last_step),
+        train=curves,
         slowest_ranks=tuple((_integer(e.get("slowest")), str(e.get("host"))) for e in ranks),
         expert_loads=layer_loads(_latest(events, "experts", "layer")),
         evaluations=evaluations,
@@ -235,6 +234,17 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         locked=end is None and is_held(folder / "run.lock"),
         unread=tuple(files.unread),
     )
+
+
+def _curves(train: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Series]:
+    """Return the curves of `RecordedRun.train` from the `train` and `ranks` events."""
+    return {
+        **{
+            key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
+        },
+        "elapsed_seconds": _elapsed_seconds(train),
+        "waited": _series([(e["step"], number(e.get("waited"))) for e in ranks]),
+    }
 
 
 def holds_run(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from pentameter.config.schema import Config
@@ -32,9 +33,9 @@ class EventLog:
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl, and send it to every tracker; `values` include its
-        `step`."""
+        `step`. The file also gets the `time`, in seconds since 1970 (UTC)."""
         if self._is_main:
-            self._log.append(event_line(event, values))
+            self._log.append(event_line(event, {**values, "time": round(time.time(), 3)}))
             self._trackers.write(event, **values)
 
     def show_text(self, name: str, text: str, step: int) -> None:

@@ -3,7 +3,7 @@ never ends a run.
 
 metrics.jsonl holds one JSON object per line, with the key `event` first. When a run resumes from a
 checkpoint, `rewind_metrics` truncates the file to its content at that save, so that events are
-neither missing nor repeated.
+neither missing nor repeated. Starts stay: they are not made again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ class EndKind(StrEnum):
     SIGNAL = "signal"
     """A stop signal, whose name is the reason; the same command resumes the run."""
     ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The highest step that metrics.jsonl held before a run was resumed, and when the last event
+    was recorded, in seconds since 1970 (UTC)."""
+
+    step: int
+    time: float
 
 
 class LogFile:
@@ -173,9 +183,10 @@ def rewind_metrics(
     n_bytes: int,
     unwritten: Sequence[str] = (),
     checkpoint: Mapping[str, Any] | None,
-) -> None:
+) -> Reached | None:
     """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
-    checkpoint's own event. Later lines belong to steps that will run again.
+    checkpoint's own event and later `resume` events. Other later lines belong to steps that will
+    run again. Return the last step that the file held, and its time; None if it does not say.
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
@@ -185,7 +196,7 @@ def rewind_metrics(
     Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
     """
     if not path.exists() and not unwritten:
-        return
+        return None
     raw = read_regular(path, max_bytes=MAX_METRICS_BYTES) if path.exists() else b""
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
@@ -195,11 +206,14 @@ def rewind_metrics(
         # A checkpoint that was saved again already has its line in `kept`.
         line = _find_checkpoint(rest, checkpoint["step"])
         kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
+    if checkpoint is not None:
+        kept += b"".join(line for line, event in _events(rest) if event["event"] == "resume")
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
     else:
         write_atomic(path, kept)
+    return _reached(rest) or _reached(kept[kept.rfind(b"\n", 0, -1) + 1 :])
 
 
 def checkpoint_event(
@@ -221,16 +235,32 @@ def checkpoint_event(
     }
 
 
+def _reached(lines: bytes) -> Reached | None:
+    """Return the highest step and the last time of these lines' events; None if none has both."""
+    found = [
+        Reached(event["step"], event["time"])
+        for _, event in _events(lines)
+        if isinstance(event.get("step"), int) and isinstance(event.get("time"), int | float)
+    ]
+    return Reached(max(each.step for each in found), found[-1].time) if found else None
+
+
 def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
     """Return the complete line with the `checkpoint` event for `step`, newline included; None
     without one."""
+    for line, event in _events(lines):
+        if event["event"] == "checkpoint" and event.get("step") == step:
+            return line
+    return None
+
+
+def _events(lines: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each complete line that holds an event, newline included, with the event."""
     for line in lines.splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
-            is_event = isinstance(record, dict) and record.get("event") == "checkpoint"
-            if is_event and record.get("step") == step and line.endswith(b"\n"):
-                return line
-    return None
+            if isinstance(record, dict) and "event" in record and line.endswith(b"\n"):
+                yield line, record
 
 
 def event_line(event: str, values: Mapping[str, Any]) -> str:

@@ -28,8 +28,9 @@ class Recorder:
 
     def on_start(self, run: TrainingRun) -> None:
         """Write the event `start` for a new run, `resume` for a resumed one, with the run's id,
-        sizes, device and layout."""
+        sizes, device and layout, and what was reached before. Collective."""
         plan, compute, data = run.plan, run.compute, run.config.data
+        reached = run.folder.reached
         # The lowest loss that any model can reach, known for one corpus only.
         entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
         run.events.write(
@@ -45,6 +46,9 @@ class Recorder:
             precision=compute.precision,
             layout=str(plan.layout),
             world_size=plan.layout.world_size,
+            n_nodes=run.world.all_gather(run.world.local_rank).count(0),
+            reached_step=None if reached is None else reached.step,
+            reached_time=None if reached is None else reached.time,
             compiled=compute.compiled,
             ceiling_flops=compute.ceiling_flops,
             entropy_rate=entropy_rate,

@@ -35,7 +35,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
-from pentameter.train.log_files import checkpoint_event, rewind_metrics
+from pentameter.train.log_files import Reached, checkpoint_event, rewind_metrics
 from pentameter.train.resuming import (
     RunRequest,
     check_same_run,
@@ -77,6 +77,8 @@ class RunFolder:
     """Another model's weights, for a new run that begins with them; else None."""
     base_model: str | None = None
     """The Hugging Face name of the model that the run's weights came from; None if they did not."""
+    reached: Reached | None = None
+    """The last step that was recorded before this start, and when; None for a new run."""
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
 
@@ -267,8 +269,7 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
     folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
-    _rewind(folder, record)
-    return folder
+    return replace(folder, reached=_rewind(folder, record))
 
 
 def _check_resumes(
@@ -357,10 +358,10 @@ def _remove_unfinished(path: Path) -> None:
                     left.unlink()
 
 
-def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
+def _rewind(folder: RunFolder, record: SavedRun | None) -> Reached | None:
     """Truncate the logs to their sizes when the checkpoint was saved (`record`), and remove samples
     of later steps. Without a checkpoint in this folder, empty the logs and remove those of other
-    ranks."""
+    ranks. Return the last step that was recorded; None without a checkpoint in this folder."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not folder.holds_checkpoint:
         last_step, record, event = -1, None, None
@@ -368,7 +369,7 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
         last_step = checkpoint.step
         event = checkpoint_event(checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes)
     record = record or SavedRun()
-    rewind_metrics(
+    reached = rewind_metrics(
         folder.metrics_path,
         n_bytes=record.metrics_bytes,
         unwritten=record.metrics_unwritten,
@@ -383,3 +384,5 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
                 sample.unlink()
     if last_step < 0:  # a resumed run adds to them: they may say why it had to be resumed
         rmtree(folder.path / RANK_LOGS, ignore_errors=True)
+        return None
+    return reached
