@@ -160,7 +160,8 @@ def _run_tests(fault_class: FaultClass, numbers: Sequence[int] | None) -> Iterat
 # -- processes that are left ----------------------------------------------------------------------
 
 PR_SET_CHILD_SUBREAPER = 36
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
+"""Longest wait for processes to end by themselves, on a busy machine."""
 
 
 def adopt_orphans() -> None:
