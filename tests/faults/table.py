@@ -17,7 +17,7 @@ from hangs import GRID, a_rank_that_hangs
 from offline import no_namespace, without_a_network
 from power import a_power_loss
 from several_nodes import a_fault_on_three_nodes, reason_not_to
-from slow_rank import a_slow_rank
+from slow_rank import a_slow_rank, busy_cores
 from unwell_rank import an_unwell_rank
 
 EQUAL = "equal"
@@ -76,7 +76,7 @@ CLASSES = [
                "exit 70 within the timeout + 10 s; rank, step and collective named", len(GRID),
                a_rank_that_hangs),
     FaultClass("H3", "a slow rank: computes longer, shares its core, waits for its disk",
-               "recorded and warned of", 20, a_slow_rank),
+               "recorded and warned of", 20, a_slow_rank, obstacle=busy_cores),
     FaultClass("H4", "a rank with wrong products, memory or links",
                "exit 70 before the first step, naming it", 12, an_unwell_rank),
     FaultClass("B1", "one flipped bit in a weight, 5 layouts", FOUND, 100,
