@@ -11,11 +11,14 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+
+if TYPE_CHECKING:
+    from battery import FaultClass, Record
 
 PRELOADED = [
     "pentameter.train.loop",
@@ -79,25 +82,30 @@ def battery(shared: Path, chosen: argparse.Namespace) -> int:
             if (why := each.obstacle()) is not None:
                 console.print(f"{each.id} is left out: {why}")
                 continue
-            share = 1 if chosen.full else QUICK
-            n_trials = chosen.trials or -(-each.n_trials // share)
-            numbers: Sequence[int] = range(min(n_trials, each.n_trials))
-            if each.id in single:
-                numbers = [int(single[each.id])]
-            else:
-                done = {result.number for result in record.of(each)}
-                numbers = [number for number in numbers if number not in done]
-            task = progress.add_task(f"{each.id} {each.fault}", total=len(numbers))
-            for result in run_trials(each, chosen.seed, numbers, shared) if numbers else ():
+            numbers = [int(single[each.id])] if each.id in single else due(each, record, chosen)
+            if numbers == []:
+                continue
+            task = progress.add_task(f"{each.id} {each.fault}", total=numbers and len(numbers))
+            for result in run_trials(each, chosen.seed, numbers, shared):
                 progress.advance(task)
-                if not result.held:
-                    console.print(f"[red]{result.id}:{result.number}[/] {result.seen}")
-                elif each.id in single:
-                    console.print(result.seen)
+                if not result.held or each.id in single:
+                    verdict = "held" if result.held else "failed"
+                    told = f"{result.id}:{result.number} {verdict}: {result.seen}"
+                    console.print(told, markup=False, highlight=False)
                 if each.id not in single:
                     record.add(result)
     print(markdown(CLASSES, record))
     return int(any(not result.held for result in record.results))
+
+
+def due(fault_class: FaultClass, record: Record, chosen: argparse.Namespace) -> list[int] | None:
+    """Numbers of the trials that are asked for and not on record; None for all of the tests that
+    are a class, unless they are on record."""
+    done = {result.number for result in record.of(fault_class)}
+    if fault_class.trial is None:
+        return [] if done else None
+    n_trials = chosen.trials or -(-fault_class.n_trials // (1 if chosen.full else QUICK))
+    return [n for n in range(min(n_trials, fault_class.n_trials)) if n not in done]
 
 
 def mutations(shared: Path, chosen: argparse.Namespace) -> int:

@@ -18,13 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from xml.etree import ElementTree
 
+from existing_tests import Case, run_cases
 from trial import NotTriedError, Planted, Trial
 
-HERE = Path(__file__).parent
 LONGEST_SECONDS = 900.0
-"""Longest time of a trial; of a class of tests, of all together twice as much."""
+"""Longest time of a trial."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class FaultClass:
     id: str
     fault: str
     must_hold: str
-    n_trials: int
-    """In full."""
+    n_trials: int = 0
+    """In full; 0 for a class of tests, of which all cases are trials."""
     trial: Callable[[Trial], str] | None = None
     tests: Sequence[str] = ()
     obstacle: Callable[[], str | None] = lambda: None
@@ -78,7 +77,7 @@ def failure_bound(n_trials: int, n_failures: int, confidence: float = 0.95) -> f
 def run_trials(
     fault_class: FaultClass,
     seed: int,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | None,
     shared: Path,
     mistakes: Sequence[Planted] = (),
 ) -> Iterator[Result]:
@@ -86,12 +85,14 @@ def run_trials(
     tried has none.
 
     seed: of the battery; what a trial draws follows from it, the class and the trial's number.
+    numbers: of the trials, None for all.
     shared: folder of the undisturbed runs. mistakes: planted in every process that a trial starts.
     """
     if fault_class.trial is None:
-        yield from _run_tests(fault_class, set(numbers))
+        with suppress(NotTriedError):
+            yield from _run_tests(fault_class, numbers)
         return
-    for number in numbers:
+    for number in range(fault_class.n_trials) if numbers is None else numbers:
         with suppress(NotTriedError):
             yield _run_trial(fault_class, seed, number, shared, tuple(mistakes))
 
@@ -139,36 +140,28 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, earlier)
 
 
-def _run_tests(fault_class: FaultClass, numbers: set[int]) -> Iterator[Result]:
-    """The cases of existing tests, in one call of pytest; those of `numbers` count."""
+def _run_tests(fault_class: FaultClass, numbers: Sequence[int] | None) -> Iterator[Result]:
+    """The cases of existing tests, in one call of pytest; those of `numbers` count, None for all.
+    A process that is left fails them all, and tests that cannot be run are a failure, too."""
     before = descendants()
-    with tempfile.TemporaryDirectory(prefix="pentameter-fault-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider"]
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [*command, f"--junit-xml={report}", *fault_class.tests],
-                cwd=HERE.parents[1], check=False, timeout=2 * LONGEST_SECONDS,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        left = end_orphans(before, GRACE_SECONDS)
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    cases = [case for case in cases if case.find("skipped") is None]
-    if not cases:
-        yield Result(fault_class.id, 0, False, "the tests did not end, or there are none", 0.0)
+    try:
+        cases = run_cases(fault_class.tests)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        cases = [Case("", str(error)[:2000], 0.0)]
+    left = end_orphans(before, GRACE_SECONDS)
+    told = f"; processes are left: {', '.join(left)}" if left else ""
     for number, case in enumerate(cases):
-        if number not in numbers and len(numbers) < fault_class.n_trials:
-            continue
-        wrong = next((each for each in case if each.tag in ("failure", "error")), None)
-        seen = case.get("name", "") + ("" if wrong is None else f": {wrong.get('message')}"[:2000])
-        held = wrong is None and not left
-        yield Result(fault_class.id, number, held, seen, float(case.get("time", 0)))
+        if numbers is None or number in numbers:
+            seen = case.name if case.wrong is None else f"{case.name}: {case.wrong}"
+            held = case.wrong is None and not left
+            yield Result(fault_class.id, number, held, seen + told, case.seconds)
 
 
 # -- processes that are left ----------------------------------------------------------------------
 
 PR_SET_CHILD_SUBREAPER = 36
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
+"""Longest wait for processes to end by themselves, on a busy machine."""
 
 
 def adopt_orphans() -> None:
@@ -254,7 +247,8 @@ def markdown(classes: Sequence[FaultClass], record: Record) -> str:
         percent = 100 * failure_bound(n_trials, n_failures)
         bound = f"{percent:.0f} %" if percent > 10 else f"{percent:.2g} %"
         seconds = sorted(result.seconds for result in results)[len(results) // 2]
-        cells = [each.id, each.fault, each.must_hold, f"{each.n_trials * each.n_cases:,}"]
+        n_full = each.n_trials * each.n_cases or n_trials
+        cells = [each.id, each.fault, each.must_hold, f"{n_full:,}"]
         cells += [f"{n_trials:,}", str(n_failures), bound, f"{seconds:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"Seed {record.seed}."])

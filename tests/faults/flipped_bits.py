@@ -1,8 +1,7 @@
 """Trials of silent corruption: a bit flips in one process of a tiny run, which has to find it.
 
-`weight`, `moment`, `gradient`, `message` and `processor` each make a trial of one class with a
-seed, and return its `Result`; `trials` makes many. `python flipped_bits.py` prints the table of
-docs/reliability.md.
+`trials` makes many at once and returns a `Result` for each; `a_flipped_bit` is a trial of the
+battery. `python flipped_bits.py` prints the table of docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
+from battery import failure_bound
 from parity_runs import TINY, Runs, changed
+from trial import Trial
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import PentameterError
@@ -262,20 +263,6 @@ def trials(runs: Runs, layout: str, faults: Sequence[tuple[str, int]]) -> list[R
     return found
 
 
-def _trial(fault: str, runs: Runs, seed: int, layout: str = "data=2") -> Result:
-    return trials(runs, layout, [(fault, seed)])[0]
-
-
-weight = partial(_trial, "weight")
-"""`weight(runs, seed, layout)`: a bit of a weight flips between two steps."""
-moment = partial(_trial, "moment")
-"""A bit of the optimizer's state flips between two steps."""
-gradient = partial(_trial, "gradient")
-"""A bit of a reduced gradient flips before the update."""
-message = partial(_trial, "message")
-"""A bit of what a collective delivers to one rank flips."""
-processor = partial(_trial, "processor")
-"""From a step on one rank computes one product wrong, each time."""
 FAULTS = ("weight", "moment", "gradient", "message", "processor")
 BATCH = 25
 """Trials that a set of processes makes before it is replaced."""
@@ -303,12 +290,26 @@ def _print(runs: Runs, fault: str, layout: str, n_trials: int) -> None:
         name: sum(r.outcome == name for r in found) for name in ("found", "no effect", "missed")
     }
     named = sum(r.names_rank for r in found if r.outcome == "found")
-    bound = 1 - 0.05 ** (1 / n_trials) if not counts["missed"] else None
-    said = "" if bound is None else f" (95 % bound {100 * bound:.1f} %)"
+    said = f" (95 % bound {failure_bound(n_trials, counts['missed']):.1%})"
     print(f"{layout:18} {fault:10} {counts}{said}, rank named alone {named}", flush=True)
     for each in found:
         if each.outcome == "missed":
             print(f"    seed {each.seed}: weights off by {each.distance:.1e} {each.said[:300]}")
+
+
+AT_REST_LAYOUTS = ("data=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3", "tensor=2")
+"""Layouts of two ranks in which a weight or the optimizer's state that flips is always found."""
+
+
+def a_flipped_bit(trial: Trial, fault: str, layouts: Sequence[str] = ("data=2",)) -> str:
+    """A trial of the battery: the flipped bit is found within INTERVAL steps and not saved, or has
+    no effect."""
+    layout = layouts[trial.number % len(layouts)]
+    with Runs(trial.folder) as runs:
+        (found,) = trials(runs, layout, [(fault, trial.draw.randrange(2**32))])
+    told = f"{layout}: {found.outcome}; {found.said[:300]}"
+    assert found.outcome != "missed", f"{told}; weights off by {found.distance:.1e}"
+    return told
 
 
 if __name__ == "__main__":

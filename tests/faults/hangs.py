@@ -1,33 +1,27 @@
-"""Hangs: one rank stops in the middle of a run, and the others say which, and where.
-
-    python -m tests.faults.hangs [LAYOUT WHERE HOW]
-
-`hang(seed)` draws a layout, a place and a way, and `hang_at` takes them; both return how the run
-left, for a test or a battery of trials to judge. Started with `launch` or `train` this file is the
-command itself with those two verbs replaced, so that failures take their real way.
-"""
+"""Trials of the battery: one rank stops in the middle of a run, and the others say which, and
+where. As a program this file trains with such a rank."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import launched_ranks
+from launched_ranks import as_command, launch_and_wait, train_with
+
+if TYPE_CHECKING:
+    from trial import Trial
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {},
-    "tensor": {"parallel.tensor": 2},
-    "pipeline": {"parallel.pipeline": 2},
-    "zero": {"parallel.zero": 3},
+    **launched_ranks.LAYOUTS,
     "expert": {
         "parallel.expert": 2,
         "model.n_experts": 4,
@@ -42,7 +36,9 @@ WAYS = ("stop", "sleep", "spin", "kill")
 STEP = 7
 """The step in which rank 1 hangs; in a save it is the one before the checkpoint."""
 TIMEOUT_SECONDS = 3.0
-PATIENCE_SECONDS = 240.0
+SLACK_SECONDS = 10.0
+"""After the timeout, until all processes are gone."""
+GRID = list(itertools.product(PLACES, WAYS, LAYOUTS))
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,26 @@ class Left:
         return self.said.splitlines()[-1] if self.said else ""
 
 
-def hang(seed: int) -> Left:
-    """Run a trial of this fault class, drawn by `seed`."""
-    grid = list(itertools.product(LAYOUTS, PLACES, WAYS))
-    return hang_at(*random.Random(seed).choice(grid))
+def a_rank_that_hangs(trial: Trial) -> str:
+    """Rank 1 hangs or is killed, in each place, way and layout: the others leave in time, and name
+    it, the step, and the collective that it did not reach."""
+    where, how, layout = GRID[31 * trial.number % len(GRID)]  # all of them, well mixed
+    left = hang_at(layout, where, how)
+    assert_named(left)
+    return f"{layout}, {where}, {how}: {left.seconds:.1f} s"
+
+
+def assert_named(left: Left) -> None:
+    """How the run left says who hung and where, and was in time."""
+    assert left.exit_code == 70, left.said
+    assert left.message.removeprefix("pentameter: ").startswith("rank 1"), left.said
+    assert "did not reach the" in left.message, left.message
+    if left.where not in ("save", "load"):
+        assert f"in step {STEP} (training)" in left.message, left.message
+    if left.how != "kill":
+        assert "rank 0 waited at" in left.said, left.said
+        assert "in _hang" in left.said, left.said  # of rank 1's stack
+    assert left.seconds < TIMEOUT_SECONDS + SLACK_SECONDS, f"{left.seconds:.1f} s: {left.message}"
 
 
 def hang_at(layout: str, where: str, how: str) -> Left:
@@ -86,46 +98,20 @@ def hang_at(layout: str, where: str, how: str) -> Left:
         }
         config = tiny_config(folder, **overrides)
         if where == "load":
-            _run(folder, config, layout, "nowhere", "stop", {"PENTAMETER_TEST_END": str(STEP)})
+            _run(folder, config, layout, "nowhere", "stop")
         return Left(layout, where, how, *_run(folder, config, layout, where, how))
 
 
-def _run(
-    folder: Path,
-    config: Path,
-    layout: str,
-    where: str,
-    how: str,
-    variables: dict[str, str] | None = None,
-) -> tuple[float, int, str]:
-    """Start the workers, and return seconds since the hang (0 without one), exit code, stderr."""
-    arguments = [str(config), str(folder), where, how]
-    launcher = subprocess.Popen(
-        [sys.executable, __file__, "launch", str(N_RANKS.get(layout, 2)), *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+def _run(folder: Path, config: Path, layout: str, where: str, how: str) -> tuple[float, int, str]:
+    """Start the ranks, and return seconds since the hang (0 without one), exit code, stderr."""
+    code, said = launch_and_wait(
+        __file__, config, folder, where, how, n_ranks=N_RANKS.get(layout, 2)
     )
-    try:
-        _, said = launcher.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        launcher.kill()
-        launcher.wait()
     hung = folder / "hung"
-    seconds = time.time() - float(hung.read_text()) if hung.exists() else 0.0
-    return seconds, launcher.returncode, said
+    return time.time() - float(hung.read_text()) if hung.exists() else 0.0, code, said
 
 
 # -- in the processes -----------------------------------------------------------------------------
-
-
-def launch(n_ranks: str, config: str, folder: str, where: str, how: str) -> None:
-    """Start the workers as `--nproc` does."""
-    from pentameter.processes.local_launch import run_local
-
-    command = [sys.executable, __file__, "train", config, folder, where, how]
-    run_local(command, int(n_ranks))
 
 
 def train(config: str, folder: str, where: str, how: str) -> None:
@@ -139,38 +125,6 @@ def train(config: str, folder: str, where: str, how: str) -> None:
     train_with(config, folder, planted)
 
 
-def train_with(config: str, folder: str, hook: object) -> None:
-    """Train a configuration file as one of the ranks that were started, in FOLDER/run, with a
-    hook."""
-    from pentameter.config.load import load_config
-    from pentameter.machine.ceilings import ceiling
-    from pentameter.machine.peaks import measure_matmul
-    from pentameter.processes.join import joined_world_of
-    from pentameter.processes.place import find_place
-    from pentameter.processes.worker import watch_launcher
-    from pentameter.train import compute
-    from pentameter.train.loop import Trainer
-
-    watch_launcher()
-    compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
-    settings, place = load_config(Path(config)), find_place()
-    assert place is not None
-    _meet(Path(folder), place.rank, place.world_size)
-    with joined_world_of(settings, place) as world:
-        Trainer(settings, run_dir=Path(folder, "run"), hooks=[hook], world=world).fit()
-
-
-def _meet(folder: Path, rank: int, n_ranks: int) -> None:
-    """Return once all ranks have called this: on a busy machine imports may take longer than the
-    timeout that is on trial."""
-    attempt = os.getppid()  # the launcher: a run that resumes has another one
-    (folder / f"came-{attempt}-{rank}").touch()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(list(folder.glob(f"came-{attempt}-*"))) < n_ranks:
-        assert time.monotonic() < deadline, "the other ranks do not start"
-        time.sleep(0.02)
-
-
 class _Planted:
     """The hook that has rank 1 hang in step STEP, in a block's forward or backward pass, before the
     optimizer's step, or as it begins to save."""
@@ -180,8 +134,6 @@ class _Planted:
         self._is_due = False
 
     def on_start(self, run: Any) -> None:
-        if end := os.environ.get("PENTAMETER_TEST_END"):
-            self._end = int(end)
         if run.world.rank != 1:
             return
         note = run.world.progress.note
@@ -211,7 +163,7 @@ class _Planted:
             self.hang()
 
     def on_step(self, run: Any, step: Any) -> None:
-        if step.step == getattr(self, "_end", None):
+        if self.where == "nowhere" and step.step == STEP:
             run.stop("for a checkpoint to load")
 
 
@@ -229,25 +181,5 @@ def _hang(how: str, path: Path) -> None:
                 time.sleep(600)
 
 
-def as_command(verbs: dict[str, Callable[..., None]]) -> int:
-    """Be the command itself, with other verbs, so that failures take their real way; return the
-    exit code."""
-    from pentameter.cli import main as cli
-
-    def act(verb: str, arguments: list[str]) -> int:
-        verbs[verb](*arguments)
-        return 0
-
-    cli._run_verb = act
-    return cli.main()
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    if sys.argv[1:2] in (["launch"], ["train"]):
-        raise SystemExit(as_command({"launch": launch, "train": train}))
-    chosen = [sys.argv[1:]] if sys.argv[1:] else itertools.product(LAYOUTS, PLACES, WAYS)
-    for each in chosen:
-        left = hang_at(*each)
-        print(f"{left.layout} {left.where} {left.how}: {left.seconds:.1f} s, {left.exit_code}")
-        print(left.said if sys.argv[1:] else left.message, flush=True)
+    raise SystemExit(as_command(train))

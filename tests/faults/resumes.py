@@ -53,7 +53,7 @@ class SaveAgain:
     def on_start(self, run) -> None:
         store = CheckpointStore(self.folder, run_id="again", config_hash="c")
         layout = run.plan.layout.degrees()
-        tensors = tensors_to_save(run)
+        tensors = tensors_to_save(run.engine, run.optimizer)
         store.save(run.state.step, tensors, {}, {}, layout, run.world, run.engine.meshes)
 
 

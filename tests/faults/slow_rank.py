@@ -1,109 +1,76 @@
-"""A slow rank: one of two computes longer, shares its core with a program, or waits for its disk.
-
-    python -m tests.faults.slow_rank [LAYOUT HOW]
-
-`slow(seed)` draws a way, `slow_by` takes it; both return what the run recorded and said, for a test
-or a battery of trials to judge.
-"""
+"""Trials of the battery: one of two ranks computes longer, shares its core with a program, or waits
+for its disk. As a program this file trains with such a rank."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-WAYS = ("compute", "core", "disk", "none")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {},
-    "tensor": {"parallel.tensor": 2},
-    "pipeline": {"parallel.pipeline": 2},
-    "zero": {"parallel.zero": 3},
-}
+from launched_ranks import LAYOUTS, as_command, launch_and_wait, train_with
+
+if TYPE_CHECKING:
+    from trial import Trial
+
+GRID = [
+    ("data", "compute"), ("data", "disk"), ("data", "core"), ("pipeline", "compute"),
+    ("zero", "compute"),
+]  # fmt: skip
+"""Layout, and what slows rank 1. Not with `tensor`: one more program on a core then takes more of a
+step than EXTRA_SECONDS."""
 STEPS = 80
 EXTRA_SECONDS = 0.03
 """What rank 1 spends in each step beside its work."""
-PATIENCE_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What a run with a slow rank recorded and said."""
-
-    layout: str
-    how: str
-    exit_code: int
-    ranks: list[dict[str, Any]]
-    """The events `ranks` of metrics.jsonl."""
-    warnings: list[str]
-    """The lines of the log that speak of a rank that is slow."""
+def busy_cores() -> str | None:
+    """Why it cannot be told which rank is slow: a core that other programs use makes one of either.
+    None on a machine with free cores."""
+    load, n_cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"other programs use the cores (load {load:.0f})" if load > n_cores else None
 
 
-def slow(seed: int) -> Recorded:
-    """Run a trial of this fault class, drawn by `seed`."""
-    drawn = random.Random(seed)
-    return slow_by(drawn.choice(WAYS), drawn.choice(list(LAYOUTS)))
+def a_slow_rank(trial: Trial) -> str:
+    """Rank 1 of two is slow: most records of the ranks name it, and so does a warning."""
+    from oracle import events, tiny_config
 
-
-def slow_by(how: str, layout: str = "data") -> Recorded:
-    """Train on two ranks, of which rank 1 is slow in one of WAYS, and return what was recorded."""
-    from oracle import tiny_config
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        overrides = {
-            "train.steps": STEPS,
-            "train.eval_interval": None,
-            "train.sample_interval": None,
-            "checkpoint.interval": STEPS,
-            "log.interval": 5,
-            "model.d_model": 64,
-            "model.context_length": 64,
-            **LAYOUTS[layout],
-        }
-        config = tiny_config(folder, **overrides)
-        done = subprocess.run(
-            [sys.executable, __file__, "launch", str(config), str(folder), how],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        said = (done.stdout + done.stderr).splitlines()
-        return Recorded(
-            layout,
-            how,
-            done.returncode,
-            [event for event in events if event["event"] == "ranks"],
-            [line for line in said if "of the others, for" in line],
-        )
+    layout, how = GRID[trial.number % len(GRID)]
+    overrides = {
+        "train.steps": STEPS,
+        "train.eval_interval": None,
+        "train.sample_interval": None,
+        "checkpoint.interval": STEPS,
+        "log.interval": 5,
+        "model.d_model": 64,
+        "model.context_length": 64,
+        **LAYOUTS[layout],
+    }
+    config = tiny_config(trial.folder, **overrides)
+    code, said = launch_and_wait(__file__, config, trial.folder, how)
+    assert code == 0, said
+    ranks = events(trial.run, "ranks")
+    slowest = [event["slowest"] for event in ranks]
+    own, others = (
+        median(event[key] for event in ranks) for key in ("own_seconds", "others_seconds")
+    )
+    told = f"{layout}, {how}: rank 1 in {slowest.count(1)} of {len(slowest)} records; medians of "
+    told += f"the slowest and the other: {own:.3f} and {others:.3f} s"
+    assert slowest.count(1) > len(slowest) / 2, told
+    lines = (trial.run / "log.txt").read_text().splitlines()
+    warnings = [line for line in lines if "of the others, for" in line]
+    assert any("rank 1 on" in line for line in warnings), f"{told}; warnings: {warnings}"
+    return told
 
 
 # -- in the processes -----------------------------------------------------------------------------
 
 
-def launch(config: str, folder: str, how: str) -> None:
-    """Start two workers as `--nproc 2` does."""
-    from pentameter.processes.local_launch import run_local
-
-    run_local([sys.executable, __file__, "train", config, folder, how], 2)
-
-
 def train(config: str, folder: str, how: str) -> None:
     """Train as one of two ranks, of which rank 1 is slow."""
-    from hangs import train_with
-
     train_with(config, folder, _Slow(how))
 
 
@@ -151,15 +118,4 @@ def _spin() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    if sys.argv[1:2] in (["launch"], ["train"]):
-        from hangs import as_command
-
-        raise SystemExit(as_command({"launch": launch, "train": train}))
-    chosen = [sys.argv[1:]] if sys.argv[1:] else itertools.product(LAYOUTS, WAYS)
-    for layout, how in chosen:
-        found = slow_by(how, layout)
-        print(f"{layout} {how}: exit code {found.exit_code}")
-        for event in found.ranks[::3]:
-            print("  ", {key: value for key, value in event.items() if key != "event"})
-        print("  ", *found.warnings, flush=True)
+    raise SystemExit(as_command(train))

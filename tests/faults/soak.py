@@ -1,144 +1,230 @@
 """A run that is struck again and again: how much of its time was useful, and whether it is exact.
 
-Two workers train under torchrun; whenever torchrun has ended, the same command is given again, as a
-supervisor would. Every so many seconds one fault of FAULTS comes.
+Two workers train under `--nproc 2 --respawn 3`; whenever the launcher has ended, the same command
+is given again, as a supervisor would. Every so many seconds one fault of FAULTS comes. Steps wait
+until STEP_SECONDS have passed, as for a device that computes that long, so that a busy machine
+slows the recoveries alone.
+
+As a program this file is `pentameter train` with one hook more.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from kills import LONGER, end_session, torchrun, workers
-from oracle import curve, tiny_config
-from resumes import StopAt
-from trial import Trial, join, last_step, said, start_ranks, whole_events
+from typing import Any
 
 FAULTS = ("kill all", "kill a worker", "stop signal", "freeze a worker")
+STEP_SECONDS = 0.25
 TIMEOUT_SECONDS = 10.0
 """`parallel.timeout_seconds`: after it a frozen worker is given up."""
+INTERVAL = 20
+"""Steps between checkpoints."""
 SETTINGS = {
-    **LONGER,
+    "parallel.data": 2,
     "train.steps": 1_000_000,
     "train.eval_interval": 1_000,
     "train.sample_interval": 100_000,
-    "checkpoint.interval": 20,
+    "checkpoint.interval": INTERVAL,
     "parallel.timeout_seconds": TIMEOUT_SECONDS,
 }
 MOST_SECONDS = 180.0
 """Longest wait for a step after a fault."""
+LEDGER = "steps.txt"
+"""File beside the run folder with a line for each start and each step, which is only added to:
+metrics.jsonl is cut when a run resumes."""
+
+
+class Paced:
+    """The hook that makes steps take STEP_SECONDS, and enters starts and steps into the ledger."""
+
+    def on_start(self, run: Any) -> None:
+        (run.run_dir.parent / f"pid-{run.world.rank}").write_text(str(os.getpid()))
+        self._enter(run, "start")
+
+    def on_step(self, run: Any, step: Any) -> None:
+        time.sleep(max(0.0, self._last + STEP_SECONDS - time.monotonic()))
+        self._enter(run, str(step.step))
+
+    def _enter(self, run: Any, what: str) -> None:
+        self._last = time.monotonic()
+        if run.world.is_main:
+            with (run.run_dir.parent / LEDGER).open("a") as ledger:
+                ledger.write(f"{what} {self._last}\n")
+
+
+@dataclass
+class Ledger:
+    """What a run entered so far: (start or step, its time on the monotonic clock), in order."""
+
+    path: Path
+    entries: list[tuple[str, float]] = field(default_factory=list)
+    _n_bytes: int = 0
+
+    def read(self) -> list[tuple[str, float]]:
+        """The entries, with those that came since the last call."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._n_bytes)
+                new = file.read().rpartition(b"\n")[0]
+            if new:
+                self._n_bytes += len(new) + 1
+                lines = (line.split() for line in new.decode().splitlines())
+                self.entries += [(what, float(seconds)) for what, seconds in lines]
+        return self.entries
+
+    def steps(self, begin: float = 0.0) -> list[int]:
+        """The steps made since a moment, in order; those that were made again are there twice."""
+        return [int(what) for what, when in self.read() if what != "start" and when >= begin]
 
 
 @dataclass
 class Soak:
-    """What a soak has seen so far."""
+    """A run under faults, and the seconds to recover from each so far."""
 
-    trial: Trial
+    folder: Path
     config: Path
-    agent: object = None
-    n_lost: int = 0
-    """Steps that were made and had to be made again."""
+    ledger: Ledger
+    launcher: subprocess.Popen[bytes] | None = None
     recovery_seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def start(self) -> None:
-        options = ("--max-restarts", "100", "--monitor-interval", "0.1")
-        self.agent = torchrun(self.trial, self.config, *options)
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
 
-    def wait_for_step(self, step: int) -> None:
-        """Give the command again whenever it has ended, until the run has made `step`."""
+    def start(self) -> None:
+        """Give the command that starts the run, or continues it."""
+        command = [sys.executable, __file__, str(self.config), "--run-dir", str(self.run)]
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        with (self.folder / "stderr").open("ab") as stderr:
+            self.launcher = subprocess.Popen(
+                [*command, "--nproc", "2", "--respawn", "3"],
+                stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+
+    def wait_for_step(self, n_entries: int = 0) -> float:
+        """Give the command again whenever it has ended, until a step was made after a start that is
+        not among the first `n_entries` of the ledger; return its time."""
         deadline = time.monotonic() + MOST_SECONDS
-        while last_step(self.trial.run) < step:
-            if self.agent.poll() is not None:
+        while time.monotonic() < deadline:
+            if self.launcher is None or self.launcher.poll() is not None:
                 self.start()
-            assert time.monotonic() < deadline, (self.trial.folder / "stderr").read_text()[-2000:]
+            new = self.ledger.read()[n_entries:]
+            starts = [place for place, (what, _) in enumerate(new) if what == "start"]
+            if starts and (after := [when for what, when in new[starts[0] :] if what != "start"]):
+                return after[0]
             time.sleep(0.05)
+        raise AssertionError((self.folder / "stderr").read_text()[-2000:])
 
     def strike(self, fault: str, draw: random.Random) -> None:
         """One fault, and the way back to training."""
-        run = self.trial.run
-        pids = workers(self.agent.pid)
-        reached, began = last_step(run), time.monotonic()
-        n_before = n_starts(run)
-        if fault == "kill all":
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            end_session(self.agent)
-        elif fault == "stop signal":
-            self.agent.terminate()
-        else:
-            number = signal.SIGKILL if fault == "kill a worker" else signal.SIGSTOP
+        assert self.launcher is not None
+        workers = [int((self.folder / f"pid-{rank}").read_text()) for rank in range(2)]
+        n_entries, began = len(self.ledger.read()), time.monotonic()
+        match fault:
+            case "kill all":
+                os.killpg(self.launcher.pid, signal.SIGKILL)
+            case "stop signal":
+                self.launcher.terminate()
+            case "kill a worker":
+                os.kill(draw.choice(workers), signal.SIGKILL)
+            case "freeze a worker":
+                os.kill(draw.choice(workers), signal.SIGSTOP)
+        seconds = self.wait_for_step(n_entries) - began
+        self.recovery_seconds.setdefault(fault, []).append(seconds)
+
+    def end(self) -> None:
+        """Stop the run as a signal does, and kill what does not end."""
+        if self.launcher is not None:
+            self.launcher.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.launcher.wait(30)
             with suppress(ProcessLookupError):
-                os.kill(draw.choice(pids), number)
-        while n_starts(run) == n_before:
-            reached = max(reached, last_step(run))
-            if self.agent.poll() is not None:
-                self.start()
-            assert time.monotonic() < began + MOST_SECONDS, f"no way back after: {fault}"
-            time.sleep(0.02)
-        time.sleep(1)  # from that file to the event that says where
-        resumed = max((event["step"] for event in whole_events(run, "resume")), default=0)
-        self.n_lost += max(0, reached - resumed)
-        self.wait_for_step(resumed + 1)
-        self.recovery_seconds.setdefault(fault, []).append(time.monotonic() - began)
-
-
-def n_starts(run: Path) -> int:
-    """How often the run has been started, by its environment.json, which is never half written."""
-    return 1 + len(json.loads((run / "environment.json").read_text())["earlier_starts"])
+                os.killpg(self.launcher.pid, signal.SIGKILL)
+            self.launcher.wait()
 
 
 def soak(scratch: Path, seconds: float, every: float, seed: int) -> int:
-    """Train for `seconds` with a fault every `every` seconds; print what came of it."""
-    draw = random.Random(seed)
-    trial = Trial(0, draw, scratch / "soak", scratch)
-    trial.folder.mkdir()
-    seen = Soak(trial, tiny_config(trial.folder, **SETTINGS))
-    seen.start()
+    """Train for `seconds` with a fault every `every` seconds; print what came of it. The exit code
+    says whether the losses are those of a run that nothing disturbs."""
+    from oracle import tiny_config
+
+    draw, folder = random.Random(seed), scratch / "soak"
+    folder.mkdir()
+    seen = Soak(folder, tiny_config(folder, **SETTINGS), Ledger(folder / LEDGER))
     try:
-        seen.wait_for_step(1)
-        quiet, first = time.monotonic(), last_step(trial.run)
-        time.sleep(every)  # what the machine does without a fault
-        rate = (last_step(trial.run) - first) / (time.monotonic() - quiet)
-        began, first = time.monotonic(), last_step(trial.run)
-        n_faults = 0
+        began = seen.wait_for_step()
+        time.sleep(every)
+        n_faults = 1
         while time.monotonic() < began + seconds:
             fault = FAULTS[n_faults % len(FAULTS)]
             seen.strike(fault, draw)
             n_faults += 1
-            print(f"{fault}: {seen.recovery_seconds[fault][-1]:.1f} s", flush=True)
+            load = os.getloadavg()[0]
+            told = f"{fault}: {seen.recovery_seconds[fault][-1]:.1f} s, load {load:.1f}"
+            print(told, flush=True)
             time.sleep(max(0.0, n_faults * every - (time.monotonic() - began)))
-        took, last = time.monotonic() - began, last_step(trial.run)
+        took = time.monotonic() - began
+        made = seen.ledger.steps(began)
     finally:
-        if seen.agent is not None:
-            seen.agent.terminate()
-            with suppress(Exception):
-                seen.agent.wait(30)
-            end_session(seen.agent)
-    _report(seen, took, rate, first, last)
-    return _compare(seen, scratch / "undisturbed-soak", last)
+        seen.end()
+    _report(seen, made, took)
+    return _compare(seen, scratch / "undisturbed-soak")
 
 
-def _report(seen: Soak, took: float, rate: float, first: int, last: int) -> None:
+def _report(seen: Soak, made: list[int], took: float) -> None:
+    """Print the goodput: the steps that count ÷ those which the run would have made if it had gone
+    on, all the time, as it did between its recoveries."""
     every_one = [s for each in seen.recovery_seconds.values() for s in each]
-    print(f"{took:.0f} s, {len(every_one)} faults, {last - first} useful steps")
-    print(f"goodput {(last - first) / (rate * took):.0%} of {rate:.2f} steps/s without faults")
-    print(f"{seen.n_lost} steps lost, {seen.n_lost / max(1, len(every_one)):.1f} a fault")
-    for fault, each in seen.recovery_seconds.items():
-        print(f"{fault}: {statistics.median(each):.1f} s to the next step (median of {len(each)})")
-    print(f"all: {statistics.median(every_one):.1f} s")
+    n_useful, n_faults = made[-1] - made[0] + 1, len(every_one)
+    n_lost = len(made) - n_useful
+    rate = len(made) / (took - sum(every_one))
+    print(f"{took:.0f} s, {n_faults} faults, {n_useful} useful steps, {n_lost} made again")
+    print(f"goodput {n_useful / (rate * took):.1%} of {rate:.2f} steps/s")
+    print(f"{sum(every_one) / took:.1%} of the time from a fault to the next step")
+    print(f"{n_lost / max(1, n_faults):.1f} steps lost a fault")
+    for fault, each in {**seen.recovery_seconds, "all": every_one}.items():
+        middle, worst = statistics.median(each), max(each)
+        print(f"{fault}: median {middle:.1f} s, worst {worst:.1f} s to the next step ({len(each)})")
 
 
-def _compare(seen: Soak, whole: Path, last: int) -> int:
+def _compare(seen: Soak, whole: Path) -> int:
     """0 if the losses are those of a run that nothing disturbs, bit for bit, else 1."""
+    from oracle import curve
+    from resumes import StopAt
+    from trial import join, last_step, said, start_ranks
+
+    last = last_step(seen.run)
     codes = join(start_ranks(seen.config, whole, 2, hooks=[StopAt(last)]), 3600)
     assert codes == [0, 0], said(whole)
-    ours, theirs = (curve(run)[:last] for run in (seen.trial.run, whole))
-    print(f"{last} losses and norms {'equal' if ours == theirs else 'differ from'} the undisturbed")
-    return int(ours != theirs)
+    same = curve(seen.run) == curve(whole)
+    print(f"{last} losses and norms {'equal' if same else 'differ from'} the undisturbed")
+    return int(not same)
+
+
+# -- in the processes -----------------------------------------------------------------------------
+
+
+def train_as_rank(request: Any) -> int:
+    """Train as one rank, with the hook, in a process that the launcher has forked."""
+    from pentameter.cli import train
+
+    train._profile = lambda parsed, config: [Paced()]
+    return train.train_as_rank(request)
+
+
+if __name__ == "__main__":
+    from pentameter.cli import main, train
+
+    launch = train._launch
+    train._launch = lambda *given: replace(launch(*given), function="soak:train_as_rank")
+    raise SystemExit(main.main(["train", *sys.argv[1:]]))

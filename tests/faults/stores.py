@@ -1,17 +1,14 @@
 """Trials of runs that are copied to an object store: requests that fail, processes that are killed
 before a request, machines that are gone with their disk.
 
-Each trial takes an object with `number`, `draw` (a random generator), `folder` (empty, its own)
-and `shared` (for the undisturbed run), returns what was seen in words, and raises AssertionError if
-what must hold does not. All trials end alike: on a machine that has nothing, the same command gives
-the undisturbed run, bit for bit.
+All trials end alike: on a machine that has nothing, the same command gives the undisturbed run, bit
+for bit, and no object is left that belongs to no copy.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from object_store import Request, Store, running_store, use_client
-from oracle import _train, assert_same_run, events, finish, tiny_config
+from oracle import _train, assert_same_run, events, tiny_config
+from trial import PATIENCE_SECONDS, Trial
 
 from pentameter.checkpoint.manifest import MANIFEST_NAME
 from pentameter.checkpoint.opening import open_checkpoint
@@ -33,7 +31,6 @@ from pentameter.train import copying
 URL = "s3://bucket/runs/tiny"
 INTERVAL = 20
 """Steps between the checkpoints of these runs, of 40 steps."""
-PATIENCE_SECONDS = 120.0
 MOST_REQUESTS = 180
 """Requests of such a run with four copies, the best among them, and a few more."""
 LEAST_PAUSES, MOST_PAUSES = (0.0,) * 4, (0.0,) * 10
@@ -44,22 +41,18 @@ _context = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
-class StoreTrial:
-    """One trial; `draw` follows from its number."""
+class StoreTrial(Trial):
+    """A trial with a client of its own choice."""
 
-    number: int
-    folder: Path
-    shared: Path
     client: str = "plain"
     """`plain`, or `s3fs`."""
-    draw: random.Random = field(default_factory=random.Random)
 
 
 @dataclass
 class _Runs:
     """The runs of a trial, which are copied to its store."""
 
-    trial: Any
+    trial: Trial
     store: Store
     config: Path
     whole: Path
@@ -133,19 +126,15 @@ def _train_with_store(client: str, options: dict[str, Any], config: Path, run: P
     _train(config, run, (), None, {})
 
 
-def _trained(trial: Any, act: Callable[[_Runs], str]) -> str:
+def _trained(trial: Trial, act: Callable[[_Runs], str]) -> str:
     """What `act` says of the runs of a trial; first the undisturbed run is made, once for all."""
-    shared = trial.shared / "stores"
-    settings = {"checkpoint.interval": INTERVAL, "checkpoint.keep_last": 1, "train.steps": 40}
-    if not (shared / "run" / "done").exists():
-        shared.mkdir(parents=True, exist_ok=True)
-        finish(tiny_config(shared, **settings), shared / "run")
-        (shared / "run" / "done").touch()
+    settings = {"checkpoint.interval": INTERVAL, "checkpoint.keep_last": 1}
+    whole = trial.undisturbed(**settings)
     copied = {"checkpoint.copy_to": URL, "checkpoint.on_error": "warn"}
     config = tiny_config(trial.folder, **settings, **copied)
     _quick()
     with running_store() as store:
-        return act(_Runs(trial, store, config, shared / "run"))
+        return act(_Runs(trial, store, config, whole.run))
 
 
 def _watched(
@@ -162,7 +151,7 @@ def _watched(
     return ask
 
 
-def killed_at_a_request(trial: Any) -> str:
+def killed_at_a_request(trial: Trial) -> str:
     """SIGKILL before the store has done the n-th request, or once it has and no answer came; the
     machine is gone, or starts again."""
     number, after = 1 + trial.number // 2 % MOST_REQUESTS, trial.number % 2 == 1
@@ -194,12 +183,12 @@ def killed_at_a_request(trial: Any) -> str:
     return _trained(trial, act)
 
 
-def failing_requests(trial: Any) -> str:
+def failing_requests(trial: Trial) -> str:
     """A fifth of all requests fail, each in one of eight ways; then the same on a new machine."""
     rate = 0.2
 
     def act(runs: _Runs) -> str:
-        draws = random.Random(trial.number)
+        draws = trial.draw
         n_failed = 0
 
         def fail(request: Request) -> str | None:
@@ -229,11 +218,11 @@ def failing_requests(trial: Any) -> str:
     return _trained(trial, act)
 
 
-def killed_while_requests_fail(trial: Any) -> str:
+def killed_while_requests_fail(trial: Trial) -> str:
     """The same, and SIGKILL at three random requests, each time on a machine that has nothing."""
 
     def act(runs: _Runs) -> str:
-        draws = random.Random(trial.number)
+        draws = trial.draw
         steps = []
         for life in range(3):
             last = len(runs.store.requests) + draws.randint(1, MOST_REQUESTS)
@@ -257,7 +246,7 @@ def killed_while_requests_fail(trial: Any) -> str:
     return _trained(trial, act)
 
 
-def out_of_order(trial: Any) -> str:
+def out_of_order(trial: Trial) -> str:
     """The store answers nothing from a request on, for good: the run goes on, says so at its end
     (exit 74), and the same command copies it once the store is back."""
     first = trial.draw.randint(6, MOST_REQUESTS // 2)
@@ -274,12 +263,3 @@ def out_of_order(trial: Any) -> str:
         return f"from request {first}, then from step {runs.finish_elsewhere()}"
 
     return _trained(trial, act)
-
-
-TRIALS: dict[str, Callable[[Any], str]] = {
-    "killed at a request": killed_at_a_request,
-    "failing requests": failing_requests,
-    "killed while requests fail": killed_while_requests_fail,
-    "out of order": out_of_order,
-}
-"""A trial for each class of fault, by name."""

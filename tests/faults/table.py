@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import disks
 import kills
 import resumes
 import stops
+import stores
 import values
 from battery import FaultClass
+from existing_tests import N_GENERATED, generated_configurations
+from flipped_bits import AT_REST_LAYOUTS, a_flipped_bit
+from hangs import GRID, a_rank_that_hangs
 from offline import no_namespace, without_a_network
 from power import a_power_loss
+from several_nodes import a_fault_on_three_nodes, reason_not_to
+from slow_rank import a_slow_rank, busy_cores
+from unwell_rank import an_unwell_rank
 
 EQUAL = "equal"
 """The same command then gives the undisturbed run, bit for bit."""
 WHOLE = f"checkpoints whole; {EQUAL}"
 """Every finished checkpoint verifies, and there is one if any was ever committed."""
+FOUND = "found within 4 steps, nothing of it saved; or no effect"
+"""By `train.check_every = 4`; no effect: what is saved is to the bit what it would have been."""
+COPIED = f"on a machine that has nothing: {EQUAL}; no object is left over"
 
 CLASSES = [
     FaultClass("C1", "SIGKILL before a file operation of a save", WHOLE, 120,
@@ -52,7 +64,7 @@ CLASSES = [
     FaultClass("N1", "NaN or infinity in loss, gradient, weight, logits",
                "nothing of it is kept, ranks agree; skipped, or exit 70", 32,
                values.a_value_that_is_not_finite),
-    FaultClass("N2", "spike; resumed inside its window", "the same decision", 8, tests=(
+    FaultClass("N2", "spike; resumed inside its window", "the same decision", tests=(
         "tests/train/test_guard.py::"
         "test_a_run_stopped_after_each_step_of_the_window_decides_as_one_that_was_not",
         "tests/parity/test_guard.py",
@@ -60,10 +72,44 @@ CLASSES = [
     FaultClass("H1", "one of two ranks is stopped in a phase",
                "the other leaves within the timeout + 10 s, and names it", 10,
                stops.a_rank_that_stops),
+    FaultClass("H2", "a rank stops, sleeps, spins in C or is killed, in 6 layouts and 5 places",
+               "exit 70 within the timeout + 10 s; rank, step and collective named", len(GRID),
+               a_rank_that_hangs),
+    FaultClass("H3", "a slow rank: computes longer, shares its core, waits for its disk",
+               "recorded and warned of", 20, a_slow_rank, obstacle=busy_cores),
+    FaultClass("H4", "a rank with wrong products, memory or links",
+               "exit 70 before the first step, naming it", 12, an_unwell_rank),
+    FaultClass("B1", "one flipped bit in a weight, 5 layouts", FOUND, 100,
+               partial(a_flipped_bit, fault="weight", layouts=AT_REST_LAYOUTS)),
+    FaultClass("B2", "in the optimizer's state, 5 layouts", FOUND, 100,
+               partial(a_flipped_bit, fault="moment", layouts=AT_REST_LAYOUTS)),
+    FaultClass("B3", "in a summed gradient, data=2", FOUND, 100,
+               partial(a_flipped_bit, fault="gradient")),
+    FaultClass("B4", "in what a collective delivers to a rank, data=2", FOUND, 100,
+               partial(a_flipped_bit, fault="message")),
+    FaultClass("B5", "in a product, each time from a step on, data=2", FOUND, 100,
+               partial(a_flipped_bit, fault="processor")),
+    FaultClass("M1", "13 faults on three nodes: off, cut, bad links, back elsewhere, …",
+               "the others go on; losses within 1e-10 of one process's", 200,
+               a_fault_on_three_nodes, obstacle=reason_not_to),
+    FaultClass("M2", "the link between two nodes is cut for good",
+               "both leave within the timeout + 10 s, and name whom they lost",
+               tests=("tests/faults/test_two_nodes.py",), obstacle=reason_not_to),
+    FaultClass("M3", "workers killed while a launcher starts them again, as many or fewer",
+               f"{EQUAL}; in another layout within 1e-10",
+               tests=("tests/faults/test_membership.py",)),
+    FaultClass("O1", "object store: SIGKILL before or after the n-th request", COPIED,
+               2 * stores.MOST_REQUESTS, stores.killed_at_a_request),
+    FaultClass("O2", "a fifth of its requests fails, in 8 ways", COPIED, 20,
+               stores.failing_requests),
+    FaultClass("O3", "SIGKILL at three requests in a row while a tenth fails", COPIED, 20,
+               stores.killed_while_requests_fail),
+    FaultClass("O4", "it answers nothing from some request on", f"exit 74; then {COPIED}", 20,
+               stores.out_of_order),
     FaultClass("F1", "generated configurations, command lines and files",
-               "a valid plan, or exit 2 naming the path", 9,
-               tests=("tests/config/test_config_generated.py",)),
-    FaultClass("F2", "malformed shards; random texts", "exit 65 naming file and place", 100, tests=(
+               "a valid plan, or exit 2 naming the path", 4, generated_configurations,
+               n_cases=N_GENERATED),
+    FaultClass("F2", "malformed shards; random texts", "exit 65 naming file and place", tests=(
         "tests/data/test_shards.py", "tests/data/test_tokenizer.py",
     )),
     FaultClass("X1", "two runs in a folder, a stale lock, a reader meanwhile",
@@ -72,7 +118,7 @@ CLASSES = [
     FaultClass("T1", "clock a day ahead, behind, jumping; random file times",
                f"the right checkpoint, no negative time; {EQUAL}", 12, values.a_wrong_clock),
     FaultClass("P1", "pickles, links and paths out of the folder; listening sockets",
-               "nothing executed or written outside, loopback alone", 30, tests=(
+               "nothing executed or written outside, loopback alone", tests=(
         "tests/checkpoint/test_checkpoint_damage.py::test_a_pickle_is_data_not_code",
         "tests/checkpoint/test_checkpoint_damage.py::test_a_manifest_cannot_lead_outside",
         "tests/checkpoint/test_sharded_damage.py::test_a_pickle_among_the_pieces_is_never_run",

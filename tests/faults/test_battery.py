@@ -65,6 +65,40 @@ def test_results_are_kept_and_shown(tmp_path):
     assert "| 300 | 2 | 1 | 97 % | 3.0 |" in row
 
 
+TESTS = """
+import pytest
+
+def test_passing(): pass
+def test_failing(): assert 1 + 1 == 3, "a sum"
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2])
+def test_slow(n): pass
+@pytest.mark.skip
+def test_skipping(): pass
+"""
+
+
+def test_each_case_of_existing_tests_is_a_trial(tmp_path, quick_end):
+    (tmp_path / "test_some.py").write_text(TESTS)
+
+    def trials(name, numbers=None):
+        tests = FaultClass("Z", "", "", tests=[f"{tmp_path}/test_some.py{name}"])
+        return [*run_trials(tests, 0, numbers, tmp_path)]
+
+    found = trials("", numbers=[0, 1, 2])
+    assert [(each.number, each.held) for each in found] == [
+        (0, True), (1, False), (2, True),
+    ]  # fmt: skip
+    assert [each.seen for each in found] == [
+        "test_passing", "test_failing: AssertionError: a sum\nassert (1 + 1) == 3",
+        "test_slow[1]",
+    ]  # fmt: skip
+    assert trials("::test_skipping") == []
+    (missing,) = trials("::test_gone")
+    assert not missing.held
+    assert "test_some.py::test_gone" in missing.seen
+
+
 def trial_of(number, tmp_path_factory):
     shared = tmp_path_factory.getbasetemp() / "undisturbed"
     return Trial(number, random.Random(number), tmp_path_factory.mktemp("trial"), shared)
@@ -85,7 +119,7 @@ def test_every_class_holds(fault_class, tmp_path_factory):
     """An eighth of its trials or fewer; of classes of existing tests, those run by themselves."""
     if (why := fault_class.obstacle()) is not None:
         pytest.skip(why)
-    numbers = range(0 if fault_class.trial is None else min(3, fault_class.n_trials))
+    numbers = range(min(3, fault_class.n_trials))
     shared = tmp_path_factory.getbasetemp() / "undisturbed"
     for result in run_trials(fault_class, 1, numbers, shared) if numbers else ():
         assert result.held, f"{result.number}: {result.seen}"

@@ -11,7 +11,14 @@ from contextlib import suppress
 import pytest
 from object_store import forget_client, wait_until
 from oracle import assert_same_run, events, launched, tiny_config
-from stores import MOST_REQUESTS, TRIALS, StoreTrial, killed_at_a_request
+from stores import (
+    MOST_REQUESTS,
+    StoreTrial,
+    failing_requests,
+    killed_at_a_request,
+    killed_while_requests_fail,
+    out_of_order,
+)
 
 HAS_S3FS = importlib.util.find_spec("s3fs") is not None
 CLIENTS = [
@@ -45,21 +52,24 @@ def _own_settings(monkeypatch):
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
-    "name",
+    "act",
     [
-        "killed at a request",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in [*TRIALS][1:]),
+        killed_at_a_request,
+        *(
+            pytest.param(act, marks=pytest.mark.slow)
+            for act in (failing_requests, killed_while_requests_fail, out_of_order)
+        ),
     ],
 )
-def test_a_new_machine_gives_the_undisturbed_run(tmp_path, shared, name, client):
-    number = {"killed at a request": 68}.get(name, 1)  # at a manifest, or near one
-    assert TRIALS[name](StoreTrial(number, tmp_path, shared, client, random.Random(number)))
+def test_a_new_machine_gives_the_undisturbed_run(tmp_path, shared, act, client):
+    number = 68 if act is killed_at_a_request else 1  # at a manifest, or near one
+    assert act(StoreTrial(number, random.Random(number), tmp_path, shared, client=client))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 2 * MOST_REQUESTS, 7))
 def test_killed_at_any_request(tmp_path, shared, number):
-    assert killed_at_a_request(StoreTrial(number, tmp_path, shared))
+    assert killed_at_a_request(StoreTrial(number, random.Random(number), tmp_path, shared))
 
 
 @pytest.mark.slow

@@ -1,0 +1,24 @@
+"""Trials of the battery on several nodes, which `tests/nodes` makes: any of its faults, and a link
+that is cut for good."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from trial import Trial
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "nodes"))
+
+from network import reason_not_to
+from trials import ALL_KINDS, TRIALS
+
+__all__ = ["ALL_KINDS", "a_fault_on_three_nodes", "reason_not_to"]
+
+
+def a_fault_on_three_nodes(trial: Trial) -> str:
+    """A fault of each kind in turn on a run of three nodes, which has to go on."""
+    kind = ALL_KINDS[trial.number % len(ALL_KINDS)]
+    made = TRIALS[kind](trial.draw.randrange(2**32), trial.folder)
+    assert not made.problem, made
+    return f"{kind} at step {made.step}, {made.seconds:.1f} s"
