@@ -23,6 +23,8 @@ GIVEN_UP = {
     "divided": "sharded",
 }
 """Word that no file, function or class has in its name → the word to use."""
+TERMS = ("shared_expert",)
+"""Terms of the field with such a word in them."""
 
 
 def names() -> Iterator[tuple[str, str]]:
@@ -36,13 +38,16 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def words_of(name: str) -> set[str]:
-    """The words of a name, in snake or in camel case, in small letters."""
+    """The words of a name, in snake or in camel case, in small letters, without those of TERMS."""
+    for term in TERMS:
+        name = name.replace(term, "")
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
 def test_words_of_names():
     assert words_of("_RankTraffic") == {"rank", "traffic"}
     assert words_of("gathered_parts_2d") == {"gathered", "parts", "d"}
+    assert words_of("shared_expert_outputs") == {"outputs"}
 
 
 def test_words_that_were_given_up_do_not_come_back():

@@ -411,13 +411,13 @@ class Experts(nn.Module):
         order, ends = routing.order()
         rows = SortedRows.apply(tokens, order, routing.experts.shape[1])
         dispatched = self.exchange.dispatch(rows, ends)
-        shared = self._shared_outputs(x)  # computed while rows are under way
+        shared = self._shared_expert_outputs(x)  # computed while rows are under way
         outputs = RestoredRows.apply(self.exchange.outputs(self._outputs, dispatched), order)
         y = self.tokens.gather(_mixed(outputs, routing.weights), len(flat)).view_as(x)
         y = y if shared is None else y + shared
         return self.dropout(y, dropout_keys, positions.stream)
 
-    def _shared_outputs(self, x: Tensor) -> Tensor | None:
+    def _shared_expert_outputs(self, x: Tensor) -> Tensor | None:
         """Return the shared experts' output (B, T, D) for x (B, T, D), times their gate if they
         have one; None if there are none."""
         if self.shared is None:
