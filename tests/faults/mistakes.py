@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def presence_is_validity() -> None:
     replace("pentameter.disk.atomic:check_file", make)
     replace("pentameter.checkpoint.opening:check_files", lambda real: lambda *a, **k: None)
     replace("pentameter.checkpoint.store:check_files", lambda real: lambda *a, **k: None)
-    replace("pentameter.disk.atomic:_check_hash", lambda real: lambda *a: None)
+    replace("pentameter.disk.atomic:check_hash", lambda real: lambda *a: None)
 
 
 def newest_by_time() -> None:
@@ -103,9 +104,11 @@ def signal_of_one_rank() -> None:
     """A rank that receives a signal stops, and the others never hear of it."""
 
     def make(real):
-        def agree(self, world, word=None, *, step_seconds=1.0):
-            self.agreed = self.received
-            return self.received or word
+        def agree(self, world, word=None, **options):
+            received, self.received = self.received, None
+            reason = real(self, world, word, **options)
+            self.received = self.agreed = received
+            return received or reason
 
         return agree
 
@@ -242,14 +245,19 @@ MISTAKES = [
     Mistake(corruption_is_success, "K1", [4]),
     Mistake(snapshot_of_the_weights_themselves, "C1a", range(20, 32)),
     Mistake(commit_before_all_have_written, "C1a", WITH_TWO_RANKS),
-    Mistake(a_failed_write_is_lost, "D1", range(0, 16, 2)),
+    Mistake(a_failed_write_is_lost, "D1", range(0, 34, 2)),
     Mistake(prune_before_the_commit, "C1a", range(3, 12)),
 ]
 
 
 def catch(mistake: Mistake, shared: Path, seed: int) -> Result | None:
     """The first trial that a mistake fails, None if it passes all that it is given; `shared` is the
-    folder of the undisturbed runs."""
+    folder of the undisturbed runs. Raises AssertionError if it cannot be planted any more, which
+    would fail every trial."""
+    planting = multiprocessing.get_context("forkserver").Process(target=mistake.plant)
+    planting.start()
+    planting.join()
+    assert planting.exitcode == 0, f"{mistake.name} cannot be planted any more"
     fault_class = next(each for each in CLASSES if each.id == mistake.id)
     results = run_trials(fault_class, seed, mistake.numbers, shared, [mistake.plant])
     return next((result for result in results if not result.held), None)
