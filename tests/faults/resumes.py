@@ -21,7 +21,10 @@ LAYOUTS = {
     "pipeline": (2, {"parallel.pipeline": 2}),
     "zero 3": (2, {"parallel.data": 2, "parallel.zero": 3}),
     "data and tensor": (4, {"parallel.data": 2, "parallel.tensor": 2}),
-    "data and pipeline": (4, {"parallel.data": 2, "parallel.pipeline": 2}),
+    "data and pipeline": (
+        4,
+        {"parallel.data": 2, "parallel.pipeline": 2, "train.micro_batch_size": 2},
+    ),
     "zero 2": (2, {"parallel.data": 2, "parallel.zero": 2}),
     "context": (2, {"parallel.context": 2}),
     "tensor with sequence": (2, {"parallel.tensor": 2, "parallel.sequence": True}),
