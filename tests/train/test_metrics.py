@@ -74,6 +74,21 @@ def test_rewind_adds_the_checkpoints_line_when_a_kill_prevented_it(tmp_path):
     assert read(path)[1:] == [{"event": "checkpoint", "step": 2, "seconds": None}]
 
 
+def test_a_resume_that_the_disk_refused_at_first_is_kept_once(tmp_path):
+    """Its line came into the file later, and is rewound with it again and again."""
+    path = tmp_path / "metrics.jsonl"
+    start, resume, saved = (
+        json.dumps({"event": event, "step": 2, "time": 1.0})
+        for event in ("start", "resume", "checkpoint")
+    )
+    path.write_text(f"{start}\n{resume}\n{saved}\n")
+    for _ in range(2):
+        rewind_metrics(
+            path, n_bytes=len(start) + 1, unwritten=[resume], checkpoint=json.loads(saved)
+        )
+        assert path.read_text().splitlines() == [start, resume, saved]
+
+
 def test_rewind_keeps_earlier_resumes_and_tells_what_was_reached(tmp_path):
     path = tmp_path / "metrics.jsonl"
 

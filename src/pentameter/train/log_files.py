@@ -3,7 +3,7 @@ never ends a run.
 
 metrics.jsonl holds one JSON object per line, with the key `event` first. When a run resumes from a
 checkpoint, `rewind_metrics` truncates the file to its content at that save, so that events are
-neither missing nor repeated. Starts stay: they are not made again.
+neither missing nor repeated. Resumes since that save stay: they are not made again.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def rewind_metrics(
 ) -> Reached | None:
     """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
     checkpoint's own event and later `resume` events. Other later lines belong to steps that will
-    run again. Return the last step that the file held, and its time; None if it does not say.
+    run again. Return the highest step recorded since that save, or else by then, and the last
+    event's time; None if no event has both.
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
@@ -207,7 +208,12 @@ def rewind_metrics(
         line = _find_checkpoint(rest, checkpoint["step"])
         kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
     if checkpoint is not None:
-        kept += b"".join(line for line, event in _events(rest) if event["event"] == "resume")
+        refused = {f"{line}\n".encode() for line in unwritten}  # written since, or just now
+        kept += b"".join(
+            line
+            for line, event in _events(rest)
+            if event["event"] == "resume" and line not in refused
+        )
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))

@@ -78,7 +78,8 @@ class RunFolder:
     base_model: str | None = None
     """The Hugging Face name of the model that the run's weights came from; None if they did not."""
     reached: Reached | None = None
-    """The last step that was recorded before this start, and when; None for a new run."""
+    """The last step that was recorded before this start, and when; None for a new run, and
+    where no event says its time."""
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
 
