@@ -9,9 +9,9 @@ import pytest
 from pages import check_page, text_of
 
 from pentameter.report.page import render_page
-from pentameter.report.plots import STRIP_INCHES, sessions_figure
 from pentameter.report.reading import read_run
-from pentameter.report.sessions import Session, pauses
+from pentameter.report.sessions import MOST_SESSIONS, Session, pauses
+from pentameter.report.sessions_figure import STRIP_INCHES, sessions_figure
 
 BEGIN = 1_764_000_000.0
 
@@ -107,8 +107,9 @@ def test_lost_twice_before_a_step(make_run):
         {"time": "soon", "reached_step": [], "reached_time": {}},
         {"time": 1e300, "reached_time": -1e300, "n_nodes": -1, "world_size": 2.5, "layout": 7},
         {"step": "x", "reached_step": 2**70, "reached_time": float("nan")},
+        {"layout": "$\\frac{$" + "x\n" * 3000, "n_nodes": 0, "world_size": 0},
     ],
-    ids=["no time", "other types", "numbers beyond all", "steps"],
+    ids=["no time", "other types", "numbers beyond all", "steps", "layout"],
 )
 def test_damaged_events_make_a_page(make_run, broken):
     events = [start(0, 0, 4), *steps(1, 50, 1), start(50, 78, 2, reached=(70, 70)) | broken]
@@ -138,3 +139,12 @@ def test_more_layouts_than_colours(make_run):
     figure = sessions_figure(replace(record, sessions=tuple(many)), STRIP_INCHES["narrow"])
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert named == ["data=0", "data=1", "data=2", "other layouts"]
+
+
+def test_of_very_many_sessions_the_last_are_shown(make_run):
+    events = [start(n, n, 1) for n in range(MOST_SESSIONS + 5)]
+    record = read_run(make_run([*events, *steps(300, 310, 301)]))
+    assert len(record.sessions) == MOST_SESSIONS + 5
+    page = render_page(record)
+    assert f"The last {MOST_SESSIONS} of {MOST_SESSIONS + 5} sessions" in page
+    assert page.count('<tr><th scope="row" class="number">') == MOST_SESSIONS

@@ -19,17 +19,16 @@ from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
     NARROW_INCHES,
     PAGE,
-    STRIP_INCHES,
     WIDE_INCHES,
     entropy_rate,
     loss_figure,
     page_svg,
-    sessions_figure,
     small_figures,
 )
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
 from pentameter.report.results import outcome, results
-from pentameter.report.sessions import pauses
+from pentameter.report.sessions import MOST_SESSIONS, pauses
+from pentameter.report.sessions_figure import STRIP_INCHES, sessions_figure
 from pentameter.report.settings import choices, flatten, settings
 
 MAX_SAMPLES = 8
@@ -55,6 +54,7 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
+    shown = record.sessions[-MOST_SESSIONS:]
     return render(
         "run.html",
         scripts=("hover.js", *(("live.js",) if live else ())),
@@ -79,7 +79,8 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
         load_edges=[formatting.scalar(edge) for edge in EDGES],
         flops_note=f"Utilisation counts {flops}." if record.train["mfu"] and flops else "",
         strip=_strip(record),
-        pauses=[math.nan, *pauses(record.sessions)],
+        sessions=shown,
+        pauses=[math.nan, *pauses(shown)],
         samples=[record.samples[at] for at in evenly(len(record.samples), MAX_SAMPLES)],
         losses_by_step=dict(zip(validation.steps, validation.values, strict=True)),
         settings=found,
@@ -186,9 +187,10 @@ def _strip(record: RecordedRun) -> dict[str, str]:
     """Return the figure of the run's sessions as SVG, for wide and narrow windows; an empty dict
     for a run that was never resumed."""
     figures = {name: sessions_figure(record, inches, PAGE) for name, inches in STRIP_INCHES.items()}
-    on = ", ".join(f"{each.n_nodes} from step {each.first_step:,}" for each in record.sessions[:20])
+    shown = record.sessions[-20:]
+    on = ", ".join(f"{each.n_nodes} from step {each.first_step:,}" for each in shown)
     return {
-        name: page_svg(figure, f"sessions-{name}", f"Nodes that trained over time: {on}")
+        name: page_svg(figure, f"sessions-{name}", f"The last sessions over time, by nodes: {on}")
         for name, figure in figures.items()
         if figure is not None
     }

@@ -17,25 +17,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError
-from pentameter.formatting import duration
 from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
 from pentameter.report.event_reader import as_table
 from pentameter.report.reading import RecordedRun
-from pentameter.report.sessions import Session, pauses
 
 WIDE_INCHES = (8.4, 3.5)
 NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
-STRIP_INCHES = {"wide": (8.4, 2.2), "narrow": (4.0, 2.6)}
-"""Sizes of the figure of sessions, for wide and narrow windows."""
-LONGEST_PAUSE = 0.15
-"""Longest pause between two sessions that is drawn to scale, as a fraction of all sessions."""
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
 """Horizontal axes for several runs' losses → their labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
@@ -98,7 +91,7 @@ def loss_figure(
     span = settled_limits((train, validation), extra) if settled else whole
     if whole is None or span is None or not (len(train) or len(validation)):
         return None
-    figure, axes = _plain_axes(size_inches, palette)
+    figure, axes = plain_axes(size_inches, palette)
     _draw_noisy(axes, train, palette, label="train")
     if len(validation):
         x, y = thinned(validation)
@@ -126,88 +119,6 @@ def loss_figure(
     return figure
 
 
-def sessions_figure(
-    record: RecordedRun, size_inches: tuple[float, float], palette: Palette = LIGHT
-) -> Figure | None:
-    """Plot over time how many nodes trained (ranks, if it was never more than one node), in a
-    colour for each layout. Steps that were made again are hatched, and each pause is labelled with
-    its seconds and these steps. None for a run that was never resumed, or does not say when."""
-    sessions = record.sessions
-    if len(sessions) < 2 or all(each.end == each.begin for each in sessions):
-        return None
-    figure, axes = _plain_axes(size_inches, palette)
-    unit = "nodes" if any(each.n_nodes > 1 for each in sessions) else "ranks"
-    layouts = dict.fromkeys(each.layout for each in sessions)
-    colours = (palette.train, palette.validation, palette.floor)
-    colour_of = dict(zip(layouts, colours, strict=False))  # further layouts share a grey
-    starts, is_shortened = _places(sessions)
-    width = starts[-1] + sessions[-1].end - sessions[-1].begin
-    for start, each in zip(starts, sessions, strict=True):
-        height = each.n_nodes if unit == "nodes" else each.n_ranks
-        parts = ((each.begin, each.kept_until, ""), (each.kept_until, each.end, "/////"))
-        for begin, end, hatch in parts:
-            axes.bar(
-                start + begin - each.begin, height, end - begin, align="edge", lw=0, hatch=hatch,
-                color=colour_of.get(each.layout, palette.muted), edgecolor=palette.surface,
-            )  # fmt: skip
-    handles = [Patch(color=colour, label=layout) for layout, colour in colour_of.items()]
-    if len(layouts) > len(colours):
-        handles.append(Patch(color=palette.muted, label="other layouts"))
-    if any(each.lost_steps for each in sessions):
-        grey, white = palette.muted, palette.surface
-        handles.append(
-            Patch(facecolor=grey, edgecolor=white, lw=0, hatch="/////", label="steps made again")
-        )
-    figure.legend(
-        handles=handles, loc="outside lower left", ncols=int(size_inches[0] / 1.9), frameon=False,
-        fontsize=9, labelcolor=palette.ink, handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
-    _label_pauses(axes, sessions, starts, width / size_inches[0], palette)
-    axes.set_xlabel(f"time{', long pauses shortened' if is_shortened else ''}")
-    axes.set_ylabel(unit, color=palette.muted, fontsize=9)
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.set_ylim(0, 1.4 * axes.dataLim.y1)
-    axes.set_xlim(0, width)
-    return figure
-
-
-def _places(sessions: Sequence[Session]) -> tuple[list[float], bool]:
-    """Return where each session begins on the time axis, and whether a pause was shortened: to
-    LONGEST_PAUSE of the time that all sessions took."""
-    longest = LONGEST_PAUSE * sum(each.end - each.begin for each in sessions)
-    starts, found = [0.0], pauses(sessions)
-    for each, pause in zip(sessions, found, strict=False):
-        starts.append(starts[-1] + each.end - each.begin + min(pause, longest))
-    return starts, any(pause > longest for pause in found)
-
-
-def _label_pauses(
-    axes: Axes,
-    sessions: Sequence[Session],
-    starts: Sequence[float],
-    per_inch: float,
-    palette: Palette,
-) -> None:
-    """Write above each pause how long it took and how many steps were made again, and below it
-    when the next session began, where there is room. starts: places of the sessions on the axis, of
-    which an inch is `per_inch`."""
-    top = axes.dataLim.y1
-    ticks, labels = [0.0], ["0"]
-    changes = zip(sessions, sessions[1:], starts, starts[1:], pauses(sessions), strict=False)
-    for before, after, start, following, pause in changes:
-        if following < ticks[-1] + 0.9 * per_inch:
-            continue
-        ticks.append(following)
-        labels.append(duration(after.begin))
-        stopped = start + before.end - before.begin
-        again = f"\n{before.lost_steps:,} steps again" if before.lost_steps else ""
-        axes.annotate(
-            f"{duration(pause)} pause{again}", ((stopped + following) / 2, 1.38 * top),
-            ha="center", va="top", color=palette.ink, fontsize=8,
-        )  # fmt: skip
-    axes.set_xticks(ticks, labels)
-
-
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
     """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
     norm, tokens per second, MFU (on the speed's right axis if the two are proportional), share of a
@@ -229,7 +140,7 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
         series = record.train[key]
         if not len(series) or (key == "mfu" and per_token is not None):
             continue
-        figure, axes = _plain_axes(SMALL_INCHES, palette)
+        figure, axes = plain_axes(SMALL_INCHES, palette)
         level = _clip_norm(record) if key == "grad_norm" else None
         span = limits((series,), () if level is None else (level,))
         if noisy:
@@ -293,7 +204,7 @@ def overlay_figure(
     whole = limits(tuple(curves))
     if whole is None:
         return None
-    figure, axes = _plain_axes(OVERLAY_INCHES, PAGE)
+    figure, axes = plain_axes(OVERLAY_INCHES, PAGE)
     for index, ((label, record), series) in enumerate(zip(runs, curves, strict=True)):
         if not len(series):
             continue
@@ -453,7 +364,7 @@ def _clip_norm(record: RecordedRun) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
+def plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
     """Return a new figure and its single plot, with steps as x axis, in the page's style."""
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)

@@ -80,7 +80,7 @@ class RecordedRun:
     starts: tuple[dict[str, Any], ...]
     """Start and resume events, in order."""
     sessions: tuple[Session, ...]
-    """What trained from each of them to the next; empty if they do not say when they were."""
+    """The parts of the run from each of them to the next; empty if they do not say when."""
     train: dict[str, Series]
     """Curve by name: those in CURVES, `elapsed_seconds`, the training time, and `waited`, the
     fraction of a step for which the other ranks waited for the slowest one."""

@@ -13,12 +13,15 @@ from typing import Any
 from pentameter.report.curves import Series
 from pentameter.report.event_reader import number
 
+MOST_SESSIONS = 200
+"""Most sessions that are shown, the last ones."""
 _LATEST = 1e11  # seconds since 1970, in the year 5138
+_LONGEST_LAYOUT = 100
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a run did from one start to the next, or to its end. Times are in seconds since the
+    """The part of a run from one start to the next, or to its end. Times are in seconds since the
     first session began."""
 
     first_step: int
@@ -75,8 +78,8 @@ def sessions_of(
         last = max(first, _step(following, "reached_step", first))
         went_on = min(last, _step(following, "step", last))
         session = Session(
-            first, last, begin, clock, _step(event, "n_nodes", 1), _step(event, "world_size", 1),
-            str(event.get("layout") or ""), last - went_on,
+            first, last, begin, clock, max(1, _step(event, "n_nodes", 1)),
+            max(1, _step(event, "world_size", 1)), _layout(event), last - went_on,
         )  # fmt: skip
         if session.lost_steps:
             n_kept = bisect.bisect_right(times.steps, went_on)
@@ -102,3 +105,8 @@ def _later(first: float, second: float) -> float:
 def _step(event: dict[str, Any], key: str, otherwise: int) -> int:
     value = event.get(key)
     return value if type(value) is int and value >= 0 else otherwise
+
+
+def _layout(event: dict[str, Any]) -> str:
+    """Return the event's layout as one short line, "" without one."""
+    return " ".join(str(event.get("layout") or "").split())[:_LONGEST_LAYOUT]
