@@ -77,7 +77,7 @@ def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
 
 def _kernel_takes(*operands: Tensor) -> bool:
     """Return whether the C++ kernels multiply these operands, and better than PyTorch: contiguous
-    ones in bf16 whose last two dimensions FEATURES divides, on a CPU that multiplies pairs of bf16
+    ones in bf16 whose inputs and outputs FEATURES divides, on a CPU that multiplies pairs of bf16
     numbers but has no AMX."""
     return (
         serves("vector", torch.float32, operands[0].dtype)
@@ -97,7 +97,8 @@ def _fits_kernel(x: Tensor) -> bool:
     """Return whether the C++ kernels take an operand x of `linear` or of its gradients."""
     features = x.shape[1:]  # of a weight both dimensions
     divides = all(size % FEATURES == 0 for size in features)
-    return x.dtype is torch.bfloat16 and divides and x.is_contiguous()
+    is_aligned = x.is_contiguous() and x.data_ptr() % 4 == 0  # read as words of two numbers
+    return x.dtype is torch.bfloat16 and divides and is_aligned
 
 
 def _pytorch_takes(*operands: Tensor) -> bool:

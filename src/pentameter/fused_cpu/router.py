@@ -14,16 +14,22 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pentameter.config.choices import look_up
 from pentameter.fused_cpu.functions import FoldedLinear
 from pentameter.fused_cpu.kernels import precise
 from pentameter.fused_cpu.native import CHANNELS, address, library, serves
 from pentameter.model.experts import Router, Routing
 
+IS_SIGMOID = {"softmax": False, "sigmoid": True}
+"""Value of `model.router` → whether scores are sigmoids."""
+HAS_LOSS = {"none": False, "bias": False, "sequence": True, "batch": True}
+"""Value of `model.balance` → whether it is an auxiliary loss."""
 MOST_WEIGHTS = 1 << 16
 """Largest router weight, in numbers, that the C++ kernel multiplies: up to it, its gradient's
 sums stay in a core's cache. For larger ones PyTorch's matmuls are as fast."""
-TOKENS_PER_SUM = 64
-"""Tokens per partial sum in the gradient of the router's weight."""
+TOKENS_PER_SUM, MOST_SUMS = 64, 256
+"""Least tokens per partial sum in the gradient of the router's weight, and most such sums, which
+take memory."""
 
 
 def router_logits(h: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -48,7 +54,8 @@ def route(router: Router, logits: Tensor) -> Routing:
 def _can_choose(router: Router) -> bool:
     """Return whether the kernels know the router's settings."""
     config = router.config
-    has_loss = bool(config.router_z_loss) or config.balance in ("sequence", "batch")
+    has_loss = look_up(HAS_LOSS, config.balance, "model.balance", "the fused router")
+    has_loss = has_loss or bool(config.router_z_loss)
     return config.router_groups is None and not (router.training and has_loss)
 
 
@@ -104,8 +111,9 @@ class _RouterLogits(Function):
 def _logits_job(x: Tensor, scale: Tensor, weight: Tensor) -> _LogitsJob:
     """Return the C++ call's arguments for x (B, T, D), scale (D,) and weight (E, D)."""
     E, D = weight.shape
-    sizes = x.numel() // D, D, E, TOKENS_PER_SUM, x.dtype is torch.bfloat16
-    return _LogitsJob(address(scale), address(weight), *sizes)
+    N = x.numel() // D
+    rows = max(TOKENS_PER_SUM, -(-N // MOST_SUMS))  # whatever the number of threads
+    return _LogitsJob(address(scale), address(weight), N, D, E, rows, x.dtype is torch.bfloat16)
 
 
 class _ChosenExperts(Function):
@@ -151,7 +159,7 @@ def _choice_job(router: Router, logits: Tensor) -> _ChoiceJob:
     return _ChoiceJob(
         address(router.balance if config.balance == "bias" else None),
         *(logits.numel() // E, E, config.n_chosen),
-        config.router == "sigmoid",
+        look_up(IS_SIGMOID, config.router, "model.router", "the fused router"),
         config.router_top_k_first,
         config.router_renormalize,
         config.router_scale,

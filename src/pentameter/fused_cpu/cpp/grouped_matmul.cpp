@@ -32,6 +32,12 @@ inline Words load_words(const uint32_t* from) {
     return x;
 }
 
+inline Words repeated_word(const uint32_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);  // which may hold numbers of another type
+    return Words{} + word;
+}
+
 inline Floats add_products(Floats total, Words a, Words b) {
 #if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
@@ -65,7 +71,7 @@ void tile(T* out, int64_t stride, Pairs a, const uint32_t* panel, int64_t n_pair
         Words columns[n];
         for (int v = 0; v < n; v++) columns[v] = load_words(panel + (p * n + v) * LANES);
         for (int i = 0; i < ROWS; i++) {
-            const Words row = Words{} + a.words[i * a.step + p * a.pair_step];
+            const Words row = repeated_word(a.words + i * a.step + p * a.pair_step);
             for (int v = 0; v < n; v++) totals[i][v] = add_products(totals[i][v], row, columns[v]);
         }
     }
