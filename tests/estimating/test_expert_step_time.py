@@ -58,7 +58,7 @@ def test_an_exchange_between_nodes_takes_longer():
 
 
 def test_shared_experts_hide_the_way_to_the_others():
-    """Of the ways there, back, and of both gradients, two; less what communication slows."""
+    """Two of the four ways are hidden (rows and gradients, there and back), less what is slowed."""
     layout, width = "data=16,expert=16", {"model.n_shared_experts": 64}
     bare, beside = estimate(layout).time, estimate(layout, **width).time
     assert "expert" not in bare.hidden

@@ -13,7 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "nodes"))
 from network import reason_not_to
 from trials import ALL_KINDS, TRIALS
 
-__all__ = ["ALL_KINDS", "a_fault_on_three_nodes", "reason_not_to"]
+
+def no_nodes() -> str | None:
+    """Why no nodes can be made here; None if they can."""
+    return reason_not_to()
 
 
 def a_fault_on_three_nodes(trial: Trial) -> str:

@@ -16,7 +16,7 @@ from flipped_bits import AT_REST_LAYOUTS, a_flipped_bit
 from hangs import GRID, a_rank_that_hangs
 from offline import no_namespace, without_a_network
 from power import a_power_loss
-from several_nodes import a_fault_on_three_nodes, reason_not_to
+from several_nodes import a_fault_on_three_nodes, no_nodes
 from slow_rank import a_slow_rank, busy_cores
 from unwell_rank import an_unwell_rank
 
@@ -91,10 +91,10 @@ CLASSES = [
                partial(a_flipped_bit, fault="processor")),
     FaultClass("M1", "13 faults on three nodes: off, cut, bad links, back elsewhere, …",
                "the others go on; losses within 1e-10 of one process's", 200,
-               a_fault_on_three_nodes, obstacle=reason_not_to),
+               a_fault_on_three_nodes, obstacle=no_nodes),
     FaultClass("M2", "the link between two nodes is cut for good",
                "both leave within the timeout + 10 s, and name whom they lost",
-               tests=("tests/faults/test_two_nodes.py",), obstacle=reason_not_to),
+               tests=("tests/faults/test_two_nodes.py",), obstacle=no_nodes),
     FaultClass("M3", "workers killed while a launcher starts them again, as many or fewer",
                f"{EQUAL}; in another layout within 1e-10",
                tests=("tests/faults/test_membership.py",)),

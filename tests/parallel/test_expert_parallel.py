@@ -115,7 +115,7 @@ def test_shared_experts_are_computed_while_rows_are_under_way(processes, recompu
 
 
 def order_of_work(world, recomputed):
-    """What this rank does in a step of a layer of sharded experts, in order."""
+    """The order of sends, waits and shared experts in a step on this rank."""
     sizes = {"n_experts": 4, "d_expert": 6, "n_shared_experts": 1, "n_layers": 1, "dropout": 0.0}
     train = {"precision": "fp64", "activation_checkpoint": recomputed}
     config = configuration("data=2,expert=2", sizes, train)

@@ -95,7 +95,8 @@ class _Waiting(NamedTuple):
 
 
 class _Waits:
-    """Seconds that each stage's passes wait for tensor- and context-parallel communication."""
+    """Seconds that each stage's passes wait for tensor-, context- or expert-parallel
+    communication."""
 
     def __init__(
         self, compute: ComputeTime, links: Links, communication: Sequence[StepCommunication]

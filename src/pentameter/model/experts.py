@@ -368,11 +368,11 @@ class Tokens:
     one for ranks that hold the same tokens, each of which takes a shard."""
 
     def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return this rank's share of tokens (N, D) and of their Routing."""
+        """Return this rank's shard of tokens (N, D) and of their Routing."""
         return x, routing
 
     def gather(self, y: Tensor, n_tokens: int) -> Tensor:
-        """Return the outputs (N, D) of all N = `n_tokens` tokens, for this rank's share of them."""
+        """Return the outputs (N, D) of all N = `n_tokens` tokens, for this rank's shard of them."""
         return y
 
 

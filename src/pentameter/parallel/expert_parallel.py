@@ -174,7 +174,7 @@ class _Dispatched(NamedTuple):
     """Rows that were sent to their experts, and those that are to arrive here."""
 
     arriving: Tensor
-    """What was sent here (S, D), once `there` is finished."""
+    """The rows sent to this rank (S, D), complete once `there` is finished."""
     there: Transfer
     received: Tensor
     """Numbers of rows from each rank for each expert here, int64 (n, e)."""
@@ -302,13 +302,13 @@ def _(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
     return shard.new_empty((n_rows, *shard.shape[1:]))
 
 
-# -- an exchange of rows that others compute beside -----------------------------------------------
+# -- an exchange of rows that overlaps with compute ------------------------------------------------
 
 
 class Transfer:
     """An exchange of rows over the named group, which sends `n_sent[i]` rows to rank i and receives
     `n_received[i]` from it. Between `start` and `finish` other work is done; the backward pass does
-    the same in the other direction, beside the gradients of that work.
+    the same in the other direction, overlapped with the gradients of that work.
 
     Recomputation may keep what arrived and start nothing, so that there is nothing to wait for."""
 

@@ -99,7 +99,7 @@ class TrainingRun:
 
     def record(self, event: str, **values: float | str | None) -> None:
         """Append an event of your own to metrics.jsonl, and send it to the trackers. `values` must
-        include `step`. On ranks other than 0, do nothing."""
+        include `step`; the file's `time` is the run's own. On ranks other than 0, do nothing."""
         self.events.write(event, **values)
 
 

@@ -28,7 +28,8 @@ class Recorder:
 
     def on_start(self, run: TrainingRun) -> None:
         """Write the event `start` for a new run, `resume` for a resumed one, with the run's id,
-        sizes, device and layout, and what was reached before. Collective."""
+        sizes, device and layout, and what was reached before. Nodes are counted by their ranks with
+        local rank 0. Collective."""
         plan, compute, data = run.plan, run.compute, run.config.data
         reached = run.folder.reached
         # The lowest loss that any model can reach, known for one corpus only.
