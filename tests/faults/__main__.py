@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -49,6 +50,9 @@ def main() -> int:
     from battery import adopt_orphans
 
     adopt_orphans()
+    # A battery that nohup, or a shell's `&`, has started ignores these, and so would its trials.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="pentameter-battery-") as scratch:
         os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))
