@@ -28,8 +28,11 @@ Name = Literal["vector", "AMX"]
 
 FILES: dict[Name, tuple[str, ...]] = {
     "vector": (
-        *("add_norm.cpp", "activation.cpp"),
-        *("expert_rows.cpp", "grouped_matmul.cpp", "router.cpp"),
+        "add_norm.cpp",
+        "activation.cpp",
+        "expert_rows.cpp",
+        "grouped_matmul.cpp",
+        "router.cpp",
     ),
     "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
 }

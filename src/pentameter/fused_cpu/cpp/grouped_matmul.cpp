@@ -26,12 +26,6 @@ namespace {
 constexpr int64_t ROWS = 4, VECTORS = 4;  // of a tile, whose sums are in registers
 constexpr int64_t COLUMNS = VECTORS * LANES;
 
-inline Words load_words(const uint32_t* from) {
-    Words x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
 inline Words repeated_word(const uint32_t* from) {
     uint32_t word;
     std::memcpy(&word, from, sizeof word);  // which may hold numbers of another type
@@ -69,7 +63,7 @@ void tile(T* out, int64_t stride, Pairs a, const uint32_t* panel, int64_t n_pair
             totals[i][v] = adds ? load(out + i * stride + v * LANES) : Floats{};
     for (int64_t p = 0; p < n_pairs; p++) {
         Words columns[n];
-        for (int v = 0; v < n; v++) columns[v] = load_words(panel + (p * n + v) * LANES);
+        for (int v = 0; v < n; v++) columns[v] = load(panel + (p * n + v) * LANES);
         for (int i = 0; i < ROWS; i++) {
             const Words row = repeated_word(a.words + i * a.step + p * a.pair_step);
             for (int v = 0; v < n; v++) totals[i][v] = add_products(totals[i][v], row, columns[v]);

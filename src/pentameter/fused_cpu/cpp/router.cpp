@@ -229,6 +229,22 @@ struct Tokens {
     }
 };
 
+// Reads the logits (N, E) of LANES tokens at a time, the last of what remains, and has
+// `compute(tokens, first, n)` do the rest for n tokens from `first` on.
+template <class Compute>
+void for_tokens(const Choice& job, const float* logits, Compute compute) {
+#pragma omp parallel
+    {
+        Tokens tokens(job);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < job.N; first += LANES) {
+            const int64_t n = std::min<int64_t>(LANES, job.N - first);
+            Tokens::read(tokens.logits, logits + first * job.E, n);
+            compute(tokens, first, n);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -256,22 +272,15 @@ void pentameter_router_logits_backward(const Logits* job, void* g_x, float* g_we
 void pentameter_choose_experts(const Choice* job, int64_t* experts, float* weights, float* sums,
                                const float* logits) {
     std::vector<float> squares(2 * job->N);
-#pragma omp parallel
-    {
-        Tokens tokens(*job);
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < job->N; first += LANES) {
-            const int64_t n = std::min<int64_t>(LANES, job->N - first);
-            Tokens::read(tokens.logits, logits + first * job->E, n);
-            tokens.score();
-            tokens.choose();
-            tokens.weigh();
-            tokens.normalize();
-            Tokens::write(experts + first * job->k, tokens.experts, n);
-            Tokens::write(weights + first * job->k, tokens.weights, n);
-            Tokens::write(&squares[first * 2], tokens.squares(), n);
-        }
-    }
+    for_tokens(*job, logits, [&](Tokens& tokens, int64_t first, int64_t n) {
+        tokens.score();
+        tokens.choose();
+        tokens.weigh();
+        tokens.normalize();
+        Tokens::write(experts + first * job->k, tokens.experts, n);
+        Tokens::write(weights + first * job->k, tokens.weights, n);
+        Tokens::write(&squares[first * 2], tokens.squares(), n);
+    });
     double log_sums = 0, of_logits = 0;  // in one order, whatever the number of threads
     for (int64_t token = 0; token < job->N; token++) {
         log_sums += squares[token * 2];
@@ -286,22 +295,15 @@ void pentameter_choose_experts(const Choice* job, int64_t* experts, float* weigh
 void pentameter_choose_experts_backward(const Choice* job, float* g_logits, float* counts,
                                         const float* g, const float* logits,
                                         const int64_t* experts) {
-#pragma omp parallel
-    {
-        Tokens tokens(*job);
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < job->N; first += LANES) {
-            const int64_t n = std::min<int64_t>(LANES, job->N - first);
-            Tokens::read(tokens.logits, logits + first * job->E, n);
-            Tokens::read(tokens.experts, experts + first * job->k, n);
-            Tokens::read(tokens.g, g + first * job->k, n);
-            tokens.score();
-            tokens.weigh();
-            tokens.normalize_backward();
-            tokens.logits_backward();
-            Tokens::write(g_logits + first * job->E, tokens.ranked, n);
-        }
-    }
+    for_tokens(*job, logits, [&](Tokens& tokens, int64_t first, int64_t n) {
+        Tokens::read(tokens.experts, experts + first * job->k, n);
+        Tokens::read(tokens.g, g + first * job->k, n);
+        tokens.score();
+        tokens.weigh();
+        tokens.normalize_backward();
+        tokens.logits_backward();
+        Tokens::write(g_logits + first * job->E, tokens.ranked, n);
+    });
     if (!counts) return;
     std::vector<int64_t> chosen(job->E, 0);
     for (int64_t row = 0; row < job->N * job->k; row++) chosen[experts[row]]++;

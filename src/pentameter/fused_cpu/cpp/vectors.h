@@ -34,6 +34,12 @@ inline Floats load(const float* from) {
     return x;
 }
 
+inline Words load(const uint32_t* from) {
+    Words x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
 inline Floats load(const bf16* from) {
     Halves x;
     std::memcpy(&x, from, sizeof x);
