@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -201,25 +201,23 @@ def rewind_metrics(
     raw = read_regular(path, max_bytes=MAX_METRICS_BYTES) if path.exists() else b""
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
-    rest = raw[len(kept) :]
+    later = list(_events(raw[len(kept) :]))
     kept += "".join(f"{line}\n" for line in unwritten).encode()
-    if checkpoint is not None and not _find_checkpoint(kept, checkpoint["step"]):
+    if checkpoint is not None and not _find_checkpoint(_events(kept), checkpoint["step"]):
         # A checkpoint that was saved again already has its line in `kept`.
-        line = _find_checkpoint(rest, checkpoint["step"])
+        line = _find_checkpoint(later, checkpoint["step"])
         kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
     if checkpoint is not None:
         refused = {f"{line}\n".encode() for line in unwritten}  # written since, or just now
         kept += b"".join(
-            line
-            for line, event in _events(rest)
-            if event["event"] == "resume" and line not in refused
+            line for line, event in later if event["event"] == "resume" and line not in refused
         )
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
     else:
         write_atomic(path, kept)
-    return _reached(rest) or _reached(kept[kept.rfind(b"\n", 0, -1) + 1 :])
+    return _reached(later) or _reached(_events(kept[kept.rfind(b"\n", 0, -1) + 1 :]))
 
 
 def checkpoint_event(
@@ -241,20 +239,21 @@ def checkpoint_event(
     }
 
 
-def _reached(lines: bytes) -> Reached | None:
-    """Return the highest step and the last time of these lines' events; None if none has both."""
+def _reached(events: Iterable[tuple[bytes, dict[str, Any]]]) -> Reached | None:
+    """Return the highest step and the last time of lines with their events; None if none has
+    both."""
     found = [
         Reached(event["step"], event["time"])
-        for _, event in _events(lines)
+        for _, event in events
         if isinstance(event.get("step"), int) and isinstance(event.get("time"), int | float)
     ]
     return Reached(max(each.step for each in found), found[-1].time) if found else None
 
 
-def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
-    """Return the complete line with the `checkpoint` event for `step`, newline included; None
-    without one."""
-    for line, event in _events(lines):
+def _find_checkpoint(events: Iterable[tuple[bytes, dict[str, Any]]], step: int) -> bytes | None:
+    """Return the line with the `checkpoint` event for `step` among lines with their events, newline
+    included; None without one."""
+    for line, event in events:
         if event["event"] == "checkpoint" and event.get("step") == step:
             return line
     return None
