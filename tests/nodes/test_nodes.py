@@ -12,7 +12,7 @@ import pytest
 import trials
 from half_lost import lose_half
 from network import reason_not_to
-from trials import TRIALS, Trial, table, upper_bound
+from trials import TRIALS, Trial, failure_bound, table
 
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run
@@ -29,8 +29,8 @@ def test_a_run_on_three_nodes_survives(kind, tmp_path):
 
 def test_what_a_table_says_of_its_trials():
     """The bounds are those of the rule of three, and of a textbook's table."""
-    assert upper_bound(0, 300) == pytest.approx(3 / 300, rel=0.01)
-    assert upper_bound(2, 20) == pytest.approx(0.2826, abs=1e-4)
+    assert failure_bound(300, 0) == pytest.approx(3 / 300, rel=0.01)
+    assert failure_bound(20, 2) == pytest.approx(0.2826, abs=1e-4)
     assert table([]).splitlines()[-1] == "| all | 0 | 0 | 100% | – | – |"
 
 

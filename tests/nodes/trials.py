@@ -6,6 +6,7 @@ import math
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from cluster import (
     train_command,
 )
 from noting import noted_batches
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from battery import failure_bound
 
 TOLERANCE = 1e-10
 """Largest difference of a loss, in fp64, between a run whose layout changed and one on a single
@@ -156,19 +161,6 @@ def _curve(run_dir: Path) -> dict[int, float]:
     return curve
 
 
-def upper_bound(n_failures: int, n: int) -> float:
-    """Upper 95 % bound on a failure rate of which `n_failures` in `n` trials were seen (Clopper and
-    Pearson): the rate at which so few, or fewer, are seen once in twenty times."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        chance = sum(
-            math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(n_failures + 1)
-        )
-        low, high = (rate, high) if chance > 0.05 else (low, rate)
-    return high
-
-
 def table(trials: Sequence[Trial]) -> str:
     """Trials by kind as Markdown: failures, the bound, median and worst seconds to recover."""
     lines = [
@@ -181,7 +173,7 @@ def table(trials: Sequence[Trial]) -> str:
         failed = sum(bool(trial.problem) for trial in group)
         seconds = [trial.seconds for trial in group if not math.isnan(trial.seconds)]
         middle, worst = (f"{median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("–", "–")
-        bound = upper_bound(failed, len(group))
+        bound = failure_bound(len(group), failed)
         name = kind.replace("_", " ")
         lines.append(f"| {name} | {len(group)} | {failed} | {bound:.0%} | {middle} | {worst} |")
     return "\n".join(lines)
