@@ -143,11 +143,11 @@ class _Waits:
             forward += exposed * FORWARD_SHARE
             backward += exposed * (1 - FORWARD_SHARE)
         if self.step.layout.shards_experts:
-            for_experts = self._experts(layers, coordinate)
-            waiting.hidden["expert"] = for_experts[2]
-            waiting.exposed["expert"] = for_experts[0] + for_experts[1]
-            forward += for_experts[0]
-            backward += for_experts[1]
+            rows_forward, rows_backward, hidden = self._experts(layers, coordinate)
+            waiting.hidden["expert"] = hidden
+            waiting.exposed["expert"] = rows_forward + rows_backward
+            forward += rows_forward
+            backward += rows_backward
         return waiting._replace(passes=PassSeconds(forward, backward, 0.0))
 
     def _experts(self, layers: range, coordinate: int) -> tuple[float, float, float]:
