@@ -51,7 +51,7 @@ class SampleArguments:
     """Read the prompt from this UTF-8 file instead."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Take the prompt as a user's message, in the chat template of the model's tokenizer; the
-    answer ends at the first special token."""
+    answer ends at the token with which the template ends one, or at the end of text."""
     experts: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print, instead of a continuation, which experts the prompt's tokens are sent to, for each
     layer of a mixture of experts."""
@@ -78,6 +78,7 @@ def run(arguments: list[str]) -> int:
     code 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
+    from pentameter.data.tokenizers.rendering import ends_of_answers
     from pentameter.generation.loop import encode_chat, encode_prompt
     from pentameter.generation.sampling import Sampling
     from pentameter.machine.choices import choose_device
@@ -91,9 +92,9 @@ def run(arguments: list[str]) -> int:
         _ask_for_prompts(loaded, sampling, asked)
         return 0
     encode = encode_chat if asked.chat else encode_prompt
-    steps, samples = _sampled(
-        loaded, encode(loaded.tokenizer, prompt), sampling, asked, continues=bool(prompt)
-    )
+    ids = encode(loaded.tokenizer, prompt)
+    ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
+    steps, samples = _sampled(loaded, ids, sampling, asked, ends, continues=bool(prompt))
     if asked.json:
         _print_json(steps, samples, prompt)
     else:
@@ -113,14 +114,15 @@ def _sampled(
     prompt_ids: np.ndarray,
     sampling: Sampling,
     asked: SampleArguments,
+    ends: frozenset[int],
     *,
     continues: bool,
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
     """Start sampling. Return an iterator over each step's tokens (B,), for B samples, and a
     detokenizer for each sample. The iterator ends once all samples have ended.
 
-    continues: True if texts are printed after the prompt, so that a space that separates words is
-    kept. With `asked.chat`, a sample ends at the first special token.
+    ends: token ids that end a sample. continues: True if texts are printed after the prompt, so
+    that a space that separates words is kept.
     """
     from pentameter.generation.loop import Detokenizer, stream_tokens
 
@@ -134,7 +136,6 @@ def _sampled(
         num_samples=asked.num_samples,
         seed=asked.seed,
     )
-    ends = frozenset(tokenizer.special_tokens.values() if asked.chat else ())
     before = prompt_ids.tolist() if continues and not asked.chat else ()
     samples = [Detokenizer(tokenizer, before, ends) for _ in range(asked.num_samples)]
     return _until_ended(steps, samples), samples
@@ -143,13 +144,14 @@ def _sampled(
 def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
     """Read prompts, a line each, until the input ends, and print the model's continuation. With
     `asked.chat`, print its answer to the conversation so far. Seeds count up from `asked.seed`."""
-    from pentameter.data.tokenizers.rendering import render
+    from pentameter.data.tokenizers.rendering import ends_of_answers, render
     from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
 
     template = template_of(loaded.tokenizer) if asked.chat else None
+    ends = frozenset[int]() if template is None else ends_of_answers(loaded.tokenizer)
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
     messages: list[dict[str, str]] = []
     for seed in itertools.count(asked.seed):
@@ -171,7 +173,8 @@ def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArgum
             print_warnings([str(error)])
             continue
         one = dataclasses.replace(asked, seed=seed)
-        text = _print_until_stopped(*_sampled(loaded, ids, sampling, one, continues=bool(line)))
+        steps, samples = _sampled(loaded, ids, sampling, one, ends, continues=bool(line))
+        text = _print_until_stopped(steps, samples)
         messages = [*turn, {"role": "assistant", "content": text}]
 
 

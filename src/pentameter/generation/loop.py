@@ -29,7 +29,7 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     without_marks,
 )
-from pentameter.data.tokenizers.rendering import RenderRequest, render
+from pentameter.data.tokenizers.rendering import RenderRequest, ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
@@ -202,7 +202,8 @@ def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Pr
     conversation in `split` up to its first answer. None for a message if the tokenizer has no chat
     template, and for an empty one if the split has no conversation.
 
-    Any special token ends the answer. Raises ConfigError if the template refuses the message.
+    The answer ends as `ends_of_answers` says. Raises ConfigError if the template refuses the
+    message.
     """
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
@@ -212,10 +213,7 @@ def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Pr
         ids = split.first_prompt
     if not len(ids):
         return None
-    ends = {*tokenizer.special_tokens.values()}
-    if tokenizer.end_of_text is not None:
-        ends.add(tokenizer.end_of_text)
-    return Prompt(tokenizer.decode(ids), ids, ends)
+    return Prompt(tokenizer.decode(ids), ids, ends_of_answers(tokenizer))
 
 
 def sample_text(

@@ -266,11 +266,7 @@ class ChatRequest(_Request):
             ids = encode_messages(tokenizer, messages, served.render)
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from error
-        ends = frozenset[int]()
-        if not self.ignore_eos:
-            ends = frozenset(tokenizer.special_tokens.values())
-            if tokenizer.end_of_text is not None:
-                ends |= {tokenizer.end_of_text}
+        ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers
         room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
         n_tokens = self.max_completion_tokens or self.max_tokens or room
         rivals = (self.top_logprobs or 0) if self.logprobs else None

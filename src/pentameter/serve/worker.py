@@ -16,13 +16,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pentameter.checkpoint.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
-from pentameter.data.tokenizers.rendering import Rendering, RenderRequest
+from pentameter.data.tokenizers.rendering import Rendering, RenderRequest, ends_of_answers
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
 from pentameter.serve.batching import Batcher
@@ -89,6 +90,11 @@ class ServedModel:
             except TemplateBoundsError:  # which ended the process
                 self._close_rendering()
                 raise
+
+    @cached_property
+    def ends_of_answers(self) -> frozenset[int]:
+        """The token ids that end an answer."""
+        return ends_of_answers(self.tokenizer, self.render)
 
     def close(self) -> None:
         """End the child process that renders chat templates."""

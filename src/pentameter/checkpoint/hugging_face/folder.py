@@ -38,6 +38,7 @@ from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.rendering import ends_of_answers
 from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
@@ -317,6 +318,8 @@ def export_hf(
         name, model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype
     )
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    if tokenizer.chat is not None and (ends := ends_of_answers(tokenizer)):
+        generation["eos_token_id"] = sorted(ends)
     of_tokenizer = tokenizer_files(tokenizer, model.context_length)
     small = {
         CONFIG: _json(config),

@@ -18,10 +18,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import (
     BEGIN,
     END,
@@ -29,6 +30,7 @@ from pentameter.data.tokenizers.chat import (
     Segment,
     TemplateBoundsError,
     TemplateRefusalError,
+    ids_and_texts,
     without_marks,
 )
 from pentameter.errors import ConfigError, StorageError
@@ -44,6 +46,8 @@ MEMORY_BYTES = 1 << 30
 OUTPUT_CHARACTERS, OUTPUT_PER_CHARACTER = 1 << 20, 16
 """Maximum characters that one rendering may write: a constant, and more for each character of
 messages."""
+
+_ANSWER = "2 + 2 = 4"
 
 LONGEST_REASON = 300
 """Maximum characters quoted from a template's reason for refusing messages."""
@@ -151,6 +155,27 @@ def render(template: ChatTemplate, asked: RenderRequest) -> str:
     ConfigError if it is not valid Jinja."""
     with Rendering(template) as rendering:
         return rendering.text(asked)
+
+
+def ends_of_answers(
+    tokenizer: Tokenizer, render_by: Callable[[RenderRequest], str] | None = None
+) -> frozenset[int]:
+    """Return the ids that end an answer: the special tokens that the tokenizer's chat template
+    writes behind one, or all special tokens if it writes none there, and the end of text.
+
+    `render_by` renders by that template; None starts a process for it.
+    """
+    special = tokenizer.special_tokens
+    ids: set[int] = set()
+    if tokenizer.chat is not None:
+        said = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": _ANSWER}]
+        with suppress(TemplateRefusalError):  # it expects other messages
+            text = (render_by or partial(render, tokenizer.chat))(RenderRequest(said))
+            _, found, behind = without_marks(text).rpartition(_ANSWER)
+            pieces = ids_and_texts(behind, special) if found else []
+            ids = {piece for piece in pieces if isinstance(piece, int)}
+    ids = ids or {*special.values()}
+    return frozenset(ids if tokenizer.end_of_text is None else {*ids, tokenizer.end_of_text})
 
 
 def check_template(template: ChatTemplate) -> None:
