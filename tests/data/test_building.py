@@ -61,6 +61,13 @@ def test_the_smallest_vocabulary_is_bytes_and_the_end_of_text():
     assert tokenizer.encode("é!").tolist() == [tokenizer.vocabulary[c] for c in "Ã©!"]
 
 
+def test_a_special_token_is_none_although_its_text_is_frequent():
+    tokenizer = train_bpe(["### one ### two ###\n"] * 9, 300, (END_OF_TEXT, "###"))
+    mark = tokenizer.vocab_size - 1
+    assert tokenizer.special_tokens == {END_OF_TEXT: mark - 1, "###": mark}
+    assert mark not in tokenizer.encode("### one ###")
+
+
 def test_a_text_too_small_for_its_size_gives_fewer_tokens_and_says_how_many():
     warnings: list[str] = []
     tokenizer = build("bpe:5000", warnings=warnings)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
 from pentameter.data.tokenizers.chat import (
     BEGIN,
     CHATML_TEMPLATE,
@@ -13,6 +14,7 @@ from pentameter.data.tokenizers.chat import (
     escaped,
     read_chat_template,
 )
+from pentameter.data.tokenizers.rendering import ends_of_answers
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -41,3 +43,48 @@ def test_where_a_template_comes_from(tmp_path):
     assert read_chat_template(tmp_path) == ChatTemplate("J", found.tokens)
     assert ChatTemplate.from_json(json.loads(json.dumps(found.to_json())), "x") == found
     assert chosen_chat_template("chatml") == ChatTemplate(CHATML_TEMPLATE)
+
+
+def test_special_tokens_that_a_template_writes():
+    source = (
+        "{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}<|end|><|user|>{% endfor %}"
+    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert ChatTemplate(source, tokens).special_texts == ["<|user|>", "<|end|>", "<s>"]
+    assert ChatTemplate(source + "</s>", tokens).special_texts[-1] == "</s>"
+    assert ChatTemplate(CHATML_TEMPLATE).special_texts == ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [
+        ("{{ messages[0].content }}{{ bos_token }}", {"bos_token": "#"}),
+        ("{{ bos_token }}", {"bos_token": "<\uff5cbegin\uff5c>"}),
+        ("<|{{ messages[0].role }}|>{{ '<|' + 'a' + '|>' }}", {}),
+        ("(a", {"(a+)+$[_token": "<s>", "eos_token": "\ud800"}),  # from a stranger
+    ],
+)
+def test_texts_that_are_no_special_tokens(source, tokens):
+    assert ChatTemplate(source, tokens).special_texts == []
+
+
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|channel|>", "<|im_end|>", "<|call|>")
+EACH = "{% for m in messages %}"
+SPOKEN = EACH + "<|im_start|>{{ m.role }}<|channel|>{{ m.content }}<|im_end|>\n{% endfor %}"
+PLAIN = EACH + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "ends"),
+    [
+        (SPOKEN, {256, 259}),
+        (CHATML_TEMPLATE, {256, 259}),
+        (PLAIN, set(range(256, 261))),
+        ("{{ raise_exception('three messages') }}", set(range(256, 261))),
+        (None, set(range(256, 261))),
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_one(source, ends):
+    tokenizer = BpeTokenizer([*BYTE_CHARACTERS, *MARKS], [])
+    tokenizer.chat = None if source is None else ChatTemplate(source)
+    assert ends_of_answers(tokenizer) == ends

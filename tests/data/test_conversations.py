@@ -82,6 +82,48 @@ def test_messages_become_tokens_and_answers(tmp_path, tokenizer_file):
     )
 
 
+def test_a_tokenizer_made_of_conversations_has_the_templates_tokens(tmp_path):
+    """So an answer ends where one was learnt to; what somebody wrote ends nothing."""
+    records = [chat("hi " * n, "hello <|im_end|> " * n) for n in range(1, 20)]
+    path = jsonl(tmp_path / "chat.jsonl", records)
+    dataset = opened(
+        path, tokenizer="bpe:270", chat_template="chatml", validation_fraction=0.0, packing=True
+    )
+    tokenizer = dataset.tokenizer
+    assert list(tokenizer.special_tokens) == list(SPECIAL)
+    assert tokenizer.vocab_size == 270
+    train = dataset.split("train")
+    start, end = (tokenizer.special_tokens[text] for text in SPECIAL[1:])
+    counts = np.bincount(np.asarray(train.tokens), minlength=270)
+    assert (counts[start], counts[end]) == (38, 38)
+    for first, last in train.assistant.bounds.tolist():
+        answer = train.tokens[first:last].tolist()
+        assert answer.index(end) == len(answer) - 2  # before the template's newline
+    # With the tokenizer that a training has made, these shards are opened again.
+    settings = DataConfig(path=path, tokenizer="bpe:270", validation_fraction=0.0)
+    assert open_dataset(settings, tokenizer=tokenizer).folders == dataset.folders
+
+
+def test_a_tokenizer_made_of_the_text_beside_conversations_has_them_too(tmp_path):
+    (tmp_path / "text.txt").write_text("it was a dark and stormy night; the rain fell. " * 20)
+    path = jsonl(tmp_path / "chat.jsonl", [chat("hi", "hello")] * 9)
+    sources = [
+        {"path": str(tmp_path / "text.txt"), "weight": 1.0},
+        {"path": path, "weight": 1.0},
+    ]
+    settings = {"sources": sources, "order": "documents", "tokenizer": "bpe:280"}
+    data = DataConfig(corpus=None, chat_template="chatml", **settings)
+    tokenizer = open_dataset(data).tokenizer
+    assert list(tokenizer.special_tokens) == list(SPECIAL)
+    assert tokenizer.chat is not None
+
+
+def test_a_vocabulary_without_room_for_the_templates_tokens_is_refused(tmp_path):
+    path = jsonl(tmp_path / "chat.jsonl", [chat("hi", "hello")])
+    with pytest.raises(ConfigError, match=r"must be at least 259: 256 bytes and .*<\|im_start\|>"):
+        opened(path, tokenizer="bpe:258", chat_template="chatml")
+
+
 def test_prompts_and_completions_stay_as_they_are(tmp_path, tokenizer_file):
     records = [{"prompt": "2+2=", "completion": "4<|im_end|>"}, {"prompt": "", "completion": "x"}]
     path = jsonl(tmp_path / "pairs.jsonl", records)

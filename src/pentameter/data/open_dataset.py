@@ -25,7 +25,13 @@ from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, op
 from pentameter.data.shards.format import SPLITS, find_header
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import chosen_chat_template
-from pentameter.data.tokenizers.setting import GPT2, chosen_tokenizer, gpt2_is_cached, is_gpt2
+from pentameter.data.tokenizers.setting import (
+    GPT2,
+    chosen_tokenizer,
+    gpt2_is_cached,
+    is_gpt2,
+    special_texts_of,
+)
 from pentameter.errors import ConfigError
 
 NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
@@ -83,8 +89,9 @@ def _open_one(
 ) -> Dataset:
     """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read. `tokenizer`
     replaces `data.tokenizer` unless None; `verify`, `progress` and `warnings` as in `open_dataset`.
-    If `is_shared`, other sources have the same settings: those that cannot apply to this one (a
-    chat template to text, file settings to prepared shards) are ignored instead of refused."""
+    If `is_shared`, other sources have the same settings: those that cannot apply to this one (file
+    settings to prepared shards; to text a chat template, but for its special tokens) are ignored
+    instead of refused."""
     wanted = tokenizer or data.tokenizer
     if (header := find_header(data.path)) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
@@ -112,24 +119,26 @@ def preparation_of(
 
     `tokenizer` encodes the corpus; it may be a setting (`gpt2`, a file, or `char`, `word` and
     `bpe:N`, which are made from the corpus later). If `is_shared`, other corpora have the same
-    settings, and text ignores a chat template; otherwise text refuses one. Raises ConfigError
-    (unknown corpus, missing path, impossible tokenizer), CorruptError or StorageError (damaged or
-    unreadable files).
+    settings, and text takes only the special tokens of a chat template, which otherwise it refuses.
+
+    Raises ConfigError (unknown corpus, missing path, impossible tokenizer), CorruptError or
+    StorageError (damaged or unreadable files).
     """
     corpus, wanted = corpus_of(data, paths), chosen_tokenizer(tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
+    chat = None if isinstance(wanted, str) else wanted.chat
+    if data.chat_template is not None:
+        chat = chosen_chat_template(data.chat_template)
+    special = special_texts_of(wanted, chat)
     if isinstance(corpus, Conversations):
-        chat = None if isinstance(wanted, str) else wanted.chat
-        if data.chat_template is not None:
-            chat = chosen_chat_template(data.chat_template)
-        return ConversationPreparation(corpus, wanted, splitting, progress, chat)
+        return ConversationPreparation(corpus, wanted, splitting, progress, special, chat)
     if data.chat_template is not None and not is_shared:
         raise ConfigError(
             f"data.chat_template={data.chat_template!r} is for conversations, and "
             f"{data.path or data.corpus} holds text; leave it out"
         )
     kind = StreamPreparation if data.order == "streamed" else TextPreparation
-    return kind(corpus, wanted, splitting, progress)
+    return kind(corpus, wanted, splitting, progress, special)
 
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:

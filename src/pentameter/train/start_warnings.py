@@ -11,6 +11,7 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.data.tokenizers.char import CharTokenizer, advice_on
+from pentameter.data.tokenizers.setting import is_made_from_text
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -92,6 +93,7 @@ def settings_warnings(
     if dataset.tokenizer.kind == CharTokenizer.kind:
         advice = advice_on(dataset.vocab_size, train.n_tokens)
         warnings += [] if advice is None else [advice]
+    warnings += _answer_warnings(config, dataset, init_from)
     if isinstance(batches, TrainingBatches) and batches.filled_fraction < MOSTLY_PADDING:
         warnings.append(
             f"rows of model.context_length={config.model.context_length} are filled to "
@@ -114,6 +116,24 @@ def settings_warnings(
             "model.dropout=0.2 or train.patience=3"
         )
     return warnings
+
+
+def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:
+    """Return a warning if the first answer to learn holds no token that ends one."""
+    train, tokenizer = dataset.split("train"), dataset.tokenizer
+    if train.assistant is None or not len(train.assistant.bounds):
+        return []
+    first, last = train.assistant.bounds[0].tolist()
+    ends = {*tokenizer.special_tokens.values(), tokenizer.end_of_text}
+    if ends.intersection(train.tokens[first:last].tolist()):
+        return []
+    remedy = "give serve a stop text"
+    if init_from is None and is_made_from_text(config.data.tokenizer):
+        remedy = "data.tokenizer='bpe:1024' has the chat template's tokens"
+    return [
+        f"answers are learnt without a token that ends them, as the tokenizer ({tokenizer.kind}) "
+        f"has none: a chat will not know where one ends; {remedy}"
+    ]
 
 
 def _validation_warnings(

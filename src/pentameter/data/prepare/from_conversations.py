@@ -85,17 +85,18 @@ class ConversationContents(Contents):
     has_loss_mask = True
 
     conversations: Conversations
-    special_tokens: Mapping[str, int]
-    """Text → id of the tokenizer's special tokens, which text in a message never becomes."""
+    special_texts: Sequence[str]
+    """Texts of the tokenizer's special tokens, which text in a message never becomes."""
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
 
     @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the conversations in a cache; the template is included, because
-        it is stored with the tokenizer."""
+        it is stored with the tokenizer, and what is a special token in it, because it was none of a
+        tokenizer made from the conversations before."""
         chat = None if self.chat is None else self.chat.to_json()
-        return {**super().key, "chat": chat}
+        return {**super().key, "chat": chat, "special": [*self.special_texts]}
 
     def count(self) -> dict[str, int]:
         """Return the number of documents."""
@@ -104,7 +105,7 @@ class ConversationContents(Contents):
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which reads the files and renders the messages
         again."""
-        return _documents(self.conversations, self.chat, self.special_tokens)
+        return _documents(self.conversations, self.chat, self.special_texts)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
         """Yield each document's text (an empty string if it is not in train) with the UTF-8 bytes
@@ -134,7 +135,7 @@ class ConversationPreparation(Preparation):
     """The template that renders messages; None if the tokenizer has none, and for plain prompts."""
 
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
-        special = {} if isinstance(self.tokenizer, str) else self.tokenizer.special_tokens
+        special = self.special_texts
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, splits = 0, bytearray()
         for document in _documents(corpus, self.chat, special):
@@ -157,20 +158,20 @@ class ConversationPreparation(Preparation):
             n_bytes=n_bytes,
             own_characters="".join(characters),
             chat=self.chat,
+            special_texts=special,
             conversations=corpus,
-            special_tokens=special,
             splits=bytes(splits),
         )
 
 
 def _documents(
-    conversations: Conversations, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
+    conversations: Conversations, chat: ChatTemplate | None, special_texts: Sequence[str]
 ) -> Iterator[Document]:
     """Yield the conversations as documents, rendered by `chat`, up to `max_bytes` of text; a
     document that would exceed it is left out. Raises ConfigError for messages without a template
     (None), CorruptError for a record that is damaged or refused by the template."""
     n_bytes = 0
-    for documents, where in _rendered(conversations.records(), chat, special_tokens):
+    for documents, where in _rendered(conversations.records(), chat, special_texts):
         for document in documents:
             check_encodable(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
@@ -180,11 +181,11 @@ def _documents(
 
 
 def _rendered(
-    records: Records, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
+    records: Records, chat: ChatTemplate | None, special_texts: Sequence[str]
 ) -> Iterator[tuple[list[Document], str]]:
     """Yield, for each conversation, its documents with its file and line: one document for a prompt
     and completion, one or more for messages. `chat` is the template, with None only if no record
-    has messages; `special_tokens` maps texts to ids. Raises ConfigError for messages without a
+    has messages; `special_texts` are the special tokens. Raises ConfigError for messages without a
     template, CorruptError if the template refuses them."""
     with ExitStack() as stack:
         rendering: Rendering | None = None
@@ -201,7 +202,7 @@ def _rendered(
                 rendering = stack.enter_context(Rendering(chat))
             found: Iterator[Documents | TemplateRefusalError] = iter(())
             if rendering is not None:
-                asked = [_asked(each, where, special_tokens) for each, where in chats]
+                asked = [_asked(each, where, special_texts) for each, where in chats]
                 try:
                     found = iter(rendering.documents(asked))
                 except TemplateBoundsError as error:
@@ -233,12 +234,12 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
     yield batch
 
 
-def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> RenderRequest:
+def _asked(chat: Chat, where: str, special_texts: Sequence[str]) -> RenderRequest:
     """Return the request to render a chat, with special tokens escaped; CorruptError for reserved
     characters in its texts."""
     try:
-        messages = escaped(chat.messages, special_tokens)
-        return RenderRequest(messages, escaped(chat.tools, special_tokens), chat.targets)
+        messages = escaped(chat.messages, special_texts)
+        return RenderRequest(messages, escaped(chat.tools, special_texts), chat.targets)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
 
@@ -278,8 +279,9 @@ def _encode(
     """
     digest, n_documents = hashlib.sha256(), 0
     documents = contents.documents()
+    special = {text: tokenizer.special_tokens[text] for text in contents.special_texts}
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
-        chunks = [_chunks(each, contents.special_tokens, tokenizer.end_of_text) for each in batch]
+        chunks = [_chunks(each, special, tokenizer.end_of_text) for each in batch]
         texts = [chunk for each in chunks for chunk, _ in each if isinstance(chunk, str)]
         encoded = iter(tokenizer.encode_batch(texts))
         for document, each in zip(batch, chunks, strict=True):

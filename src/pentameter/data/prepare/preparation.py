@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import TOKENIZER_FILE
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.bpe import END_OF_TEXT
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.setting import build_tokenizer, is_made_from_text, load_tokenizer
@@ -115,6 +116,8 @@ class Preparation(ABC):
     """Fractions for the splits; unused if corpora are held out beside this one."""
     progress: Progress = no_progress
     """Called with a pass's name, the bytes done and an estimate of all bytes."""
+    special_texts: Sequence[str] = (END_OF_TEXT,)
+    """Texts of the special tokens that the tokenizer has, or gets if it is made from the corpus."""
 
     @cached_property
     def contents(self) -> Contents:
@@ -181,7 +184,8 @@ class Preparation(ABC):
                 if text:
                     yield text
 
-        return build_tokenizer(setting, train_texts, warnings=warnings)
+        special = self.special_texts
+        return build_tokenizer(setting, train_texts, special_texts=special, warnings=warnings)
 
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
         """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`: if
@@ -226,14 +230,16 @@ class Preparation(ABC):
         """Return the cache's folder for this corpus and splitting, encoded by `tokenizer` (a
         tokenizer or a setting), whether or not it exists."""
         splits = self.splitting
-        return cached_folder(
-            {
-                **self.key,
-                "version": CACHE_VERSION,
-                "tokenizer": known_by(tokenizer),
-                "splits": [splits.by, splits.validation_fraction, splits.test_fraction],
-            }
-        )
+        key = {
+            **self.key,
+            "version": CACHE_VERSION,
+            "tokenizer": known_by(tokenizer),
+            "splits": [splits.by, splits.validation_fraction, splits.test_fraction],
+        }
+        special = [text for text in self.special_texts if text != END_OF_TEXT]
+        if special and isinstance(tokenizer, str):  # it is made with them, in this order
+            key["special"] = special
+        return cached_folder(key)
 
 
 def cached_folder(key: Mapping[str, Any]) -> Path:

@@ -216,28 +216,42 @@ class BpeTokenizer(LibraryBacked):
             raise ConfigError("a merge stands more than once among the merges")
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
+def train_bpe(
+    documents: Iterable[str], vocab_size: int, special_texts: Sequence[str] = (END_OF_TEXT,)
+) -> BpeTokenizer:
     """Train byte-level BPE on documents: at most `vocab_size` tokens, in GPT-2's order: the 256
-    bytes, the merges as they were made, `<|endoftext|>`.
+    bytes, the merges as they were made, and `special_texts` (visible ASCII), at which documents
+    are cut, so that no merge makes one.
 
     There are fewer if the text has no more pairs that occur MIN_FREQUENCY times. The same documents
-    give the same tokenizer, on any number of threads. Raises ConfigError for an empty text.
+    give the same tokenizer, on any number of threads. Raises ConfigError for an empty text, and
+    for a `vocab_size` that has no room for the bytes and the special tokens.
     """
+    least = len(BYTE_CHARACTERS) + len(special_texts)
+    if vocab_size < least:
+        raise ConfigError(
+            f"tokenizer 'bpe:{vocab_size}': the vocabulary size must be at least {least}: 256 "
+            f"bytes and {', '.join(special_texts)}"
+        )
     import tokenizers
 
     n_characters = 0
+    # No merge makes <|endoftext|>: it is three words. Tokenizers that exist were made with it.
+    marks = [re.escape(text) for text in special_texts if text != END_OF_TEXT]
+    mark = re.compile("|".join(marks) or r"(?!)")
 
     def training_chunks() -> Iterator[str]:
         nonlocal n_characters
         for document in documents:
             n_characters += len(document)
-            for chunk in chunks(document, _TRAINING_CHARACTERS):
-                yield from _without_long_runs(chunk)
+            for text in mark.split(document):
+                for chunk in chunks(text, _TRAINING_CHARACTERS):
+                    yield from _without_long_runs(chunk)
 
     library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # <|endoftext|> is added below
+        vocab_size=vocab_size - len(special_texts),  # these are added below
         min_frequency=MIN_FREQUENCY,
         initial_alphabet=list(BYTE_CHARACTERS),
         show_progress=False,
@@ -247,7 +261,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
         raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
     merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
     # Two merges may give the same token, from different parts.
-    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), END_OF_TEXT])
+    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), *special_texts])
     return BpeTokenizer(list(tokens), merges)
 
 

@@ -9,7 +9,7 @@ on any day (templates that want today's date have a fixed one).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,8 @@ CHATML_TEMPLATE = (
 # Noncharacters of Unicode, which no text has: marks of ours in what a template writes.
 BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
 _MARKS = re.compile(f"[{BEGIN}{END}{APART}]")
+_SPECIAL = re.compile(r"<\|[\w.:/-]+\|>", re.ASCII)  # as most templates write special tokens
+_PLAIN = re.compile(r"[!-~]{2,}")  # reads the same in the alphabet of byte-level BPE
 
 Segment = tuple[str, bool]
 """A text, and whether a model learns to write it."""
@@ -71,6 +73,20 @@ class ChatTemplate:
                 return cls(source, MappingProxyType(tokens), origin)
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
+    @property
+    def special_texts(self) -> list[str]:
+        """The special tokens of a tokenizer that is made for the template: `<|NAME|>` in its
+        source, in order, and texts of `tokens` that stand there or to which it refers. All are two
+        or more visible characters of ASCII."""
+        source = self.source
+        named = [
+            text
+            for key, text in self.tokens.items()
+            if text in source or re.search(rf"\b{re.escape(key)}\b", source)
+        ]
+        found = dict.fromkeys([*_SPECIAL.findall(source), *named])
+        return [text for text in found if _PLAIN.fullmatch(text)]
+
     def to_json(self) -> dict[str, Any]:
         """Return the template as the "chat" value in a tokenizer file."""
         return {"template": self.source, "tokens": dict(self.tokens)}
@@ -81,8 +97,8 @@ def without_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def escaped(value: Any, special_tokens: Mapping[str, int]) -> Any:
-    """Return a copy of a message or any JSON value, in whose texts each special token (a key in
+def escaped(value: Any, special_tokens: Collection[str]) -> Any:
+    """Return a copy of a message or any JSON value, in whose texts each special token (a text in
     `special_tokens`) has a mark behind its first character. So the text stays plain text, and
     nothing a person wrote can end a turn or begin another. `unescaped` undoes it.
 

@@ -73,6 +73,17 @@ def is_made_from_text(setting: str) -> bool:
     return setting in {"char", "word"} or setting.startswith("bpe:")
 
 
+def special_texts_of(tokenizer: str | Tokenizer, chat: ChatTemplate | None) -> list[str]:
+    """Return the texts of a tokenizer's special tokens, or of those that a setting gives the one
+    that it makes where `chat` renders conversations: `<|endoftext|>` and what the template writes
+    for `bpe:N`, none for `char` and `word`."""
+    if isinstance(tokenizer, Tokenizer):
+        return list(tokenizer.special_tokens)
+    if bpe_vocab_size(tokenizer) is None:
+        return []
+    return list(dict.fromkeys([END_OF_TEXT, *(chat.special_texts if chat else ())]))
+
+
 def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
     """Return the tokenizer that a setting names (`gpt2`, downloaded unless cached, or a tokenizer
     file). A tokenizer is returned unchanged, and so is a setting for one that is made from text
@@ -90,6 +101,7 @@ def build_tokenizer(
     setting: str,
     documents: Callable[[], Iterator[str]],
     *,
+    special_texts: Sequence[str] = (END_OF_TEXT,),
     warnings: list[str] | None = None,
 ) -> Tokenizer:
     """Make or load the tokenizer that a `data.tokenizer` setting asks for: `char`, `word` and
@@ -98,8 +110,8 @@ def build_tokenizer(
 
     `documents` is called to start a pass over the text: whole documents, or chunks as
     `chunking.chunks` makes them. It is not called if nothing is made from text. The same documents
-    give the same tokenizer. A `bpe` whose text has too few pairs for its size is smaller, and adds
-    a line to `warnings`.
+    give the same tokenizer. A `bpe` gets `special_texts` as special tokens; one whose text has too
+    few pairs for its size is smaller, and adds a line to `warnings`.
 
     Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a damaged
     file), StorageError (GPT-2's files are neither cached nor to be had).
@@ -113,7 +125,7 @@ def build_tokenizer(
         return gpt2_tokenizer()
     if size is None:
         return load_tokenizer(setting)
-    tokenizer = train_bpe(documents(), size)
+    tokenizer = train_bpe(documents(), size, special_texts)
     if tokenizer.vocab_size < size and warnings is not None:
         warnings.append(
             f"tokenizer {setting!r}: the text has pairs for {tokenizer.vocab_size} tokens only "
