@@ -90,7 +90,9 @@ def battery(shared: Path, chosen: argparse.Namespace) -> int:
             if numbers == []:
                 continue
             task = progress.add_task(f"{each.id} {each.fault}", total=numbers and len(numbers))
+            n_left = 1 if numbers is None else len(numbers)
             for result in run_trials(each, chosen.seed, numbers, shared):
+                n_left -= 1
                 progress.advance(task)
                 if not result.held or each.id in single:
                     verdict = "held" if result.held else "failed"
@@ -98,6 +100,8 @@ def battery(shared: Path, chosen: argparse.Namespace) -> int:
                     console.print(told, markup=False, highlight=False)
                 if each.id not in single:
                     record.add(result)
+            if n_left > 0:
+                console.print(f"{each.id}: {n_left} could not be tried, and say nothing")
     print(markdown(CLASSES, record))
     return int(any(not result.held for result in record.results))
 
