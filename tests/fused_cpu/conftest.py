@@ -16,12 +16,27 @@ def vector_flags():
     return flags
 
 
+def load_width(n_bytes):
+    """Load vector kernels with registers of so many bytes; of wider ones than the CPU's the
+    compiler makes several."""
+    flags = (*vector_flags(), f"-DVECTOR_BYTES={n_bytes}")
+    native._loaded["vector"] = ctypes.CDLL(str(native.build("vector", flags)))
+
+
 @pytest.fixture(scope="module", params=(64, 32, 16))
 def width(request):
-    """Kernels with registers of so many bytes; of wider ones than the CPU's the compiler makes
-    several."""
-    flags = (*vector_flags(), f"-DVECTOR_BYTES={request.param}")
-    native._loaded["vector"] = ctypes.CDLL(str(native.build("vector", flags)))
+    load_width(request.param)
+    yield request.param
+    native.unload()
+
+
+@pytest.fixture(scope="module", params=(64, 32, 16, "AMX"))
+def kernels(request):
+    """Vector kernels as in `width`, or those on matrix tiles."""
+    if request.param != "AMX":
+        load_width(request.param)
+    elif (missing := native.load("AMX", machine_capabilities())) is not None:
+        pytest.skip(missing)
     yield request.param
     native.unload()
 

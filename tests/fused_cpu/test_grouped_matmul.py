@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.fused_cpu import grouped_matmul
+from pentameter.fused_cpu import grouped_matmul, native
 from pentameter.fused_cpu.grouped_matmul import input_gradient, linear, weight_gradient
+from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.matmul import (
     grouped_input_gradient,
     grouped_linear,
@@ -58,13 +59,13 @@ def random_operands(seed, n_rows, E, n_in, n_out):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    st.lists(st.integers(0, 10), min_size=1, max_size=4),
     st.integers(0, 50),
     st.integers(1, 5),
     st.integers(1, 5),
     st.integers(0, 1 << 30),
 )
-def test_kernels_multiply_each_groups_rows(width, blocks, n_behind, n_in, n_out, seed):
+def test_kernels_multiply_each_groups_rows(kernels, blocks, n_behind, n_in, n_out, seed):
     """Groups without rows, more rows than are summed at once, and widths that fill no tile."""
     ends = torch.tensor(blocks).cumsum(0) * 32
     n_rows, n_in, n_out = int(ends[-1]) + n_behind, 32 * n_in, 32 * n_out
@@ -87,7 +88,7 @@ def test_kernels_multiply_each_groups_rows(width, blocks, n_behind, n_in, n_out,
         torch.testing.assert_close(g_weight[e].double(), exact, rtol=1e-5, atol=1e-4)
 
 
-def test_no_product_depends_on_threads(loaded, monkeypatch):
+def test_no_product_depends_on_threads(kernels, monkeypatch):
     kernels_used(monkeypatch)
     ends = torch.tensor([320, 320, 352, 640])
     rows, weight, g = random_operands(5, 700, 4, 64, 96)
@@ -104,7 +105,10 @@ def test_no_product_depends_on_threads(loaded, monkeypatch):
 
 
 def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):
-    takes = grouped_matmul._kernel_takes
+    def takes(*operands):
+        return grouped_matmul._kernels_for(*operands) is not None
+
+    native.unload("AMX")
     rows, weight, _ = random_operands(1, 64, 2, 32, 64)
     monkeypatch.setattr(grouped_matmul, "_multiplies_pairs", lambda: True)
     assert takes(rows, weight)
@@ -113,3 +117,15 @@ def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):
     assert not takes(rows, weight[..., ::2])
     monkeypatch.setattr(grouped_matmul, "_multiplies_pairs", lambda: False)
     assert not takes(rows, weight)
+
+
+def test_tiles_leave_large_matrices_to_pytorch(monkeypatch):
+    if (missing := native.load("AMX", machine_capabilities())) is not None:
+        pytest.skip(missing)
+    try:
+        rows, weight, _ = random_operands(1, 64, 2, 32, 64)
+        assert grouped_matmul._kernels_for(rows, weight) == "AMX"
+        monkeypatch.setattr(grouped_matmul, "MAX_TILED", 32 * 64 - 1)
+        assert grouped_matmul._kernels_for(rows, weight) is None
+    finally:
+        native.unload()

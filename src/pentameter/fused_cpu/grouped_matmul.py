@@ -1,6 +1,6 @@
 """Matmuls of rows that are sorted by group with a weight of their group's own, and their gradients:
-by the C++ kernels in `cpp/grouped_matmul.cpp`, by PyTorch's grouped matmul, or by the operations of
-the plain model, whichever is the first to take them.
+by the C++ kernels in `cpp/grouped_tiles.cpp` (AMX) or `cpp/grouped_matmul.cpp`, by PyTorch's
+grouped matmul, or by the operations of the plain model, whichever is the first to take them.
 
 Shapes: P places of rows, E groups, which end before the places `ends`, int64 (E,), multiples of
 ROWS_PER_BLOCK. Rows behind the last end belong to no group.
@@ -9,12 +9,13 @@ ROWS_PER_BLOCK. Rows behind the last end belong to no group.
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentameter.fused_cpu.native import address, library, serves
+from pentameter.fused_cpu.native import Name, address, library, serves
 from pentameter.model.matmul import (
     ROWS_PER_BLOCK,
     grouped_input_gradient,
@@ -24,10 +25,13 @@ from pentameter.model.matmul import (
 
 FEATURES = 32
 """The C++ kernels need numbers of inputs and outputs that this divides."""
+MAX_TILED = 1 << 18
+"""Largest number of elements of an expert's matrix that the AMX kernels multiply: it passes by for
+each 32 rows, and beyond, PyTorch's products of larger blocks are faster."""
 
 
 class _GroupedMatmul(ctypes.Structure):
-    """ctypes mirror for the C++ struct `GroupedMatmul` in cpp/grouped_matmul.cpp: the sizes for one
+    """ctypes mirror for the C++ struct `GroupedMatmul` in cpp/grouped_matmul.h: the sizes for one
     kernel call."""
 
     _fields_ = (
@@ -41,9 +45,9 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
     outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
     if bias is not None:
         return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
-    if _kernel_takes(rows, weight):
+    if (kernels := _kernels_for(rows, weight)) is not None:
         y, words = rows.new_empty(len(rows), weight.shape[1]), torch.empty_like(weight)
-        _call("linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
+        _call(kernels, "linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
         return y
     if _pytorch_takes(rows, weight):
         return _with_zeros(F.grouped_mm(rows, weight.mT, offs=ends.int()), ends)
@@ -53,9 +57,9 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
 def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient (P, inputs) of the rows in `linear`, for the result's gradient g (P,
     outputs)."""
-    if _kernel_takes(g, weight):
+    if (kernels := _kernels_for(g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
-        _call("input_gradient", _job(ends, len(g), weight.shape), g_rows, words, g, weight)
+        _call(kernels, "input_gradient", _job(ends, len(g), weight.shape), g_rows, words, g, weight)
         return g_rows
     if _pytorch_takes(g, weight):
         return _with_zeros(F.grouped_mm(g, weight, offs=ends.int()), ends)
@@ -65,26 +69,29 @@ def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient (E, outputs, inputs) of the weight in `linear`, for the result's gradient
     g (P, outputs) and rows (P, inputs), in g's dtype or fp32; 0 for a group without rows."""
-    if _kernel_takes(g, rows):
+    if (kernels := _kernels_for(g, rows)) is not None:
         shape = len(ends), g.shape[1], rows.shape[1]
         g_weight = g.new_empty(shape, dtype=torch.float32)
-        _call("weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
+        _call(kernels, "weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
         return g_weight
     if _pytorch_takes(g, rows):
         return F.grouped_mm(g.mT, rows, offs=ends.int())
     return grouped_weight_gradient(g, rows, ends)
 
 
-def _kernel_takes(*operands: Tensor) -> bool:
-    """Return whether the C++ kernels multiply these operands, and better than PyTorch: contiguous
-    ones in bf16 whose inputs and outputs FEATURES divides, on a CPU that multiplies pairs of bf16
-    numbers but has no AMX."""
-    return (
-        serves("vector", torch.float32, operands[0].dtype)
-        and not serves("AMX", torch.float32, torch.bfloat16)
-        and _multiplies_pairs()
-        and all(_fits_kernel(x) for x in operands)
-    )
+def _kernels_for(x: Tensor, other: Tensor) -> Name | None:
+    """Return the library whose kernels multiply the contiguous bf16 operand x (P, a) with a weight
+    (E, …, …), or with as many rows (P, b), where FEATURES divides all widths: AMX, for matrices up
+    to MAX_TILED, or vector on a CPU that multiplies pairs of bf16 numbers; None if PyTorch is
+    faster, or neither is loaded."""
+    if not (_fits_kernel(x) and _fits_kernel(other)):
+        return None
+    if serves("AMX", torch.float32, x.dtype):
+        widths = other.shape[1:] if other.dim() == 3 else (x.shape[1], other.shape[1])
+        return "AMX" if math.prod(widths) <= MAX_TILED else None
+    if serves("vector", torch.float32, x.dtype) and _multiplies_pairs():
+        return "vector"
+    return None
 
 
 def _multiplies_pairs() -> bool:
@@ -124,7 +131,7 @@ def _job(ends: Tensor, n_rows: int, shape: tuple[int, ...]) -> _GroupedMatmul:
     return _GroupedMatmul(address(ends), n_rows, E, n_in, n_out, ROWS_PER_BLOCK)
 
 
-def _call(name: str, job: _GroupedMatmul, *tensors: Tensor) -> None:
-    """Call the kernel `pentameter_grouped_<name>` with the job and the tensors' addresses."""
-    kernel = getattr(library("vector"), f"pentameter_grouped_{name}")
+def _call(kernels: Name, name: str, job: _GroupedMatmul, *tensors: Tensor) -> None:
+    """Call `pentameter_grouped_<name>` of a library with the job and the tensors' addresses."""
+    kernel = getattr(library(kernels), f"pentameter_grouped_{name}")
     kernel(ctypes.byref(job), *map(address, tensors))

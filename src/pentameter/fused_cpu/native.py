@@ -34,7 +34,7 @@ FILES: dict[Name, tuple[str, ...]] = {
         "grouped_matmul.cpp",
         "router.cpp",
     ),
-    "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
+    "AMX": ("attention.cpp", "feed_forward.cpp", "grouped_tiles.cpp", "weight_gradient.cpp"),
 }
 """Library → its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {

@@ -9,17 +9,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "grouped_matmul.h"
 #include "vectors.h"
-
-// Arguments from the host, with the same fields as `_GroupedMatmul` in grouped_matmul.py. There are R
-// rows; those of group e, of E, end before row ends[e], a multiple of `block`, of which ROWS is a
-// divisor. Matrices are (E, n_out, n_in), both multiples of 32.
-struct GroupedMatmul {
-    const int64_t* ends;
-    int64_t R, E, n_in, n_out, block;
-
-    int64_t begin(int64_t e) const { return e ? ends[e - 1] : 0; }
-};
 
 namespace {
 
@@ -121,7 +112,7 @@ void transpose_pairs(uint32_t* words, const bf16* x, int64_t n_rows, int64_t n) 
 template <class Pair>
 void multiply_groups(const GroupedMatmul job, bf16* y, const bf16* x, uint32_t* words,
                      int64_t n_summed, int64_t n_columns, Pair pair) {
-    const int64_t n_pairs = n_summed / 2, last = job.ends[job.E - 1];
+    const int64_t n_pairs = n_summed / 2, last = job.last();
 #pragma omp parallel
     {
 #pragma omp for schedule(static) collapse(2)
@@ -131,7 +122,7 @@ void multiply_groups(const GroupedMatmul job, bf16* y, const bf16* x, uint32_t* 
                      panel_width(n_columns, column));
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < last; row += job.block) {
-            const int64_t e = std::upper_bound(job.ends, job.ends + job.E, row) - job.ends;
+            const int64_t e = job.group_of(row);
             const Pairs a = {(const uint32_t*)(x + row * n_summed), n_pairs, 1};
             multiply(y + row * n_columns, job.block, n_columns, a, words + e * n_columns * n_pairs,
                      n_pairs, false);
