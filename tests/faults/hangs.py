@@ -174,6 +174,7 @@ def _hang(how: str, path: Path) -> None:
     match how:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1.0)  # woken for its stack, which another thread may print
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "spin":
