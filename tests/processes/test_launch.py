@@ -32,7 +32,7 @@ from pentameter.processes.place import (
     first_node,
     rendezvous_port,
 )
-from pentameter.processes.waiting import Naming
+from pentameter.processes.waiting import Naming, Wait
 from pentameter.processes.world import World
 from pentameter.train.loop import Trainer
 
@@ -491,3 +491,14 @@ def test_a_local_variable_that_cannot_be_looked_at_hides_no_loss(tmp_path):
     assert isinstance(lost, LostProcessError)
     assert str(lost).startswith("rank 1 went away while starting; look for its message")
     assert lost.wait is None
+
+
+def test_a_rank_that_others_waited_for_did_not_go_away(tmp_path):
+    """Those that time out first close their connections, which a third takes for the loss."""
+    store = dist.FileStore(str(tmp_path / "store"))
+    store.set("misses-another/2", Wait("barrier", timed_out=True).to_json())
+    try:
+        raise RuntimeError("Connection closed by peer [::1]:7")
+    except RuntimeError as error:
+        lost = loss_behind(error, World(0, 3, 0, 3, 7.0, store=store))
+    assert str(lost).startswith("rank 1 did not answer within 7 s (parallel.timeout_seconds)")

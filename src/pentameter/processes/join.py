@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -204,6 +204,8 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     own = None
     with contextlib.suppress(Exception):  # a detail of the message must not hide the loss
         own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
+    if own is not None:
+        own = replace(own, timed_out=how == "late")
     waits = {} if own is None else {world.rank: own}
     try:
         absent, others = absent_ranks(
@@ -229,7 +231,7 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
             f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
             "machine is cut, or it is down."
         )
-    elif how == "gone":
+    elif how == "gone" and not any(wait.timed_out for wait in waits.values()):
         who = who if absent else "another process of the run"
         said = f"{who} went away {progress.latest}{before}; look for its message."
     elif not absent:

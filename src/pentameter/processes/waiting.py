@@ -96,6 +96,8 @@ class Wait:
     the rank that waited first."""
     stack: str = ""
     """The frames, outermost first, a line for each, without those inside libraries."""
+    timed_out: bool = False
+    """True if the other did not answer in time; False if its connection closed."""
 
     def __str__(self) -> str:
         along = f" along {self.along}" if self.along else "" if self.ranks else " over all ranks"
