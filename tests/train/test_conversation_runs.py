@@ -54,6 +54,18 @@ def test_a_run_packs_conversations_and_says_what_it_learns(data, tmp_path):
     assert [event["step"] for event in events(tmp_path / "run", "train")] == [*range(1, 7)]
 
 
+@pytest.mark.parametrize(("tokenizer", "ends"), [("char", False), ("bpe:270", True)])
+def test_answers_that_do_not_end_are_told_beside_a_text_too(data, tmp_path, tokenizer, ends):
+    text = "<|im_start|>user\nabcd<|im_end|>\n<|im_start|>assistant\n"  # all characters
+    (tmp_path / "text.txt").write_text(text * 20)
+    sources = [{"path": str(tmp_path / "text.txt")}, {"path": data["path"]}]
+    blend = {"corpus": None, "sources": sources, "order": "documents", "chat_template": "chatml"}
+    sections = {"data": {**blend, "tokenizer": tokenizer}, "model": {"context_length": 128}}
+    fit(tmp_path / "run", sections={**sections, "train": {"steps": 1}})
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert ("answers are learnt without a token that ends them" not in log) == ends
+
+
 def test_one_conversation_a_row_stays_so_and_its_padding_is_told(data, tmp_path):
     sections = {"data": {**data, "order": "documents"}, "train": {"steps": 2}}
     sections["model"] = {"context_length": 512}

@@ -119,13 +119,15 @@ def settings_warnings(
 
 
 def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:
-    """Return a warning if the first answer to learn holds no token that ends one."""
+    """Return a warning if the first answer that a source has holds no token that ends one."""
     train, tokenizer = dataset.split("train"), dataset.tokenizer
-    if train.assistant is None or not len(train.assistant.bounds):
-        return []
-    first, last = train.assistant.bounds[0].tolist()
     ends = {*tokenizer.special_tokens.values(), tokenizer.end_of_text}
-    if ends.intersection(train.tokens[first:last].tolist()):
+    first_answers = [
+        part.tokens[slice(*part.assistant.bounds[0].tolist())]
+        for part in train.parts or (train,)  # to a blend, all of a text beside them is an answer
+        if part.assistant is not None and len(part.assistant.bounds)
+    ]
+    if all(ends.intersection(answer.tolist()) for answer in first_answers):
         return []
     remedy = "give serve a stop text"
     if init_from is None and is_made_from_text(config.data.tokenizer):
