@@ -9,7 +9,6 @@ ROWS_PER_BLOCK. Rows behind the last end belong to no group.
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
     outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
     if bias is not None:
         return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
-    if (kernels := _kernels_for(rows, weight)) is not None:
+    if (kernels := _kernels_for(weight.shape, rows, weight)) is not None:
         y, words = rows.new_empty(len(rows), weight.shape[1]), torch.empty_like(weight)
         _call(kernels, "linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
         return y
@@ -57,7 +56,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
 def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient (P, inputs) of the rows in `linear`, for the result's gradient g (P,
     outputs)."""
-    if (kernels := _kernels_for(g, weight)) is not None:
+    if (kernels := _kernels_for(weight.shape, g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
         _call(kernels, "input_gradient", _job(ends, len(g), weight.shape), g_rows, words, g, weight)
         return g_rows
@@ -69,8 +68,8 @@ def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient (E, outputs, inputs) of the weight in `linear`, for the result's gradient
     g (P, outputs) and rows (P, inputs), in g's dtype or fp32; 0 for a group without rows."""
-    if (kernels := _kernels_for(g, rows)) is not None:
-        shape = len(ends), g.shape[1], rows.shape[1]
+    shape = len(ends), g.shape[1], rows.shape[1]
+    if (kernels := _kernels_for(shape, g, rows)) is not None:
         g_weight = g.new_empty(shape, dtype=torch.float32)
         _call(kernels, "weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
         return g_weight
@@ -79,17 +78,17 @@ def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return grouped_weight_gradient(g, rows, ends)
 
 
-def _kernels_for(x: Tensor, other: Tensor) -> Name | None:
-    """Return the library whose kernels multiply the contiguous bf16 operand x (P, a) with a weight
-    (E, …, …), or with as many rows (P, b), where FEATURES divides all widths: AMX, for matrices up
-    to MAX_TILED, or vector on a CPU that multiplies pairs of bf16 numbers; None if PyTorch is
-    faster, or neither is loaded."""
-    if not (_fits_kernel(x) and _fits_kernel(other)):
+def _kernels_for(shape: tuple[int, ...], *operands: Tensor) -> Name | None:
+    """Return the library whose kernels multiply contiguous bf16 operands, of which FEATURES divides
+    all widths, for a weight with this shape (E, outputs, inputs): AMX, for matrices up to
+    MAX_TILED, or vector on a CPU that multiplies pairs of bf16 numbers; None if PyTorch is faster,
+    or neither is loaded."""
+    dtype = operands[0].dtype
+    if not all(_fits_kernel(x) for x in operands):
         return None
-    if serves("AMX", torch.float32, x.dtype):
-        widths = other.shape[1:] if other.dim() == 3 else (x.shape[1], other.shape[1])
-        return "AMX" if math.prod(widths) <= MAX_TILED else None
-    if serves("vector", torch.float32, x.dtype) and _multiplies_pairs():
+    if serves("AMX", torch.float32, dtype):
+        return "AMX" if shape[1] * shape[2] <= MAX_TILED else None
+    if serves("vector", torch.float32, dtype) and _multiplies_pairs():
         return "vector"
     return None
 

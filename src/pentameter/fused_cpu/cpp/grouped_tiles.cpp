@@ -68,7 +68,7 @@ void pentameter_grouped_input_gradient(const GroupedMatmul* job, bf16* g_x, int3
 // group's rows.
 void pentameter_grouped_weight_gradient(const GroupedMatmul* job, float* g_weight, const bf16* g,
                                         const bf16* x) {
-    constexpr int64_t SUMMED = 256;  // rows at once
+    constexpr int64_t SUMMED = 256;  // rows at once, as for dense layers
     const int64_t n_in = job->n_in, n_out = job->n_out;
     for (int64_t e = 0; e < job->E; e++) {
         const int64_t begin = job->begin(e), n_rows = job->ends[e] - begin;
