@@ -88,12 +88,12 @@ def run(arguments: list[str]) -> int:
     if asked.experts:
         print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
+    ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     if _is_loop(asked):
-        _ask_for_prompts(loaded, sampling, asked)
+        _ask_for_prompts(loaded, sampling, asked, ends)
         return 0
     encode = encode_chat if asked.chat else encode_prompt
     ids = encode(loaded.tokenizer, prompt)
-    ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     steps, samples = _sampled(loaded, ids, sampling, asked, ends, continues=bool(prompt))
     if asked.json:
         _print_json(steps, samples, prompt)
@@ -141,17 +141,19 @@ def _sampled(
     return _until_ended(steps, samples), samples
 
 
-def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
-    """Read prompts, a line each, until the input ends, and print the model's continuation. With
-    `asked.chat`, print its answer to the conversation so far. Seeds count up from `asked.seed`."""
-    from pentameter.data.tokenizers.rendering import ends_of_answers, render
+def _ask_for_prompts(
+    loaded: LoadedModel, sampling: Sampling, asked: SampleArguments, ends: frozenset[int]
+) -> None:
+    """Read prompts, a line each, until the input ends, and print the model's continuation, up to a
+    token in `ends`. With `asked.chat`, print its answer to the conversation so far. Seeds count up
+    from `asked.seed`."""
+    from pentameter.data.tokenizers.rendering import render
     from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
 
     template = template_of(loaded.tokenizer) if asked.chat else None
-    ends = frozenset[int]() if template is None else ends_of_answers(loaded.tokenizer)
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
     messages: list[dict[str, str]] = []
     for seed in itertools.count(asked.seed):

@@ -93,8 +93,8 @@ class ConversationContents(Contents):
     @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the conversations in a cache; the template is included, because
-        it is stored with the tokenizer, and what is a special token in it, because it was none of a
-        tokenizer made from the conversations before."""
+        it is stored with the tokenizer, and the special tokens, because a tokenizer made from
+        conversations by an earlier version has none of them."""
         chat = None if self.chat is None else self.chat.to_json()
         return {**super().key, "chat": chat, "special": [*self.special_texts]}
 
@@ -135,10 +135,9 @@ class ConversationPreparation(Preparation):
     """The template that renders messages; None if the tokenizer has none, and for plain prompts."""
 
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
-        special = self.special_texts
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, splits = 0, bytearray()
-        for document in _documents(corpus, self.chat, special):
+        for document in _documents(corpus, self.chat, self.special_texts):
             digest.update(document.to_bytes())
             text = document.text
             characters |= {*text}
@@ -158,7 +157,7 @@ class ConversationPreparation(Preparation):
             n_bytes=n_bytes,
             own_characters="".join(characters),
             chat=self.chat,
-            special_texts=special,
+            special_texts=self.special_texts,
             conversations=corpus,
             splits=bytes(splits),
         )
