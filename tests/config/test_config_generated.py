@@ -151,9 +151,9 @@ def test_one_wrong_value_is_named(path, value):
     message = loads_or_teaches("quickstart", {path: value})
     if message is not None and not isinstance(value, dict):
         named = printable(path.replace("-", "_"))
-        # A table within a section may be what is wrong with each of its keys.
+        # A whole table within a section may be wrong, with each of its keys.
         table = named.rpartition(".")[0] if named.count(".") == 2 else named
-        assert shortened(named) in message or table in message
+        assert shortened(named) in message or f" {table} is " in message
 
 
 @given(st.lists(st.tuples(PATHS, st.text(max_size=10) | VALUES.map(str)), max_size=4))
