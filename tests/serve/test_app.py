@@ -278,6 +278,7 @@ def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
         ({"Content-Type": "text/plain"}, b"{}", 415, "application/json"),
         ({"Origin": "https://evil.example"}, b"{}", 403, "other sites"),
         ({"Origin": "null"}, b"{}", 403, "other sites"),
+        ({"Origin": "http://["}, b"{}", 403, "other sites"),
         ({"Host": "evil.example:8000"}, b"{}", 403, "not this server's"),
         ({"Host": ""}, b"{}", 403, "not this server's"),
     ],

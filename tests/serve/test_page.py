@@ -19,6 +19,8 @@ from test_app import client_of, served
 from test_server import Server
 from tiny import save_run
 
+from pentameter.serve import app
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -36,6 +38,39 @@ def test_the_page_is_one_file_that_speaks_to_this_server_alone():
     }  # fmt: skip
 
 
+def dom(folder: Path, url: str) -> str:
+    """The page at `url` as the browser, with its profile in `folder`, has filled it."""
+    command = [
+        str(BROWSER), "--headless=new", "--no-sandbox", "--virtual-time-budget=5000",
+        f"--user-data-dir={folder / 'browser'}", "--dump-dom", url,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+WRITES_WHILE_WRITING = """
+window.fetch = async (path) => path === "/v1/models"
+  ? {json: async () => ({data: [{id: "talker", has_chat_template: true}]})} : new Promise(() => {});
+setTimeout(() => {
+  $("mode").value = "chat";
+  const key = () => document.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true}));
+  $("prompt").value = "first"; key();
+  $("prompt").value = "second"; key();
+  document.title = `box: ${$("prompt").value}, turns: ${panes[0].turns.map((t) => t.asked)}`;
+}, 1000);
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_message_sent_while_an_answer_is_written_stays_in_its_box(tmp_path):
+    page = (Path(app.__file__).parent / "templates" / "page.html").read_text(encoding="utf-8")
+    begins = '"use strict";\n'
+    assert page.count(begins) == 1
+    file = tmp_path / "page.html"
+    file.write_text(page.replace(begins, begins + WRITES_WHILE_WRITING), encoding="utf-8")
+    assert "<title>box: second, turns: first</title>" in dom(tmp_path, file.as_uri())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 def test_a_browser_shows_the_models_and_the_settings_of_the_link(tmp_path):
@@ -44,14 +79,10 @@ def test_a_browser_shows_the_models_and_the_settings_of_the_link(tmp_path):
     server = Server(str(tmp_path / "first"), str(tmp_path / "second"))
     try:
         url = server.url.removesuffix("v1") + "#beside=second&prompt=abc&seed=5"
-        done = subprocess.run(
-            [str(BROWSER), "--headless=new", "--no-sandbox", "--virtual-time-budget=5000",
-             f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", url],
-            capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
+        shown = dom(tmp_path, url)
     finally:
         server.process.terminate()
         server.process.communicate(timeout=30)
-    assert done.stdout.count('<option value="first">') == 2  # it, and the other beside it
-    assert done.stdout.count('<option value="second">') == 2
-    assert re.search(r'id="state"[^>]*>ready<', done.stdout)
+    assert shown.count('<option value="first">') == 2  # it, and the other beside it
+    assert shown.count('<option value="second">') == 2
+    assert re.search(r'id="state"[^>]*>ready<', shown)

@@ -32,10 +32,15 @@ from pentameter.model.gpt import GPT
 
 
 class Server:
-    """A server's process on a free port, and where it listens."""
+    """A server's process on a free port, and where it listens; requests may take
+    `arrival_seconds` to arrive."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pentameter", "serve", *arguments, "--port", "0"]
+    def __init__(self, *arguments: str, arrival_seconds: float = 30.0) -> None:
+        program = (
+            "import sys; from pentameter.cli.main import main; from pentameter.serve import app; "
+            f"app.ARRIVAL_SECONDS = {arrival_seconds}; sys.exit(main())"
+        )
+        command = [sys.executable, "-c", program, "serve", *arguments, "--port", "0"]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -120,6 +125,48 @@ def test_requests_whose_senders_leave_are_cancelled(server: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/completions", json=asked, timeout=0.5)
     server.wait_until_idle()
+
+
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: "
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+HALF_BODY = HEAD + b"Content-Length: 100\r\n\r\n{"
+
+
+def connected(server: Server, sent: bytes) -> socket.socket:
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What a server sends until it closes the connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_half_requests_are_not_held(folder: tuple[Path, GPT]) -> None:
+    server = Server(str(folder[0]), arrival_seconds=0.5)
+    with connected(server, HALF_HEAD) as head, connected(server, HALF_BODY) as body:
+        second = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + HALF_HEAD
+        with connected(server, second) as later:
+            assert all_of(later).startswith(b"HTTP/1.1 200")
+        assert all_of(head) == b""
+        answer = body.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"did not arrive within 0.5 s" in answer + body.recv(4096)
+    assert server.stopped() == (0, "")
+
+
+def test_clients_that_leave_in_their_requests_are_not_logged(folder: tuple[Path, GPT]) -> None:
+    server = Server(str(folder[0]), "--grace-seconds", "0")
+    for sent in (HALF_HEAD, HALF_BODY):
+        connected(server, sent).close()
+    with connected(server, HALF_HEAD), connected(server, HALF_BODY) as body:
+        httpx.get(server.url.replace("/v1", "/health"), timeout=30)
+        code, said = server.stopped()
+        assert all_of(body).startswith(b"HTTP/1.1 503")
+    assert code == 0
+    assert "Traceback" not in said
 
 
 def test_a_signal_lets_running_requests_end(server: Server) -> None:

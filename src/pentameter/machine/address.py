@@ -9,6 +9,11 @@ from urllib.parse import urlsplit
 from pentameter.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of a page that is one file and may speak to its own server alone."""
 NEXT_PORTS = 20
 """Ports above one in use of which a free one is named."""
 

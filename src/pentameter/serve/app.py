@@ -15,8 +15,6 @@ import uuid
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
-    Callable,
     Collection,
     Iterable,
     Iterator,
@@ -29,16 +27,17 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pentameter.errors import did_you_mean, printable
-from pentameter.machine.address import LOOPBACK, host_name, url_of
+from pentameter.machine.address import LOOPBACK, PAGE_POLICY, host_name, url_of
 from pentameter.serve.continuation import Piece, TokenChance
 from pentameter.serve.requests import (
     ChatRequest,
@@ -52,13 +51,9 @@ from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooL
 RETRY_SECONDS = 2
 _JSON = ("application/json",)
 _PAGE = Path(__file__).with_name("templates") / "page.html"
-_PAGE_HEADERS = {
-    # It is one file, which may speak to this server alone.
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-}
+_PAGE_HEADERS = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer"}
+ARRIVAL_SECONDS = 30.0
+"""Longest time in which a request's head, and then its body, may arrive."""
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
@@ -162,6 +157,8 @@ async def _answer(
     client disconnects, no more tokens are generated. Raises RequestError."""
     try:
         body = json.loads(await http.body())
+    except ClientDisconnect:
+        return Response(status_code=499)  # which nobody reads
     except (ValueError, RecursionError) as error:  # of json, or of UTF-8
         raise RequestError(f"the body is not JSON: {error}") from error
     asked = parsed(kind, body)
@@ -396,7 +393,7 @@ class Guard:
             response = await _refused(Request(scope), refused)
             await response(scope, receive, send)
             return
-        await self._app(scope, _bounded(receive, self._most), send)
+        await self._app(scope, _Body(receive, self._most), send)
 
     def _refusal(self, method: str, headers: dict[str, str]) -> RequestError | None:
         host = headers.get("host", "")
@@ -407,7 +404,7 @@ class Guard:
                 403,
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return RequestError("pages of other sites may not ask this server", 403)
         if method == "POST" and headers.get("content-type", "").partition(";")[0] not in _JSON:
             return RequestError("the body must be JSON, with Content-Type: application/json", 415)
@@ -417,19 +414,33 @@ class Guard:
         return None
 
 
-def _bounded(receive: Receive, most: int) -> Callable[[], Awaitable[Message]]:
-    """Wrap `receive` so that a body with more than `most` bytes raises RequestError."""
-    n_bytes = 0
+class _Body:
+    """A request's `receive` that raises RequestError for a body of more than `most` bytes (413),
+    one that has not arrived after ARRIVAL_SECONDS (408), or before the server stops (503)."""
 
-    async def bounded() -> Message:
-        nonlocal n_bytes
-        message = await receive()
-        n_bytes += len(message.get("body", b""))
-        if n_bytes > most:
-            raise _too_large(most)
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._most = receive, most
+        self._n_bytes, self._is_whole = 0, False
+        self._deadline = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
+
+    async def __call__(self) -> Message:
+        """Return the next ASGI message: of the body or, once that is whole, of the connection."""
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError as error:
+            said = f"the body did not arrive within {ARRIVAL_SECONDS:g} s"
+            raise RequestError(said, 408, code="timeout") from error
+        except asyncio.CancelledError as error:  # by uvicorn, which would log it as a failure
+            said = "the server stops, and the body has not arrived"
+            raise RequestError(said, 503, code="server_stopping") from error
+        self._is_whole = not message.get("more_body", False)
+        self._n_bytes += len(message.get("body", b""))
+        if self._n_bytes > self._most:
+            raise _too_large(self._most)
         return message
-
-    return bounded
 
 
 def _too_large(most: int) -> RequestError:
@@ -449,6 +460,34 @@ def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds
     return 1 if server.force_exit else 0
 
 
+class _Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection, closed if the head of a request does not arrive within twice
+    ARRIVAL_SECONDS: uvicorn alone would hold half a head for ever."""
+
+    _check: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to watch over the connection."""
+        super().connection_made(transport)
+        self._watch(before=None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop watching."""
+        super().connection_lost(exc)
+        if self._check is not None:
+            self._check.cancel()
+
+    def _watch(self, before: object) -> None:
+        """Close the connection if it waits for the same request's head as at the last check, whose
+        state was `before`; else check again later."""
+        waits = self.cycle is None or self.cycle.response_complete
+        state = (self.cycle, waits)
+        if waits and state == before:
+            self.transport.close()
+        else:
+            self._check = self.loop.call_later(ARRIVAL_SECONDS, self._watch, state)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server with another stop: new requests are refused with 503, and running ones that
     do not end within `grace_seconds` get an error."""
@@ -457,7 +496,11 @@ class _Server(uvicorn.Server):
         seconds = int(grace_seconds) + 5  # what hangs after it was told is cut off
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, timeout_graceful_shutdown=seconds
+                app,
+                http=_Connection,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=seconds,
             )
         )
         self._worker, self._grace_seconds = worker, grace_seconds
