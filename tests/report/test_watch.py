@@ -1,3 +1,4 @@
+import html
 import http.client
 import json
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from contextlib import contextmanager
 
 import pytest
@@ -123,6 +125,26 @@ def test_what_is_kept_of_a_long_run_is_bounded_and_no_spike_is_lost(make_run, mo
     assert (kept[0], kept[-1]) == (losses[0], losses[-1])
 
 
+def test_each_split_of_a_long_run_keeps_its_curve(make_run, monkeypatch):
+    monkeypatch.setattr(event_reader, "MOST_EVENTS", 100)
+    losses = {"val": 2.0, "news": 1.0, "code": 3.0}
+    folder = make_run(
+        [
+            {"event": "eval", "step": step, "split": split, "loss": loss + step % 7 / 1000}
+            for step in range(500)
+            for split, loss in losses.items()
+        ]
+    )
+    followed = EventReader(folder)
+    while followed.update() or followed.has_more:
+        pass
+    kept = {split: [e for e in followed.all() if e["split"] == split] for split in losses}
+    for split, events in kept.items():
+        assert len(events) >= 15
+        assert (events[0]["step"], events[-1]["step"]) == (0, 499)
+        assert min(event["loss"] for event in events) == losses[split]
+
+
 def test_a_metrics_file_of_another_kind_is_told_once(make_run, monkeypatch):
     monkeypatch.setattr(event_reader, "MOST_UNREADABLE", 10)
     followed = EventReader(make_run("no event\n" * 20))
@@ -137,7 +159,7 @@ def test_a_metrics_file_of_another_kind_is_told_once(make_run, monkeypatch):
 def test_rows_say_state_progress_and_what_differs(runs):
     with RunLock(runs / "half" / "run.lock"):
         news = Board(runs).news("", -1)
-    assert news["names"] == ["half", "whole"]
+    assert news["addresses"] == ["half", "whole"]
     assert news["columns"] == ["optimizer.clip_norm"]
     half, whole = (rows(news)[name] for name in ("half", "whole"))
     assert (half["state"], whole["state"]) == ("running", "finished")
@@ -192,7 +214,7 @@ def test_a_broken_run_is_one_line(runs):
     os.mkfifo(damaged / "metrics.jsonl")
     (damaged / "config.toml").write_text("name = [")
     news = Board(runs).news("", -1)
-    assert news["names"] == ["damaged", "empty", "half", "link", "whole"]
+    assert news["addresses"] == ["damaged", "empty", "half", "link", "whole"]
     found = rows(news)
     assert found["empty"]["why"] == "no run: it has neither config.toml nor metrics.jsonl"
     assert "a symbolic link" in found["link"]["why"]
@@ -207,15 +229,15 @@ def test_a_run_that_appears_or_goes(runs):
     shutil.copytree(runs / "whole", runs / "third")
     shutil.rmtree(runs / "half")
     second = followed.news(first["session"], first["version"])
-    assert second["names"] == ["third", "whole"]
+    assert second["addresses"] == ["third", "whole"]
     assert "third" in rows(second)
 
 
 def test_a_folder_that_the_first_run_will_make(runs, tmp_path):
     board = Board(tmp_path / "later")
-    assert board.news("", -1)["names"] == []
+    assert board.news("", -1)["addresses"] == []
     runs.rename(tmp_path / "later")
-    assert board.news("", -1)["names"] == ["half", "whole"]
+    assert board.news("", -1)["addresses"] == ["half", "whole"]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +258,10 @@ def test_the_pages(runs):
         assert status == 200
         check_page(page.replace('data-live="/runs.json"', ""))
         assert "connect-src 'self'" in page
+        with urllib.request.urlopen(server.url) as reply:
+            assert "frame-ancestors 'none'" in reply.headers["Content-Security-Policy"]
         status, reply = ask(server, "/runs.json?after=-1")
-        assert json.loads(reply)["names"] == ["half", "whole"]
+        assert json.loads(reply)["addresses"] == ["half", "whole"]
         status, page = ask(server, "/run/half")
         assert "optimizer" in text_of(page)
         live = re.search('data-live="([^"]*)"', page)[1]
@@ -307,6 +331,20 @@ def test_a_domain_that_is_made_to_point_here_is_refused(runs, host, status):
         assert ask(server, "/runs.json", Host=host)[0] == status
 
 
+def test_a_folder_whose_name_is_not_utf8_has_its_pages(runs):
+    name = os.fsdecode(b"run-\xff 100% ?#")
+    (runs / "half").rename(runs / name)
+    with served(runs) as server:
+        news = json.loads(ask(server, "/runs.json")[1])
+        address = next(a for a in news["addresses"] if a != "whole")
+        assert address == "run-%FF%20100%25%20%3F%23"
+        for path in (f"/run/{address}", f"/compare?runs={address},whole"):
+            status, page = ask(server, path)
+            assert status == 200, page
+            live = html.unescape(re.search('data-live="([^"]*)"', page)[1])
+            assert ask(server, live)[0] == 200
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_nothing_can_be_written(runs, method):
     with served(runs) as server:
@@ -344,7 +382,8 @@ def test_ctrl_c_ends_the_command_with_0(runs):
 )
 def test_a_browser_shows_the_runs_and_what_is_appended(runs, run_events, tmp_path, monkeypatch):
     """The page is asked for once; the second answer of the table has steps that the first had
-    not."""
+    not. A name that is not UTF-8 stops nothing."""
+    (runs / "whole").rename(runs / os.fsdecode(b"whole\xff"))
     new = [event for event in run_events(400) if event["step"] > 260][:3]
     asked = []
 
@@ -366,6 +405,6 @@ def test_a_browser_shows_the_runs_and_what_is_appended(runs, run_events, tmp_pat
     assert asked[0] == -1
     assert min(asked[1:]) >= 0  # a page that was loaded anew would ask for everything again
     table = re.search("<tbody>.*</tbody>", done.stdout, flags=re.DOTALL)[0]
-    assert re.findall('href="/run/([^"]*)"', table) == ["half", "whole"]
+    assert re.findall('href="/run/([^"]*)"', table) == ["half", "whole%FF"]
     assert table.count("<polyline") == 2
     assert f"step {new[-1]['step']}" in text_of(table)

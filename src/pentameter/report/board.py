@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pentameter import formatting
 from pentameter.disk.atomic import storage_errors
@@ -97,10 +98,10 @@ class Board:
         self._drawing = threading.Lock()
 
     def news(self, session: str, after: int) -> dict[str, Any]:
-        """Return JSON for the table: the run names, the columns, and the rows that changed since
-        version `after`, each with its new sparkline points. If `session` is another Board's (the
-        server was started anew), all rows are returned. Raises StorageError if the folder cannot be
-        read."""
+        """Return JSON for the table: the runs' addresses, the columns, and the rows that changed
+        since version `after`, each with its new sparkline points. If `session` is another Board's
+        (the server was started anew), all rows are returned. Raises StorageError if the folder
+        cannot be read."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -110,7 +111,7 @@ class Board:
                 "session": self._session,
                 "version": self._version,
                 "folder": printable(str(self.folder)),
-                "names": list(self._followed),
+                "addresses": [in_address(name) for name in self._followed],
                 "columns": self._columns,
                 "rows": [
                     _news_of(name, each, after, self._columns)
@@ -317,6 +318,11 @@ def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
     ]
 
 
+def in_address(name: str) -> str:
+    """Return a run's name percent-encoded for a URL, whatever bytes its folder's name has."""
+    return quote(os.fsencode(name), safe="")
+
+
 def _news_of(name: str, each: _Followed, after: int, columns: Sequence[str]) -> dict[str, Any]:
     """Return a run's row for the table, with its settings named in `columns` (dotted paths) and the
     sparkline points added since version `after`; `anew` is True if they replace all earlier ones.
@@ -325,4 +331,5 @@ def _news_of(name: str, each: _Followed, after: int, columns: Sequence[str]) -> 
     shown = {path: formatting.scalar(found[path]) for path in columns if path in found}
     anew = each.spark_began_at > after
     points = [[step, loss] for version, step, loss in each.spark if anew or version > after]
-    return {"name": name, **each.row, "settings": shown, "anew": anew, "points": points}
+    row = {"name": printable(name), "address": in_address(name), **each.row}
+    return row | {"settings": shown, "anew": anew, "points": points}

@@ -171,22 +171,28 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return about half the events (all one kind). From every four `train` or `eval` events in a
-    row, those with the lowest and the highest loss stay, so that no spike and no best is lost; of
-    `experts` those of every second step; other kinds lose their older half. The first and the last
-    event always stay, of `experts` those of their steps."""
+    """Return about half the events (all one kind). From every four `train` events in a row, or
+    `eval` events of one split, those with the lowest and the highest loss stay, so that no spike
+    and no best is lost; of `experts` those of every second step; other kinds lose their older half.
+    The first and the last event always stay, of `eval` those of each split, of `experts` those of
+    their steps."""
     if events[0]["event"] == "experts":
         steps = list(dict.fromkeys(event.get("step") for event in events))
         stay = {*steps[::2], steps[-1]}
         return [event for event in events if event.get("step") in stay]
     if events[0]["event"] not in ("train", "eval"):
         return [events[0], *events[len(events) // 2 :]]
-    kept = [events[0]]
-    for first in range(1, len(events) - 1, 4):
-        four = range(first, min(first + 4, len(events) - 1))
-        order = sorted(four, key=lambda index: number(events[index].get("loss")))
-        kept += [events[index] for index in sorted({order[0], order[-1]})]
-    return [*kept, events[-1]]
+    curves: dict[str, list[int]] = {}
+    for index, event in enumerate(events):
+        curves.setdefault(str(event.get("split")), []).append(index)
+    kept: set[int] = set()
+    for curve in curves.values():
+        kept |= {curve[0], curve[-1]}
+        for first in range(1, len(curve) - 1, 4):
+            four = curve[first : min(first + 4, len(curve) - 1)]
+            order = sorted(four, key=lambda index: number(events[index].get("loss")))
+            kept |= {order[0], order[-1]}
+    return [events[index] for index in sorted(kept)]
 
 
 def portable(value: object, n_levels: int = DEEPEST) -> Any:

@@ -17,14 +17,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from pentameter.errors import ConfigError, PentameterError
-from pentameter.machine.address import bind, host_name, url_of
-from pentameter.report.board import MOST_COMPARED, Board
+from pentameter.machine.address import PAGE_POLICY, bind, host_name, url_of
+from pentameter.report.board import MOST_COMPARED, Board, in_address
 from pentameter.report.markup import render
 
 HEADERS = {
+    "Content-Security-Policy": PAGE_POLICY,  # pages have the hash of their script beside it
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -100,15 +101,18 @@ class _Handler(BaseHTTPRequestHandler):
             if not re.fullmatch(r"-?\d{1,15}", after):
                 raise ConfigError(f"after={after!r} is no version")
             news = board.news(query.get("session", [""])[0], int(after))
-            self._send(HTTPStatus.OK, json.dumps(news, allow_nan=False), "application/json")
+            # Half a surrogate pair stays as it is, for `_send` to replace.
+            text = json.dumps(news, allow_nan=False, ensure_ascii=False)
+            self._send(HTTPStatus.OK, text, "application/json")
         elif asked.path.startswith("/run/"):
-            self._send_live([unquote(asked.path.removeprefix("/run/"))], asked.path, query)
+            name = _name_in(asked.path.removeprefix("/run/"))
+            self._send_live([name], asked.path, query)
         elif asked.path == "/compare":
             runs = re.search(r"(?:^|&)runs=([^&]*)", asked.query)
-            names = list(dict.fromkeys(map(unquote, runs[1].split(",")))) if runs else []
+            names = list(dict.fromkeys(map(_name_in, runs[1].split(",")))) if runs else []
             if not 2 <= len(names) <= MOST_COMPARED:
                 raise ConfigError(f"compare takes two runs to {MOST_COMPARED}: /compare?runs=A,B")
-            address = "/compare?runs=" + ",".join(quote(name, safe="") for name in names)
+            address = "/compare?runs=" + ",".join(map(in_address, names))
             self._send_live(names, address, query)
         else:
             raise ConfigError(f"there is no page {asked.path}; the first one is /")
@@ -134,3 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, as every open page polls every two seconds."""
+
+
+def _name_in(address: str) -> str:
+    """Return the run's name that `in_address` has percent-encoded."""
+    return unquote(address, errors="surrogateescape")

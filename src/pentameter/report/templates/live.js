@@ -39,18 +39,18 @@ const fill = (cell, key, ...children) => {
   cell.replaceChildren(...children);
 };
 const showTicks = () => {
-  const names = [...ticked], button = document.getElementById("compare");
-  const enough = names.length > 1;
+  const addresses = [...ticked], button = document.getElementById("compare");
+  const enough = addresses.length > 1;
   button.setAttribute("aria-disabled", String(!enough));
-  button.textContent = enough ? `Compare ${names.length} runs` : "Compare";
-  if (enough) button.href = `/compare?runs=${names.map(encodeURIComponent).join(",")}`;
+  button.textContent = enough ? `Compare ${addresses.length} runs` : "Compare";
+  if (enough) button.href = `/compare?runs=${addresses.join(",")}`;
   else button.removeAttribute("href");
   document.getElementById("ticked").textContent = enough ? "" : "Tick two runs or more to compare them.";
 };
-const newRow = (name) => {
+const newRow = ({name, address}) => {
   const row = made("tr"), box = made("input", {type: "checkbox", "aria-label": `Compare ${name}`});
   box.addEventListener("change", () => {
-    if (box.checked) ticked.add(name); else ticked.delete(name);
+    if (box.checked) ticked.add(address); else ticked.delete(address);
     row.cells[0].dataset.key = box.checked ? 0 : 1;
     showTicks();
   });
@@ -64,7 +64,7 @@ const showRow = (run, news) => {
   run.points.push(...news.points);
   run.box.disabled = broken;
   const title = broken ? made("b", {}, news.name)
-    : made("a", {href: `/run/${encodeURIComponent(news.name)}`}, news.name);
+    : made("a", {href: `/run/${news.address}`}, news.name);
   const below = [news.title, news.why, ...(news.unread ?? [])].filter(Boolean).join(" – ");
   const inner = made("div", {}, title);
   if (below) inner.append(made("small", {title: below}, below));
@@ -106,19 +106,19 @@ const showColumns = (paths) => {
 const followRuns = async () => {
   const reply = await fetch(`${live}?session=${session}&after=${version}`);
   if (!reply.ok) throw new Error(await reply.text());
-  const news = await reply.json(), names = new Set(news.names);
+  const news = await reply.json(), addresses = new Set(news.addresses);
   [session, version] = [news.session, news.version];
   showColumns(news.columns);
-  for (const [name, run] of runs) {
-    if (names.has(name)) continue;
+  for (const [address, run] of runs) {
+    if (addresses.has(address)) continue;
     run.row.remove();
-    runs.delete(name);
-    ticked.delete(name);
+    runs.delete(address);
+    ticked.delete(address);
   }
   const focused = document.activeElement;
   for (const row of news.rows) {
-    if (!runs.has(row.name)) runs.set(row.name, newRow(row.name));
-    const run = runs.get(row.name), held = run.row.contains(focused) && focused.tagName === "A";
+    if (!runs.has(row.address)) runs.set(row.address, newRow(row));
+    const run = runs.get(row.address), held = run.row.contains(focused) && focused.tagName === "A";
     showRow(run, row);
     if (!run.row.isConnected) board.tBodies[0].append(run.row);
     if (held) run.row.querySelector("a")?.focus({preventScroll: true});
