@@ -225,6 +225,20 @@ def test_losses_of_other_text_or_tokens_are_not_ranked_as_if_they_compared(
     )
 
 
+def test_a_streamed_run_holds_out_other_text(make_named, run_events, run_end):
+    def read(run, data):
+        (run / "plan.json").write_text(json.dumps({"data": {"hash": data}}))
+        return run
+
+    events = [*run_events(400), run_end]
+    streamed = {"data__order": "streamed", "data__tokenizer": "bpe:300"}
+    whole = read(make_named("a", events, data__tokenizer="bpe:300"), "1")
+    other = read(make_named("b", events, **streamed), "2")
+    assert "different text (data.order)" in compare_runs([whole, other]).ranking.verdict
+    prepared = read(other, "1")  # shards: in any order the same are held out
+    assert compare_runs([whole, prepared]).ranking.is_ranked
+
+
 def test_curves_lie_over_steps_tokens_and_time(pair):
     runs = [(run.label, run.record) for run in compare_runs(pair).runs]
     assert useful_axes(runs) == ["step", "tokens", "elapsed_seconds"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pentameter.config.choices import PRECISIONS
 from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.report.event_reader import as_table
 from pentameter.report.reading import RecordedRun
 from pentameter.report.results import Results, RunOutcome, outcome, results
 from pentameter.report.settings import Settings, settings
@@ -86,6 +87,8 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
     texts = [
         path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
     ]
+    if "data.order" in differing and _hold_out_differently(runs):
+        texts.append("data.order")
     measure, key, why = "validation loss", "best_loss", ""
     if {"data.tokenizer", "model.vocab_size"} & set(differing):
         measure, key = "bits per byte", "bits_per_byte"
@@ -105,6 +108,23 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
     leaders, verdict = _verdict(groups, noise, f"{measure}{why}")
     return Ranking(
         tuple(ranked), measure, key, True, repeats, leaders, verdict, noise.sentence(measure)
+    )
+
+
+def _hold_out_differently(runs: Sequence[Run]) -> bool:
+    """Return True if some runs hold out the beginning of a text, as a streamed one does, and others
+    its end. Documents that go by their hash, a validation text of its own, and tokens that were
+    prepared before are the same text in any order."""
+    streamed = {run.settings.get("data.order") == "streamed" for run in runs if run.settings}
+    read = {as_table(run.record.plan.get("data")).get("hash") for run in runs}
+    return (
+        len(streamed) > 1
+        and (len(read) > 1 or None in read)
+        and not all(
+            run.settings.get("data.split_by") == "document"
+            or run.settings.get("data.validation_path") is not None
+            for run in runs
+        )
     )
 
 
