@@ -75,3 +75,8 @@ def test_a_sparkline_has_a_bar_for_each_value():
     assert formatting.sparkline([3.0, 3.0]) == "▁▁"
     assert formatting.sparkline([math.inf]) == "·"
     assert formatting.sparkline([]) == ""
+
+
+def test_little_money_is_not_none():
+    said = {0.00417: "0.0042", 0.5: "0.5", 12.345: "12.35", 1234.5: "1,234", math.nan: "–"}
+    assert {value: formatting.amount(value) for value in said} == said

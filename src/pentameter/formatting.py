@@ -61,6 +61,16 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if whole_only else f"{value:z.3g}"
 
 
+def amount(value: float) -> str:
+    """Format an amount of money: "1,234", "12.35", and what is less than one with two significant
+    digits, "0.0042"; NaN and infinity as "–"."""
+    if not math.isfinite(value):
+        return "–"
+    if abs(value) < 1:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.2f}"
+
+
 def duration(seconds: float) -> str:
     """Format 3,723 seconds as "1 h 2 min": at most two units, from seconds to years with 365 days;
     a negative or infinite one as "–"."""

@@ -15,7 +15,7 @@ from pentameter.estimating.estimate import Estimate
 from pentameter.estimating.scaling import ScalePoint
 from pentameter.estimating.search import Found, first_change
 from pentameter.estimating.shares import stage_tables
-from pentameter.formatting import count, duration, percent, size
+from pentameter.formatting import amount, count, duration, percent, size
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import save_figure
 from pentameter.report.timeline_svg import timeline_svg
@@ -40,7 +40,7 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
     if seconds is None or hours is None:
         return f"{step} · how many steps, the text must tell"
     spent = f"{hours:,.3g} device-hours" if hours < 1000 else f"{hours:,.0f} device-hours"
-    money = "" if price is None else f" at {price:g} an hour: {price * hours:,.0f}"
+    money = "" if price is None else f" at {price:g} an hour: {amount(price * hours)}"
     return f"{step} · {duration(seconds)} in all · {spent}{money}"
 
 
