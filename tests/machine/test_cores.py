@@ -18,6 +18,7 @@ from pentameter.machine.cores import (
     check_memory,
     check_processes,
     choose_wait_policy,
+    has_gpu_file,
     usable_cores,
 )
 from pentameter.processes.world import World
@@ -59,6 +60,16 @@ def test_what_the_plan_needs_is_compared_with_the_memory():
     check_memory(4, 10**9)
     with pytest.raises(ConfigError, match=r"processes of about 2\.30 GB each .* would take 9 GB"):
         check_memory(4, 2 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [(["nvidia3", "nvidiactl"], True), (["kfd"], True), (["dxg"], True), (["nvidiactl"], False)],
+)
+def test_any_gpu_counts_not_the_first_alone(tmp_path, names, found):
+    for name in names:
+        (tmp_path / name).touch()
+    assert has_gpu_file(tmp_path) is found
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "99999999999"], ["--nproc", "4096"]])

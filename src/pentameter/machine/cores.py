@@ -120,6 +120,12 @@ _BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread
 _LOOK_SECONDS = 0.05
 
 
+def has_gpu_file(devices: Path = Path("/dev")) -> bool:
+    """Return True if the kernel or the container shows a GPU under `devices`: NVIDIA's, of which a
+    container may have any number but the first, AMD's, or the one that WSL passes on."""
+    return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+
+
 def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the OpenMP variables in `environ` that say how idle threads wait, by the machine's load
     now: spin on a quiet one, sleep on a busy one. Nothing changes if the user set one.

@@ -27,7 +27,7 @@ from pentameter.machine.child import (
     ForkedChild,
     exit_reason,
 )
-from pentameter.machine.cores import check_memory, check_processes
+from pentameter.machine.cores import check_memory, check_processes, has_gpu_file
 from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
@@ -148,7 +148,7 @@ def check_launch(
     if needs_data(config):
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)
-    on_gpu = config.train.device in ("auto", "cuda") and Path("/dev/nvidia0").exists()
+    on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and has_gpu_file())
     if check_fit and place is None and n_processes > 1 and not on_gpu:
         check_memory(n_processes, plan_state_bytes(plan).state_bytes)
 
