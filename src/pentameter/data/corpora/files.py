@@ -35,7 +35,7 @@ from pentameter.data.corpora.file_kinds import (
     is_binary,
     lacks_text,
 )
-from pentameter.data.corpora.tables import columns_of, is_table, read_rows
+from pentameter.data.corpora.tables import LONGEST_ROW_BYTES, columns_of, is_table, read_rows
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 TOKEN_SUFFIX = ".bin"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
+LONGEST_LINE_BYTES = LONGEST_ROW_BYTES  # of JSONL: a line is held whole, a few times over
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
 
 
