@@ -337,6 +337,21 @@ def test_a_folder_and_a_pattern(memory):
         remote_files("memory://set/none.txt")
 
 
+def test_hidden_files_are_those_below_what_is_named(memory):
+    for name in ("a.txt", ".b.txt", ".c/d.txt", "e/f.txt"):
+        memory.pipe(f"/home/.cache/set/{name}", name.encode())
+
+    def names(url):
+        return [file.name for file in remote_files(url)[0]]
+
+    for folder in ("memory://home/.cache/set", "memory://home/.cache/set/"):
+        assert names(folder) == ["a.txt", "f.txt"]
+    assert names("memory://home/.cache/set/*.txt") == ["a.txt"]
+    assert names("memory://home/.cache/set/.c/*.txt") == ["d.txt"]
+    assert names("memory://home/.cache/set/.*.txt") == [".b.txt"]
+    assert names("memory://home/.cache/set/.b.txt") == [".b.txt"]
+
+
 def test_a_data_set_with_splits_in_a_folder(memory, tmp_path):
     pa = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")

@@ -117,7 +117,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
     def find() -> tuple[list[RemoteFile], str]:
         fs, path = _file_system(url)
         fs.invalidate_cache()
-        root = url
+        root, parent = url, path.partition("*")[0].rpartition("/")[0] if "*" in path else path
         if "*" in path:
             found = fs.glob(path, detail=True)
         elif has_folders(url) and fs.isdir(path):
@@ -128,7 +128,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
         listed = [
             _remote_file(fs, url, name, info)
             for name, info in sorted(files.items())
-            if name == path or not any(part.startswith(".") for part in name.split("/")[1:])
+            if name == path or not _is_hidden(name.removeprefix(parent), path.removeprefix(parent))
         ]
         return listed, root
 
@@ -137,6 +137,13 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
     if not files:
         raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
     return files, root
+
+
+def _is_hidden(name: str, pattern: str) -> bool:
+    """Return True if a part of a path begins with a dot, and no part of the user's pattern does;
+    both without the folder that the user named."""
+    parts, asked = ([*path.split("/")] for path in (name, pattern))
+    return any(part[:1] == "." for part in parts) and not any(part[:1] == "." for part in asked)
 
 
 def local_copy(file: RemoteFile) -> Path:
