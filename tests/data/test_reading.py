@@ -209,7 +209,7 @@ def test_a_long_name_within_gzip_takes_no_time(tmp_path):
     file = write(tmp_path / "a.txt.gz", data)
     begun = time.process_time()
     assert documents(file) == ["text"]
-    assert time.process_time() - begun < 5  # 23 s byte by byte, 0.1 s so
+    assert time.process_time() - begun < 1  # 4 to 23 s byte by byte, 0.03 s so
 
 
 def test_a_suffix_in_a_folders_name_asks_for_no_package(tmp_path, monkeypatch):

@@ -42,6 +42,10 @@ SMALL_BYTES = 1 << 16
 """Bytes of a Parquet file's row groups up to which they are looked through for lists that take no
 bytes there."""
 
+_OF_FOREIGN_BYTES = (
+    ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError,
+)  # fmt: skip
+"""What else pyarrow, and Python, raise for names, sizes and values that cannot be."""
 _ARROW_FILE = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -232,14 +236,14 @@ def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
 def _table_errors(file: Path) -> Iterator[None]:
     """Context manager that turns pyarrow's errors into CorruptError about `file`, and OSError into
     StorageError."""
-    invalid = _pyarrow("", file).lib.ArrowException
+    invalid = (_pyarrow("", file).lib.ArrowException, *_OF_FOREIGN_BYTES)
     try:
         yield
     except OSError as error:
         if error.errno is None:  # Parquet's, for bytes that cannot be decoded
             raise _damage(str(file), error) from error
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
-    except (invalid, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
+    except invalid as error:
         raise _damage(str(file), error) from error
 
 
