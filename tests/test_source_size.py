@@ -26,7 +26,6 @@ FEW_LINES = 60
 """Lines of code below which a module with a single importer belongs to its importer."""
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
-    "data/corpora/archives.py": "a kind of file is looked for by its name, as tables are",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
     "verify/text.py": "as report/plan_text.py: what rich shows is not in the command",
     "evaluate/expert_choices.py": "importing it imports torch, which the command's help does not",

@@ -132,6 +132,25 @@ def test_a_configuration_stays_one_under_any_name(folder, capsys):
     assert 'corpus = "grammar"' in printed(capsys, "mine.conf")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[user]\nWho are you?\n[model]\nA model.\n",
+        "# How to train\n\nWrite a file:\n\n[data]\npath = 'x'\n\nand start it. Then wait.\n",
+        "extends =over two lines\nas only a poem does\nand no file of settings\n",
+    ],
+)
+def test_a_text_may_have_a_line_of_a_configuration(folder, capsys, text):
+    (folder / "dialogue.txt").write_text(text)
+    assert 'path = "dialogue.txt"' in printed(capsys, "dialogue.txt")
+
+
+def test_a_configuration_with_a_mistake_is_no_text(folder, capsys):
+    (folder / "mine.conf").write_text('[model]\nn_layers = \n[data]\ncorpus = "grammar"\n')
+    assert main(["train", "mine.conf"]) == 2
+    assert "not valid TOML" in capsys.readouterr().err
+
+
 def test_a_folder_with_another_programs_configuration_is_text(folder, capsys):
     (folder / "tales" / "config.toml").write_text('title = "a site"\n')
     assert 'path = "tales"' in printed(capsys, "tales")

@@ -20,6 +20,12 @@ class FailingServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, str | None]] = []
         """(method, path with query, Range header)"""
         self.has_ranges = self.has_length = self.has_etag = True
+        self.etag = ""
+        """The ETag of every file; "" for one of its content."""
+        self.types: dict[str, str] = {}
+        """path → Content-Type"""
+        self.redirects: dict[str, str] = {}
+        """path → where it leads, "" for a redirect that does not say"""
         self.closed = threading.Event()
 
     def url(self, path):
@@ -47,17 +53,22 @@ class Handler(BaseHTTPRequestHandler):
         server.requests.append((self.command, self.path, wanted))
         failure = failures.pop(0) if failures else ""
         if failure.isdecimal():
-            return self._send(int(failure), {}, b"an error page")
+            is_bare = failure in ("204", "205", "304")
+            return self._send(int(failure), {}, b"" if is_bare else b"an error page")
         if failure == "delay":
             server.closed.wait(5)
             return self._close()
         if failure == "drop":
             return self._close()
+        if (target := server.redirects.get(self.path)) is not None:
+            return self._send(302, {"Location": target} if target else {}, b"")
         body = server.files.get(self.path.partition("?")[0])
         if body is None:
             return self._send(404, {}, b"nothing here")
-        etag = f'"{hash(body) & 0xFFFFFFFF:x}"'
+        etag = server.etag or f'"{hash(body) & 0xFFFFFFFF:x}"'
         status, headers, start = 200, {}, 0
+        if kind := server.types.get(self.path):
+            headers["Content-Type"] = kind
         if server.has_etag:
             headers["ETag"] = etag
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "")

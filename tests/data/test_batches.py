@@ -78,6 +78,15 @@ def test_missing_rows_of_an_evaluation_need_integer_targets():
     assert len(evaluation_rows(whole, Layout(data=3), 2).rows) == 1
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint64, np.int8])
+def test_missing_rows_are_masked_whatever_integers_the_labels_are(kind):
+    labels = np.array([[255 if kind != np.int8 else 7]] * 3, kind)
+    batch = Batch(np.zeros((3, 1)), labels, np.arange(3))
+    last = evaluation_rows(batch, Layout(data=2), 1)
+    assert last.targets.tolist() == [labels[0].tolist(), [-1]]
+    assert last.n_targets == 1
+
+
 @pytest.mark.parametrize("order", WINDOWS)
 def test_targets_follow_inputs(order):
     batch = batch_of(split_of(30), order, step=3)

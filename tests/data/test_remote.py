@@ -14,7 +14,7 @@ from pentameter.data.corpora.remote import local_copy, remote_files
 from pentameter.data.open_dataset import open_dataset
 from pentameter.disk import file_systems
 from pentameter.disk.cache import cache_folder
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 pytest.importorskip("fsspec", reason="needs the extra remote")
 pytest.importorskip("aiohttp", reason="needs the extra remote")
@@ -38,6 +38,9 @@ def server(one_server, tmp_path, monkeypatch):
     one_server.failures.clear()
     one_server.head_failures.clear()
     one_server.requests.clear()
+    one_server.etag = ""
+    one_server.types.clear()
+    one_server.redirects.clear()
     one_server.has_ranges = one_server.has_length = one_server.has_etag = True
     return one_server
 
@@ -171,6 +174,82 @@ def test_without_a_version_the_size_is_what_is_known(server):
     assert server.gets() == [None]  # nothing is added to a part that may be of another version
 
 
+@pytest.mark.parametrize(("etag", "has_etag"), [("", False), ('W/"same"', True)])
+def test_two_versions_that_nothing_tells_apart_are_not_joined(server, monkeypatch, etag, has_etag):
+    """The second request meets another version, of the same size."""
+    server.has_etag, server.etag = has_etag, etag
+    server.failures += ["cut:1500000"]
+    append = remote._append
+
+    def changing(*arguments):
+        try:
+            append(*arguments)
+        finally:
+            server.files["/a.txt"] = BODY[::-1]
+
+    monkeypatch.setattr(remote, "_append", changing)
+    assert copied(server).read_bytes() == BODY[::-1]
+    assert server.gets() == [None, None]
+
+
+def test_attempts_from_the_start_are_bounded_too(server):
+    server.has_etag = False
+    server.failures += ["cut:1500000"] * 50
+    with pytest.raises(StorageError, match=r"after 5 attempts \(.*\.'>\); check"):
+        copied(server)
+    assert len(server.gets()) <= 7
+
+
+def test_a_copy_that_goes_on_asks_room_for_the_rest(server, monkeypatch):
+    asked = []
+    monkeypatch.setattr(remote, "check_free_space", lambda folder, n_bytes: asked.append(n_bytes))
+    server.failures += ["cut:2500000", *["500"] * 9]
+    with pytest.raises(StorageError, match="bytes are kept"):
+        copied(server)
+    server.failures.clear()
+    assert copied(server).read_bytes() == BODY
+    assert asked[0] == len(BODY)
+    assert 500_000 <= asked[1] < 2_000_000
+
+
+# -- what is no file ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["204", "205", "302", "304"])
+def test_a_status_without_a_file_is_refused(server, status):
+    server.head_failures += [status]
+    server.failures += [status]
+    with pytest.raises(ConfigError, match=rf"a\.txt is no file: .*HTTP status {status}.*check the"):
+        copied(server)
+    assert not any(path.is_dir() for path in (cache_folder() / "remote").iterdir())
+
+
+def test_a_redirect_that_leads_nowhere_is_no_empty_text(server):
+    server.redirects["/r.txt"] = ""
+    with pytest.raises(ConfigError, match=r"r\.txt is no file: .*HTTP status 302"):
+        copied(server, "/r.txt")
+    server.redirects["/r.txt"] = "/a.txt"
+    assert copied(server, "/r.txt").read_bytes() == BODY
+
+
+PAGE = b"\n<!-- x --> <!DOCTYPE html><html><body>Please log in</body></html>"
+
+
+def test_a_login_page_is_not_taken_as_text(server):
+    server.files |= {"/login": PAGE, "/b.txt": PAGE, "/page.html": PAGE, "/page": PAGE}
+    server.types = dict.fromkeys(server.files, "text/html; charset=utf-8")
+    server.redirects |= {"/c.jsonl": "/login", "/article": "/login", "/short": "/page"}
+    for path in ("/b.txt", "/c.jsonl", "/article"):
+        with pytest.raises(CorruptError, match=r"is not sent: .*a web page instead.*log in"):
+            copied(server, path)
+    # What was meant, or what only says that it is a page, is read.
+    for path in ("/page.html", "/page", "/short"):
+        assert copied(server, path).read_bytes() == PAGE
+    assert copied(server).read_bytes() == BODY
+    server.types["/b.txt"] = "text/plain"
+    assert copied(server, "/b.txt").read_bytes() == PAGE
+
+
 def test_nobody_answers(server, monkeypatch):
     monkeypatch.setattr(remote, "ATTEMPTS", 2)
     with pytest.raises(
@@ -210,6 +289,31 @@ SECRET = "hunter2"
         f"https://example.org/a.txt?X-Amz-Signature={SECRET}",
         f"https://example.org/a.txt?download=1&access_token={SECRET}",
         f"s3://key:{SECRET}@bucket/a.txt",
+        f"abfs://container:{SECRET}@account.dfs.core.windows.net/a.txt",
+        *(
+            f"https://example.org/a.txt?{key}={SECRET}"
+            for key in (
+                "sig",
+                "sign",
+                "apiKey",
+                "api-key",
+                "AWSAccessKeyId",
+                "key",
+                "auth",
+                "oauth",
+                "Authorization",
+                "authToken",
+                "accesstoken",
+                "X-Goog-Signature",
+                "sessionid",
+                "session_id",
+                "PHPSESSIONID",
+                "userPwd",
+                "password",
+                "client_secret",
+                "credentials",
+            )
+        ),
     ],
 )
 def test_a_url_with_a_secret_is_refused_without_showing_it(url):
@@ -221,6 +325,54 @@ def test_a_url_with_a_secret_is_refused_without_showing_it(url):
         with pytest.raises(ValueError, match="is given with") as refused:
             DataConfig(**section)
         assert SECRET not in refused.value.errors()[0]["msg"]
+
+
+def test_what_only_holds_the_letters_of_a_secret_is_none():
+    for key in ("design", "assigned", "signal", "keyword", "author", "authors", "tokenizer", "x"):
+        assert url_problem(f"https://example.org/a.txt?{key}=1") is None
+    url = "abfs://container@account.dfs.core.windows.net/set/a.txt"
+    assert url_problem(url) is None
+    assert (shown_url(url), last_part(url)) == (url, "a.txt")
+    for kind in ("s3", "https", "sftp"):
+        assert url_problem(f"{kind}://user@host/a.txt") is not None
+
+
+def test_a_container_keeps_its_account(server, monkeypatch):
+    """As adlfs, whose paths leave out the account and whose options have it."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    accounts = []
+
+    class Azure(MemoryFileSystem):
+        protocol = ("abfs", "abfss", "az")
+
+        def __init__(self, account_name=None, **options):
+            accounts.append(account_name)
+            super().__init__(**options)
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            netloc, _, rest = path.partition("://")[2].partition("/")
+            return f"/{netloc.partition('@')[0]}/{rest}".rstrip("/") if netloc else path.rstrip("/")
+
+        @staticmethod
+        def _get_kwargs_from_urls(url):
+            return {"account_name": url.partition("@")[2].partition(".")[0]}
+
+    fsspec.register_implementation("abfs", Azure, clobber=True)
+    fs = fsspec.filesystem("memory")
+    try:
+        fs.pipe("/container/set/a.txt", b"text")
+        url = "abfs://container@account.dfs.core.windows.net/set"
+        for asked in (url, f"{url}/*.txt", f"{url}/a.txt"):
+            accounts.clear()
+            (file,), _ = remote_files(asked)
+            assert file.url == f"{url}/a.txt"
+            assert local_copy(file).read_bytes() == b"text"
+            assert {*accounts} <= {"account"}
+    finally:
+        fs.store.clear()
 
 
 def test_a_query_is_sent_and_never_shown(server):
@@ -335,6 +487,21 @@ def test_a_folder_and_a_pattern(memory):
         remote_files("memory://set/*.parquet")
     with pytest.raises(ConfigError, match="does not exist"):
         remote_files("memory://set/none.txt")
+
+
+def test_hidden_files_are_those_below_what_is_named(memory):
+    for name in ("a.txt", ".b.txt", ".c/d.txt", "e/f.txt"):
+        memory.pipe(f"/home/.cache/set/{name}", name.encode())
+
+    def names(url):
+        return [file.name for file in remote_files(url)[0]]
+
+    for folder in ("memory://home/.cache/set", "memory://home/.cache/set/"):
+        assert names(folder) == ["a.txt", "f.txt"]
+    assert names("memory://home/.cache/set/*.txt") == ["a.txt"]
+    assert names("memory://home/.cache/set/.c/*.txt") == ["d.txt"]
+    assert names("memory://home/.cache/set/.*.txt") == [".b.txt"]
+    assert names("memory://home/.cache/set/.b.txt") == [".b.txt"]
 
 
 def test_a_data_set_with_splits_in_a_folder(memory, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,7 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora import files
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import stream as preparing_stream
-from pentameter.data.prepare.ahead import FAILURE_FILE, Ahead, Follower
+from pentameter.data.prepare.ahead import Ahead, Follower, failure_file
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.prepare.stream import Parts, origin_of
 from pentameter.data.shards import stream as stream_shards
@@ -280,9 +281,41 @@ def test_those_who_wait_for_another_process_hear_of_its_error(folder, tmp_path):
             open_stream(target, ahead)
     finally:
         ahead.close()
-    assert (target / FAILURE_FILE).exists()
+    assert failure_file(target).exists()
     with pytest.raises(CorruptError, match=r"0\.jsonl, line 1 is not JSON"):
         open_stream(target, follower)
+
+
+def test_a_stopped_run_is_no_failure_of_another(folder, tmp_path):
+    """`close` kills the process that writes, and whoever waits for the same parts waits on."""
+    target = tmp_path / "out"
+    target.mkdir()
+    follower = Follower(target)
+    ahead = Ahead(origin(folder), target)
+    ahead.prepare(1 << 40)
+    while ahead._child is None:
+        time.sleep(0.01)
+    ahead.close()
+    assert not failure_file(target).exists()
+    follower.wait(1)
+
+
+def test_a_failure_of_another_run_is_its_own(folder, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    follower = Follower(target)
+    ahead = Ahead(origin(folder), target)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    of_the_run = Follower(target)
+    ahead.prepare(1 << 40)
+    while ahead._child is None:
+        time.sleep(0.01)
+    ahead._child.kill()  # as where memory is short
+    ahead._thread.join()
+    with pytest.raises(StorageError, match="the process that tokenizes the text"):
+        of_the_run.wait(1)
+    follower.wait(1)
+    ahead.close()
 
 
 def test_a_mixture_of_streams(folder, tmp_path):

@@ -210,6 +210,20 @@ def test_a_data_set_that_was_saved(tmp_path):
             corpus_at(folder)
 
 
+def test_a_folder_that_sorts_between_the_files_of_a_saved_data_set(tmp_path):
+    folder = saved(tmp_path / "one", text=["a"])
+    (folder / "data-00000-of-00001.arrow").rename(folder / "a.arrow")
+    arrow(folder / "z.arrow", text=["z"])
+    arrow(folder / "more" / "m.arrow", text=["m"])
+    arrow(folder / "y.arrow", text=["of an earlier save"])
+    state = {"_data_files": [{"filename": "a.arrow"}, {"filename": "z.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    assert "".join(corpus_at(folder).chunks()) == "amz"
+    (folder / "state.json").write_text("[" * 100_000)
+    with pytest.raises(CorruptError, match="is no state of a saved data set"):
+        corpus_at(folder)
+
+
 def test_a_dictionary_of_data_sets_that_was_saved(tmp_path):
     for split in ("train", "validation", "test"):
         saved(tmp_path / split, text=[split])
@@ -244,6 +258,23 @@ def test_several_subsets_are_told(tmp_path):
     assert held_out == {"val": ["large/valid/0.parquet", "small/valid/0.parquet"]}
     assert "there are 2 data sets in these files" in warning
     assert parts(tmp_path / "small")[2] == ()
+
+
+def test_advice_that_was_followed_is_not_given_again(tmp_path):
+    for name in ("small", "large"):
+        parquet(tmp_path / name / "train-0.parquet", text=[name])
+    assert "name one for itself" in parts(tmp_path)[2][0]
+    each = inputs_at([tmp_path / name / "train-0.parquet" for name in ("small", "large")])
+    assert each.warnings == ()
+    test = parquet(tmp_path / "small" / "test-0.parquet", text=["t"])
+    assert "--data.validation-path" in parts(tmp_path / "small")[2][0]
+    found = corpus_at(tmp_path / "small", validation_path=str(test))
+    assert found.warnings == ()
+    assert "".join(found.held_out["val"].chunks()) == "t"
+    notes = tmp_path / "small" / "notes.txt"
+    notes.write_text("notes")
+    assert "its 1 other files are not read; name them" in parts(tmp_path / "small")[2][0]
+    assert inputs_at([tmp_path / "small", notes]).warnings == ()
 
 
 def test_text_and_jsonl_have_no_splits_by_name(tmp_path):

@@ -18,6 +18,8 @@ PRESET_FOR_TEXT = "quickstart"
 
 # A TOML file by another name is no text.
 _OF_A_CONFIGURATION = re.compile(rb"^(extends *=|\[(model|data|optimizer|train)\])", re.MULTILINE)
+_TABLE_OR_REMARK = re.compile(rb"\s*(\[|#|$)")
+_KEY = re.compile(rb"\s*[\w.\"'-]+\s*=")
 _LOOKED_AT_BYTES = 1 << 16
 
 
@@ -60,9 +62,17 @@ def is_text(path: Path) -> bool:
         if file.suffix.lower() == ".toml" and not is_folder:
             return False
         with file.open("rb") as opened:
-            return _OF_A_CONFIGURATION.search(opened.read(_LOOKED_AT_BYTES)) is None
+            start = opened.read(_LOOKED_AT_BYTES)
+        return _OF_A_CONFIGURATION.search(start) is None or not (is_folder or _has_keys(start))
     except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
         return False
+
+
+def _has_keys(start: bytes) -> bool:
+    """Return True if at least half of a file's first lines are `key = value`, apart from tables and
+    remarks: a text may well have a line `[model]`."""
+    lines = [line for line in start.splitlines() if not _TABLE_OR_REMARK.match(line)]
+    return 2 * sum(_KEY.match(line) is not None for line in lines) >= len(lines)
 
 
 def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:

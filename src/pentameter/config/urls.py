@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pentameter.errors import printable
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(r"token|secret|sig|passw|pwd|credential|key|auth|session", re.IGNORECASE)
+# In keys whose words are apart (`apiKey` is api_key). Not design, keyword, author or tokenizer.
+_SECRET = re.compile(
+    r"token(?!iz)|secret(?!ar)|signature|(?<![a-z])sign(?![a-z])|sig(?![a-z])|passw|pwd"
+    r"|credential|keys?(?![a-z])|keyid|auth(?!or(?!iz))|(?<![a-z])session|sessionid"
+)
+_AZURE = ("abfs", "abfss", "az", "wasb", "wasbs")
+"""Schemes in whose URLs the user is a container: `abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/`."""
 
 
 def is_remote(path: str | Path) -> bool:
@@ -31,7 +37,23 @@ def shown_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:  # half an IPv6 address
         return printable(url.partition("?")[0].rpartition("@")[2])
-    return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+    host = parts.netloc if _is_container(parts) else parts.netloc.rpartition("@")[2]
+    return printable(f"{parts.scheme}://{host}{parts.path}")
+
+
+def url_within(url: str, path: str) -> str | None:
+    """Return the URL of `path`, CONTAINER/PATH as its file system lists it, beside an Azure `url`
+    with the account behind the container; None for other URLs."""
+    parts = urlsplit(url)
+    if not _is_container(parts):
+        return None
+    return f"{parts.scheme}://{parts.netloc}/{path.lstrip('/').partition('/')[2]}"
+
+
+def _is_container(parts: SplitResult) -> bool:
+    """Return True if what stands before `@` in a URL is a container's name, not a user's."""
+    user, _, _ = parts.netloc.rpartition("@")
+    return parts.scheme.lower() in _AZURE and re.fullmatch(r"[\w$-]+", user) is not None
 
 
 def shown_path(path: str) -> str:
@@ -58,8 +80,9 @@ def url_problem(path: str | None, instead: str = "download the file and name tha
         keys = [key for key, _ in parse_qsl(parts.query, keep_blank_values=True)]
     except ValueError as error:
         return f"{shown_url(path)} is no URL ({error}); check it"
-    secret = next((key for key in keys if _SECRET.search(key)), None)
-    if "@" in parts.netloc:
+    apart = {key: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower() for key in keys}
+    secret = next((key for key in keys if _SECRET.search(apart[key])), None)
+    if "@" in parts.netloc and not _is_container(parts):
         secret = "a user or password"
     elif secret is not None:
         secret = f"{printable(secret)[:40]}=…"

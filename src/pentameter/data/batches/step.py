@@ -94,6 +94,8 @@ def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
 
     def targets_of(array: np.ndarray) -> np.ndarray:
         own: np.ndarray = array[taken]
+        if own.dtype.kind == "u":  # of a user's labels: they have no -1
+            own = own.astype(np.int64)
         own[is_missing] = IGNORED_TARGET
         return own
 

@@ -1,58 +1,204 @@
-"""Files in a tar archive, read one after another as streams: nothing is unpacked to a disk."""
+"""Files in a tar archive, read one after another as streams: nothing is unpacked to a disk.
+
+The formats are those of POSIX (ustar, pax) and of GNU tar. Python's `tarfile` keeps each file's
+header in memory, takes a damaged header for the archive's end, and reads headers of any length.
+"""
 
 from __future__ import annotations
 
-import tarfile
+import io
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from pentameter.errors import CorruptError
 
 TAR_SUFFIX = ".tar"
+LONGEST_HEADER_BYTES = 1 << 20
+"""Maximum bytes of a long name, or of pax's keys, before a file."""
+
 _BLOCK_BYTES = 512
 _READ_BYTES = 1 << 16
+_REGULAR, _FOLDER, _SPARSE = b"0", b"5", b"S"
+_AS_REGULAR, _WITHOUT_CONTENT = b"0\x007", b"123456"  # links, devices, folders, pipes
+_GNU_NAME, _GNU_LINK, _PAX, _PAX_OF_ALL = b"L", b"K", (b"x", b"X"), b"g"
+_PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
+
+
+@dataclass
+class _Header:
+    """A file's header: its name, size in bytes, and type as a byte of tar's."""
+
+    name: str
+    size: int
+    kind: bytes
 
 
 def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
     """Yield the name and content stream of each regular file in a tar archive, in order; each must
     be read before the next is asked for. Hidden files, links and devices are left out.
 
-    Raises CorruptError if the archive is damaged or truncated; `where` names it in the message.
+    Raises CorruptError if the archive is damaged or truncated, or holds a file with holes; `where`
+    names it in the message.
     """
-    noted = _LastBlock(stream)
-    try:
-        with tarfile.open(fileobj=cast(Any, noted), mode="r|") as archive:
-            for member in archive:
-                parts = PurePosixPath(member.name).parts
-                if member.isreg() and not any(part.startswith(".") for part in parts):
-                    content = archive.extractfile(member)
-                    assert content is not None  # it is a regular file
-                    yield member.name, cast(BinaryIO, content)
-    except tarfile.TarError as error:
-        raise _damage(where, str(error)) from error
-    while noted.read(_READ_BYTES):  # up to the checksum of what the archive is compressed with
-        pass
-    if any(noted.last) or not noted.last:  # a whole archive ends with blocks of zeros
-        raise _damage(where, "it has no end mark")
+    archive = _Archive(stream, where)
+    while (header := archive.next_header()) is not None:
+        content = _Content(archive, header.size)
+        is_hidden = any(part.startswith(".") for part in PurePosixPath(header.name).parts)
+        if not is_hidden and header.kind == _SPARSE:
+            raise CorruptError(
+                f"{where}: {header.name} is stored as a file with holes (sparse), in which there "
+                "is no text; pack it without --sparse, or leave it out"
+            )
+        if not is_hidden and header.kind == _REGULAR:
+            yield header.name, cast(BinaryIO, io.BufferedReader(content))
+        content.skip()
 
 
-def _damage(where: str, reason: str) -> CorruptError:
-    return CorruptError(
-        f"{where} is damaged or cut short, or no tar archive ({reason}); fetch it again, or leave "
-        "it out"
-    )
+class _Archive:
+    """The blocks of an archive, in order. `read` of its stream gives fewer bytes at its end
+    only."""
 
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        self._stream, self._where = stream, where
+        self._offset = 0
+        self._for_all: dict[str, bytes] = {}
 
-class _LastBlock:
-    """A wrapper that remembers in `last` the last 512 bytes read from a stream."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.last = b""
-
-    def read(self, n_bytes: int = -1) -> bytes:
-        """Return up to `n_bytes` from the stream; all for -1."""
+    def read(self, n_bytes: int) -> bytes:
+        """Return the next `n_bytes`; CorruptError if the archive ends before."""
         data = self._stream.read(n_bytes)
-        self.last = (self.last + data)[-_BLOCK_BYTES:] if data else self.last
+        self._offset += len(data)
+        if len(data) < n_bytes:
+            raise self._damage("it has no end mark")
         return data
+
+    def skip(self, n_bytes: int) -> None:
+        """Read `n_bytes` and forget them; CorruptError if the archive ends before."""
+        for start in range(0, n_bytes, _READ_BYTES):
+            self.read(min(_READ_BYTES, n_bytes - start))
+
+    def next_header(self) -> _Header | None:
+        """Return the next file's header, changed by what stands before it; None at the end."""
+        keys = dict(self._for_all)
+        while (block := self._next_block()) is not None:
+            header = self._parsed(block)
+            if header.kind in (_GNU_NAME, _GNU_LINK, *_PAX, _PAX_OF_ALL):
+                content = self._extra(header.size)
+                if header.kind == _GNU_NAME:
+                    keys["path"] = content.partition(b"\0")[0]
+                elif header.kind in _PAX:
+                    keys |= self._pax_keys(content)
+                elif header.kind == _PAX_OF_ALL:
+                    self._for_all |= self._pax_keys(content)
+                    keys |= self._for_all
+                continue
+            if "size" in keys and header.kind not in _WITHOUT_CONTENT:
+                header.size = self._number(keys["size"], 10)
+            if "path" in keys:
+                header.name = _as_text(keys["path"])
+            if any(key.startswith("GNU.sparse.") for key in keys):
+                header.kind = _SPARSE
+            elif header.kind == _SPARSE:
+                is_followed = block[482]
+                while is_followed:  # by blocks with more of its map
+                    is_followed = self.read(_BLOCK_BYTES)[504]
+            return header
+        return None
+
+    def _next_block(self) -> bytes | None:
+        """Return the next block that is not zeros, a header; None at the archive's end, which zeros
+        mark. Another archive may follow them."""
+        has_end = False
+        while block := self._stream.read(_BLOCK_BYTES):
+            if any(block):
+                if len(block) < _BLOCK_BYTES:
+                    raise self._damage("it ends within a header")
+                self._offset += len(block)
+                return block
+            self._offset += len(block)
+            has_end = True
+        if not has_end:
+            raise self._damage("it has no end mark")
+        return None
+
+    def _parsed(self, block: bytes) -> _Header:
+        """Return the header in a block; CorruptError if it is none by its checksum."""
+        known, sums = self._number(block[148:156], 8), block[:148] + b" " * 8 + block[156:]
+        # Some old programs summed signed bytes.
+        if known != sum(sums) != known + 256 * sum(byte > 127 for byte in sums):
+            raise self._damage(f"no header at byte {self._offset - _BLOCK_BYTES:,}")
+        name = block[:100].partition(b"\0")[0]
+        if block[257:263] == b"ustar\0" and (prefix := block[345:500].partition(b"\0")[0]):
+            name = prefix + b"/" + name
+        kind = block[156:157]
+        if kind in _AS_REGULAR:
+            is_folder = kind == b"\0" and name.endswith(b"/")  # of before POSIX
+            kind = _FOLDER if is_folder else _REGULAR
+        size = 0 if kind in _WITHOUT_CONTENT else self._number(block[124:136], 8)
+        return _Header(_as_text(name), size, kind)
+
+    def _number(self, field: bytes, base: int) -> int:
+        """Return the number in a header's field, as digits or, where a size is large, as bytes."""
+        if field[:1] == b"\x80":
+            return int.from_bytes(field[1:])
+        digits = field.partition(b"\0")[0].strip() or b"0"
+        if not (digits.isdigit() and digits.isascii() and len(digits) <= _BLOCK_BYTES):
+            raise self._damage(f"no number in the header before byte {self._offset:,}")
+        try:
+            return int(digits, base)
+        except ValueError as error:  # 8 or 9
+            raise self._damage(f"no number in the header before byte {self._offset:,}") from error
+
+    def _extra(self, size: int) -> bytes:
+        """Return the `size` bytes behind a header that say more of the next file."""
+        if size > LONGEST_HEADER_BYTES:
+            raise self._damage(f"a header of {size:,} bytes before byte {self._offset:,}")
+        return self.read(size + -size % _BLOCK_BYTES)[:size]
+
+    def _pax_keys(self, content: bytes) -> dict[str, bytes]:
+        """Return the keys in pax's extra header; each record is `LENGTH KEY=VALUE` and a line
+        end."""
+        keys, at = {}, 0
+        while at < len(content.rstrip(b"\0")):
+            length = int(found[1]) if (found := _PAX_LENGTH.match(content, at)) else 0
+            key, equals, value = content[at : at + length].partition(b" ")[2].partition(b"=")
+            if not equals or not value.endswith(b"\n"):
+                raise self._damage(f"no pax header before byte {self._offset:,}")
+            keys[_as_text(key)] = value[:-1]
+            at += length
+        return keys
+
+    def _damage(self, reason: str) -> CorruptError:
+        return CorruptError(
+            f"{self._where} is damaged or cut short, or no tar archive ({reason}); fetch it again, "
+            "or leave it out"
+        )
+
+
+class _Content(io.RawIOBase):
+    """A file's content as a stream of its bytes, which ends with them."""
+
+    def __init__(self, archive: _Archive, size: int) -> None:
+        self._archive, self._n_left, self._n_padding = archive, size, -size % _BLOCK_BYTES
+
+    def readable(self) -> bool:
+        """Return True, as `io.BufferedReader` asks."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with the next bytes; return their number, 0 at the file's end."""
+        data = self._archive.read(min(len(buffer), self._n_left))
+        self._n_left -= len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def skip(self) -> None:
+        """Read what is left of the file, and forget it."""
+        n_left, self._n_left = self._n_left, 0
+        self._archive.skip(n_left + self._n_padding)
+
+
+def _as_text(name: bytes) -> str:
+    return name.decode(errors="surrogateescape")

@@ -11,23 +11,24 @@ archive those of the files in it.
 from __future__ import annotations
 
 import codecs
-import gzip
 import hashlib
-import importlib
-import io
 import itertools
 import json
-import sys
-import tarfile
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol
 
 from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import TAR_SUFFIX, members
+from pentameter.data.corpora.compression import (
+    chunk_stream,
+    compression_of,
+    decompressed,
+    open_decompressed,
+    uncompressed_name,
+)
 from pentameter.data.corpora.file_kinds import (
     MARKS,
     START_BYTES,
@@ -35,16 +36,15 @@ from pentameter.data.corpora.file_kinds import (
     is_binary,
     lacks_text,
 )
-from pentameter.data.corpora.tables import columns_of, is_table, read_rows
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.data.corpora.tables import LONGEST_ROW_BYTES, columns_of, is_table, read_rows
+from pentameter.errors import CorruptError, StorageError
 
 # Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
 CHUNK_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 TOKEN_SUFFIX = ".bin"
-COMPRESSED_SUFFIXES = (".gz", ".zst")
-LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
+LONGEST_LINE_BYTES = LONGEST_ROW_BYTES  # of JSONL: a line is held whole, a few times over
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
 
 
@@ -119,7 +119,7 @@ class LocalFile:
             size = self.path.stat().st_size
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
-        is_small = bool(_compression(self.name)) or self.name.lower().endswith(".parquet")
+        is_small = bool(compression_of(self.name)) or self.name.lower().endswith(".parquet")
         return size * USUAL_COMPRESSION if is_small else size
 
     def lacks_text(self) -> bool:
@@ -127,7 +127,7 @@ class LocalFile:
         its suffix says how to read it (table, archive, compressed), for token ids (`.bin`), and if
         it cannot be read."""
         name = self.name.lower()
-        if is_table(name) or _compression(name) or name.endswith((TAR_SUFFIX, TOKEN_SUFFIX)):
+        if is_table(name) or compression_of(name) or name.endswith((TAR_SUFFIX, TOKEN_SUFFIX)):
             return False
         try:
             with self.path.open("rb") as stream:
@@ -165,7 +165,7 @@ def sha256_of(file: Path) -> str:
 
 def is_jsonl(name: str) -> bool:
     """Return True if a file name, without compression suffix, ends in .jsonl or .ndjson."""
-    return _uncompressed_name(name).endswith(JSONL_SUFFIXES)
+    return uncompressed_name(name).endswith(JSONL_SUFFIXES)
 
 
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
@@ -188,14 +188,14 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
         for record, where in read_rows(file, [field]):
             if field in record:
                 yield iter((_record_text(record, field, where),))
-    elif _uncompressed_name(file.name).endswith(TAR_SUFFIX):
-        with _open(file) as archive:
+    elif uncompressed_name(file.name).endswith(TAR_SUFFIX):
+        with open_decompressed(file) as archive:
             for name, content in members(archive, str(file)):
                 where = f"{file}: {name}"
-                opened = _decompressed(content, name, where)
+                opened = decompressed(content, name, where)
                 yield from _documents_in(opened, name, where, contents)
     else:
-        yield from _documents_in(_open(file), file.name, str(file), contents)
+        yield from _documents_in(open_decompressed(file), file.name, str(file), contents)
 
 
 def _documents_in(
@@ -312,7 +312,7 @@ def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str
     if is_table(file.name):
         yield from read_rows(file, [contents.text_field, *fields])
         return
-    with _open(file) as stream:
+    with open_decompressed(file) as stream:
         yield from _stream_records(stream, str(file), contents)
 
 
@@ -321,7 +321,7 @@ def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Reco
     messages."""
     offset = 0
     chunks = _decoded(stream, file, contents)
-    utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(chunks))
+    utf8 = stream if contents.is_utf8 else chunk_stream(chunk.encode() for chunk in chunks)
     for number in itertools.count(1):
         line = utf8.readline(LONGEST_LINE_BYTES + 1)
         if not line:
@@ -393,87 +393,3 @@ def check_encodable(text: str, what: str, where: str) -> None:
                 f"(\\u{ord(text[error.start]):04x}), which is no character; write both halves, "
                 "or leave it out"
             ) from error
-
-
-def _compression(name: str) -> str:
-    """Return the compression suffix of a file name, `.gz` (also for `.tgz`) or `.zst`; "" if
-    uncompressed."""
-    name = name.lower()
-    if name.endswith(".tgz"):
-        return ".gz"
-    return next((suffix for suffix in COMPRESSED_SUFFIXES if name.endswith(suffix)), "")
-
-
-def _uncompressed_name(name: str) -> str:
-    """Return a file name in lower case without its compression suffix; `.tgz` becomes `.tar`."""
-    name = name.lower()
-    if name.endswith(".tgz"):
-        return f"{name.removesuffix('.tgz')}{TAR_SUFFIX}"
-    return name.removesuffix(_compression(name))
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[BinaryIO]:
-    """Context manager that yields a file's decompressed bytes as a stream; StorageError if it
-    cannot be opened."""
-    try:
-        stream = file.open("rb")
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
-    with stream, _decompressed(stream, file.name, str(file)) as content:
-        yield content
-
-
-@contextmanager
-def _decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
-    """Context manager that yields a stream's bytes, decompressed by the suffix of `name`. While it
-    is open, errors for damaged compression become CorruptError and OSError becomes StorageError,
-    with `where` in the message."""
-    damage: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError]
-    if ".zst" in where.lower():
-        damage.append(_zstd().ZstdError)
-    try:
-        match _compression(name):
-            case ".gz":
-                yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-            case ".zst":
-                yield _zstd().ZstdFile(stream)
-            case _:
-                yield stream
-    except tuple(damage) as error:
-        raise CorruptError(
-            f"{where} is damaged or cut short ({error}); fetch it again, or leave it out"
-        ) from error
-    except OSError as error:
-        raise StorageError(f"cannot read {where}: {error.strerror}") from error
-
-
-class _Utf8Stream(io.RawIOBase):
-    """A readable byte stream of text chunks in UTF-8."""
-
-    def __init__(self, chunks: Iterator[str]) -> None:
-        self._pieces, self._ready = chunks, memoryview(b"")
-
-    def readable(self) -> bool:
-        """Return True, as `io.BufferedReader` asks."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with the next bytes; return their number, 0 at the end."""
-        while not self._ready and (chunk := next(self._pieces, None)) is not None:
-            self._ready = memoryview(chunk.encode())
-        n = min(len(buffer), len(self._ready))
-        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
-        return n
-
-
-def _zstd() -> Any:
-    """Return Python's module for Zstandard; ConfigError if it is not installed."""
-    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"reading .zst files needs the package {name}, which is not installed; "
-            "`pip install 'pentameter[zstd]'`, or decompress them with `zstd -d`"
-        ) from error

@@ -9,7 +9,6 @@ split.
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import os
 import re
@@ -61,13 +60,13 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     StorageError for one that cannot be read, CorruptError if text is held out beside conversations.
     """
     contents = FileContents(data.encoding, data.text_field)
-    inputs = inputs_at(paths, contents)
     given = {"val": data.validation_path, "test": data.test_path}
     beside = {
         split: inputs_at([path], contents).files
         for split, path in given.items()
         if path is not None
     }
+    inputs = inputs_at(paths, contents, has_held_out=bool(beside))
     inputs = replace(inputs, held_out=beside or inputs.held_out)
     if not hold_conversations(inputs.files, contents):
         warning = table_warning(inputs.files)
@@ -92,8 +91,11 @@ def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: Data
     return kind(name, inputs.files, contents, data.max_bytes, held_out, inputs.warnings)
 
 
-def inputs_at(paths: Sequence[str | Path], contents: FileContents = UTF8) -> Inputs:
-    """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs.
+def inputs_at(
+    paths: Sequence[str | Path], contents: FileContents = UTF8, *, has_held_out: bool = False
+) -> Inputs:
+    """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs. `has_held_out`
+    says that the user has named what is held out, and needs no advice on it.
 
     A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
     links to folders, links to files that are in it anyway and special files (pipes, sockets) are
@@ -105,12 +107,17 @@ def inputs_at(paths: Sequence[str | Path], contents: FileContents = UTF8) -> Inp
     """
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
+    n_alone = 0  # tables named by themselves
     warnings: list[str] = []
     for path in paths:
         files, root = _files_at(path)
         tables = [file for file in files if is_table(file.name)]
         if root and tables:
-            n_others = sum(not is_table(file.name) and file.name not in _ABOUT for file in files)
+            known = _ABOUT | {str(each) for each in paths}  # these are read as they are named
+            n_others = sum(
+                not is_table(file.name) and known.isdisjoint((file.name, str(file)))
+                for file in files
+            )
             if n_others:
                 warnings.append(
                     f"{path} holds tables, and its {n_others:,} other files are not read; name "
@@ -123,9 +130,10 @@ def inputs_at(paths: Sequence[str | Path], contents: FileContents = UTF8) -> Inp
                 warnings.append(_left_out_warning(path, left_out))
         found += files
         named += [(file, PurePosixPath(str(file).removeprefix(root))) for file in tables]
+        n_alone += 0 if root else len(tables)
     if len(named) < len(found):  # text has no split by its name
         return Inputs(tuple(found), {}, tuple(warnings))
-    return _by_split(named, warnings)
+    return _by_split(named, warnings, has_held_out=has_held_out, are_alone=n_alone == len(named))
 
 
 def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputFile]]:
@@ -211,17 +219,19 @@ def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
     """Yield a data set's tables without the cache files that `datasets` leaves beside them. In a
     folder with a state.json, as `save_to_disk` writes it, they are only the Arrow files that it
     lists. Raises CorruptError if a listed file is missing."""
-    for folder, group in itertools.groupby(tables, key=_folder_of):
-        inside = list(group)
+    inside: dict[Path | None, set[str]] = {}
+    for file in tables:  # those of a folder need not follow one another
+        inside.setdefault(_folder_of(file), set()).add(file.name)
+    listed: dict[Path | None, set[str]] = {}
+    for folder, names in inside.items():
         state = None if folder is None else folder / _STATE_FILE
         if state is None or not state.is_file():
-            yield from (file for file in inside if not _NOT_DATA.match(file.name))
+            listed[folder] = {name for name in names if not _NOT_DATA.match(name)}
             continue
-        listed = _listed_files(state)
-        missing = sorted({*listed} - {file.name for file in inside})
-        if missing:
+        listed[folder] = {*_listed_files(state)}
+        if missing := sorted(listed[folder] - names):
             raise CorruptError(f"{state} lists {missing[0]}, which is not there; save it again")
-        yield from (file for file in inside if file.name in listed)
+    yield from (file for file in tables if file.name in listed[_folder_of(file)])
 
 
 def _folder_of(file: InputFile) -> Path | None:
@@ -242,14 +252,22 @@ def _listed_files(state: Path) -> list[str]:
         return [str(each["filename"]) for each in content["_data_files"]]
     except OSError as error:
         raise StorageError(f"cannot read {state}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{state} is no state of a saved data set; save it again") from error
 
 
-def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]) -> Inputs:
+def _by_split(
+    named: Sequence[tuple[InputFile, PurePosixPath]],
+    warnings: list[str],
+    *,
+    has_held_out: bool,
+    are_alone: bool,
+) -> Inputs:
     """Return the tables as Inputs, assigned to splits by words in their paths. `named` pairs each
     table with its path relative to the folder that the user named. Without a table for training,
-    all are one text; otherwise those named for no split are left out, with a line in `warnings`."""
+    all are one text; otherwise those named for no split are left out, with a line in `warnings`.
+    `has_held_out` and `are_alone` say that what a warning advises was done: other files are held
+    out, and each table was named by itself."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
     for file, path in named:
@@ -259,7 +277,7 @@ def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[s
             folders.add(path.parent if split_in(path.name) else path.parent.parent)
     if "train" not in splits:
         return Inputs(tuple(file for file, _ in named), {}, tuple(warnings))
-    if len(folders) > 1:
+    if len(folders) > 1 and not are_alone:
         names = ", ".join(sorted(str(each) for each in folders)[:5])
         warnings.append(
             f"there are {len(folders):,} data sets in these files ({names}), and all are read; "
@@ -270,11 +288,12 @@ def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[s
     }
     if "val" not in held_out and held_out:
         test = held_out.pop("test")
-        warnings.append(
+        advice = (
             f"{test[0]} is named for the test split, and no file for validation: it is left out, "
             "and validation is a part of the rest; name it with --data.validation-path to validate "
             "on it"
         )
+        warnings += [] if has_held_out else [advice]
     if others := splits.get(None):
         warnings.append(
             f"{others[0]} (one of {len(others):,}) is named for no split, where others are named "

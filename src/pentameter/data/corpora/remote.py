@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from pentameter.config.naming import name_of
-from pentameter.config.urls import is_remote, last_part, shown_url, url_problem
+from pentameter.config.urls import is_remote, last_part, shown_url, url_problem, url_within
 from pentameter.data.corpora.files import (
     FileContents,
     Records,
@@ -44,7 +44,7 @@ from pentameter.disk.file_systems import (
     status_of,
 )
 from pentameter.disk.lock import building
-from pentameter.errors import ConfigError, PentameterError, StorageError
+from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 ATTEMPTS = 5
 """Requests in a row, each bringing less than `PROGRESS_BYTES`, after which a file counts as
@@ -58,6 +58,12 @@ _VERSIONS = (
     "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
 )  # fmt: skip
 """Keys under which `fsspec`'s file systems report a file's version, better ones first."""
+
+_PAGE = re.compile(
+    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.I | re.S
+)
+_PAGE_SUFFIXES = (".html", ".htm", ".xhtml", ".shtml", ".php", ".asp", ".aspx", ".jsp", ".cgi")
+_LOGIN = re.compile(r"log-?in|log-?on|sign-?in|sso|auth|saml|session", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class RemoteFile:
     def address(self) -> list[str | int | None]:
         """JSON values that identify the local copy: URL, size, version (may be None)."""
         return [self.url, self.n_bytes, self.version]
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a copy may go on where it broke off: the version says that all bytes are the
+        same. Without one, or with a weak one, two versions would be joined unnoticed."""
+        return self.version is not None and not self.version.startswith("W/")
 
     def sha256(self) -> str:
         """Return the sha256, in hex, of the local copy, which is downloaded if absent."""
@@ -117,7 +129,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
     def find() -> tuple[list[RemoteFile], str]:
         fs, path = _file_system(url)
         fs.invalidate_cache()
-        root = url
+        root, parent = url, path.partition("*")[0].rpartition("/")[0] if "*" in path else path
         if "*" in path:
             found = fs.glob(path, detail=True)
         elif has_folders(url) and fs.isdir(path):
@@ -128,7 +140,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
         listed = [
             _remote_file(fs, url, name, info)
             for name, info in sorted(files.items())
-            if name == path or not any(part.startswith(".") for part in name.split("/")[1:])
+            if name == path or not _is_hidden(name.removeprefix(parent), path.removeprefix(parent))
         ]
         return listed, root
 
@@ -137,6 +149,13 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
     if not files:
         raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
     return files, root
+
+
+def _is_hidden(name: str, pattern: str) -> bool:
+    """Return True if a part of a path begins with a dot, and no part of the user's pattern does;
+    both without the folder that the user named."""
+    parts, asked = ([*path.split("/")] for path in (name, pattern))
+    return any(part[:1] == "." for part in parts) and not any(part[:1] == "." for part in asked)
 
 
 def local_copy(file: RemoteFile) -> Path:
@@ -153,9 +172,7 @@ def local_copy(file: RemoteFile) -> Path:
     if not path.exists():
         partial = folder.with_name(f".{folder.name}.download")
         with suppress(FolderExistsError), building(folder) as unfinished:
-            if file.version is None:
-                partial.unlink(missing_ok=True)
-            check_free_space(folder.parent, file.n_bytes)
+            check_free_space(folder.parent, file.n_bytes - _n_kept(file, partial))
             _download(file, partial)
             sync(partial)
             os.replace(partial, unfinished / path.name)
@@ -167,13 +184,21 @@ def local_copy(file: RemoteFile) -> Path:
     return path
 
 
+def _n_kept(file: RemoteFile, partial: Path) -> int:
+    """Return how many bytes of an incomplete copy need not come again; they are deleted if all
+    must."""
+    if not file.is_resumable:
+        partial.unlink(missing_ok=True)
+    return partial.stat().st_size if partial.exists() else 0
+
+
 def _download(file: RemoteFile, partial: Path) -> None:
     """Append to `partial` until it holds the whole file, retrying after failures. Raises
     StorageError after ATTEMPTS in a row that brought less than PROGRESS_BYTES, or at once for an
     error that will not pass; ConfigError if the file does not exist."""
-    n_failures = 0
+    n_failures = most = 0
     while True:
-        before = partial.stat().st_size if partial.exists() else 0
+        before = _n_kept(file, partial)
         try:
             if before < file.n_bytes or not partial.exists():
                 _append(file, partial, before)
@@ -183,11 +208,11 @@ def _download(file: RemoteFile, partial: Path) -> None:
             raise
         except Exception as error:  # each kind of file system has errors of its own
             after = partial.stat().st_size if partial.exists() else 0
-            n_failures = 1 if after - before >= PROGRESS_BYTES else n_failures + 1
+            n_failures = 1 if after - max(before, most) >= PROGRESS_BYTES else n_failures + 1
+            most = max(most, after)
             if n_failures >= ATTEMPTS or not is_passing(error):
-                raise _failure(
-                    file.url, error, n_failures, f"; {after:,} bytes are kept"
-                ) from error
+                kept = f"; {after:,} bytes are kept" if file.is_resumable else ""
+                raise _failure(file.url, error, n_failures, kept) from error
         time.sleep(FIRST_WAIT_SECONDS * 2 ** (n_failures - 1))
 
 
@@ -202,6 +227,8 @@ def _append(file: RemoteFile, partial: Path, offset: int) -> None:
     with _body(file, offset) as (stream, begins), _opened(partial, begins) as copy:
         n_left = file.n_bytes - begins
         while block := stream.read(min(BLOCK_BYTES, n_left + 1)):
+            if n_left == file.n_bytes:
+                _refuse_page(file, stream, block)
             if len(block) > n_left:
                 copy.truncate(0)
                 raise _IncompleteError(f"more than the {file.n_bytes:,} bytes announced")
@@ -211,6 +238,22 @@ def _append(file: RemoteFile, partial: Path, offset: int) -> None:
     if n_left:
         raise _IncompleteError(
             f"the body ended after {file.n_bytes - n_left:,} of {file.n_bytes:,} bytes"
+        )
+
+
+def _refuse_page(file: RemoteFile, stream: Any, start: bytes) -> None:
+    """Raise CorruptError if an HTTP server sends a web page, whose first bytes are `start`, for a
+    file of another kind by its name, or instead of what it was asked for, to log in."""
+    response = getattr(stream, "r", None)  # of fsspec's HTTP
+    if response is None or not _PAGE.match(start[:4096]):
+        return
+    is_page = "html" in response.headers.get("Content-Type", "").lower()
+    is_named_so = PurePosixPath(file.name).suffix.lower() not in ("", *_PAGE_SUFFIXES)
+    leads_to_login = bool(response.history) and _LOGIN.search(response.url.path) is not None
+    if is_page and (is_named_so or leads_to_login):
+        raise CorruptError(
+            f"{file} is not sent: the server answers with a web page instead, perhaps to log in; "
+            f"{LOG_IN}, or download the file and name it"
         )
 
 
@@ -237,14 +280,21 @@ def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
     headers = {"Accept-Encoding": "identity"}  # else the size is of compressed bytes
     if offset:
         headers["Range"] = f"bytes={offset}-"
-        if file.version is not None and not file.version.startswith("W/"):
+        if file.version is not None:
             headers["If-Range"] = file.version  # a changed file comes whole
     with fs.open(path, "rb", block_size=0, size=file.n_bytes, headers=headers) as stream:
         response = stream.r
         response.raise_for_status()
+        if response.status not in (200, 203, 206):  # no content, or a redirect to nowhere
+            raise ConfigError(
+                f"{file} is no file: the server answers HTTP status {response.status} and sends "
+                "none; check the URL, or download the file and name it"
+            )
         is_rest = response.status == 206
-        told = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-        if is_rest and (told is None or int(told[1]) != offset):
+        told = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+        if is_rest and (
+            told is None or int(told[1]) != offset or told[2] not in ("*", str(file.n_bytes))
+        ):
             raise _IncompleteError("a range that was not asked for")
         yield stream, offset if is_rest else 0
 
@@ -265,7 +315,7 @@ def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFi
     `fs`; `url` is the one that found it. Raises StorageError if the server reports no size."""
     if info.get("size") is None:
         info = {**info, **fs.info(name)}
-    whole = name if is_remote(name) else fs.unstrip_protocol(name)
+    whole = name if is_remote(name) else url_within(url, name) or fs.unstrip_protocol(name)
     if info.get("size") is None:
         raise StorageError(
             f"{shown_url(whole)}: the server does not say how long the file is, so a copy that was "

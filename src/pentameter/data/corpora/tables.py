@@ -2,8 +2,8 @@
 through `pyarrow`.
 
 Only the wanted columns are read, page by page, so memory does not grow with a Parquet file or its
-row groups; for Arrow one record batch is held. A null value becomes an absent key, also inside
-lists and objects.
+row groups; for Arrow one record batch is held, and looked through before it is used. A null value
+becomes an absent key, also inside lists and objects.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from pentameter.data.corpora.decoded_sizes import EXACT_BYTES, cut_rows
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -30,6 +31,21 @@ BATCH_BYTES = 1 << 22
 MOST_ROWS = 4096
 """Maximum rows decoded at once."""
 
+FLAT_ROWS = 8
+"""Maximum rows of a Parquet file without lists that pyarrow decodes at once: each may be one long
+text that the file has once. More of them are not read faster."""
+
+LONGEST_ROW_BYTES = EXACT_BYTES
+"""Maximum decoded bytes of a row, as of a line of JSONL."""
+
+SMALL_BYTES = 1 << 16
+"""Bytes of a Parquet file's row groups up to which they are looked through for lists that take no
+bytes there."""
+
+_OF_FOREIGN_BYTES = (
+    ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError,
+)  # fmt: skip
+"""What else pyarrow, and Python, raise for names, sizes and values that cannot be."""
 _ARROW_FILE = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -58,69 +74,143 @@ def read_rows(file: Path, wanted: Sequence[str]) -> Iterator[tuple[dict[str, Any
     """Yield each row as a dict with those `wanted` columns that the table has and that are not
     null, with its place for messages ("FILE, row 0").
 
-    Raises ConfigError without pyarrow, CorruptError for a damaged or truncated file, StorageError
-    if it cannot be read.
+    Raises ConfigError without pyarrow, CorruptError for a damaged or truncated file, two wanted
+    columns of one name, a row longer than LONGEST_ROW_BYTES or one that cannot be decoded;
+    StorageError if it cannot be read.
     """
     number = 0
-    for batch in _batches(file, wanted):
-        for record in batch.to_pylist():
-            yield _present(record), f"{file}, row {number}"
-            number += 1
+    with _table_errors(file):
+        for batch in _batches(file, wanted):
+            for rows, n_bytes in cut_rows(batch, MOST_ROWS, BATCH_BYTES):
+                if n_bytes > LONGEST_ROW_BYTES:
+                    raise CorruptError(
+                        f"{file}, row {number} is longer than {LONGEST_ROW_BYTES >> 20} MiB; "
+                        "divide it into several rows, or write its text to a .txt file"
+                    )
+                for record in _decoded(rows, file, number):
+                    yield record, f"{file}, row {number}"
+                    number += 1
 
 
 def columns_of(file: Path) -> list[str]:
     """Return the names of a table's columns. Raises ConfigError without pyarrow, CorruptError or
     StorageError for a damaged or unreadable file."""
     with _table_errors(file):
-        if file.name.lower().endswith(".parquet"):
+        if _is_parquet(file):
             return list(_pyarrow("parquet", file).read_schema(file).names)
         with _arrow_reader(file) as reader:
             return list(reader.schema.names)
 
 
+def _is_parquet(file: Path) -> bool:
+    return file.name.lower().endswith(".parquet")
+
+
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    """Yield the table's record batches (pyarrow), a few rows each, with those `wanted` columns that
-    it has."""
-    with _table_errors(file):
-        if file.name.lower().endswith(".parquet"):
-            yield from _parquet_batches(file, wanted)
-        else:
-            yield from _arrow_batches(file, wanted)
+    """Yield the table's record batches (pyarrow), valid, with those `wanted` columns that it
+    has."""
+    columns = columns_of(file)
+    for name in dict.fromkeys(wanted):
+        if (n := columns.count(name)) > 1:
+            raise CorruptError(
+                f"{file} has {n} columns named {name!r}, and which is meant is not known; rename "
+                "the others"
+            )
+    chosen = [name for name in columns if name in wanted]
+    yield from (_parquet_batches if _is_parquet(file) else _arrow_batches)(file, chosen)
 
 
-def _parquet_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    parquet = _pyarrow("parquet", file)
+def _parquet_batches(file: Path, columns: list[str]) -> Iterator[Any]:
+    parquet, types = _pyarrow("parquet", file), _pyarrow("types", file)
     # A buffer, and nothing read ahead: else whole column chunks of a row group are held.
-    options = {"buffer_size": 1 << 20, "pre_buffer": False, "page_checksum_verification": True}
+    options: dict[str, Any] = {
+        "buffer_size": 1 << 20,
+        "pre_buffer": False,
+        "page_checksum_verification": True,
+    }
     with parquet.ParquetFile(file, **options) as table:
-        columns = [name for name in wanted if name in table.schema_arrow.names]
+        kinds = [table.schema_arrow.field(name).type for name in columns]
+        is_flat = not any(types.is_nested(kind) or types.is_dictionary(kind) for kind in kinds)
+        if not is_flat:  # a row may repeat a long text: it stays a number in a dictionary
+            _refuse_long_lists(file, table)
+            leaves = map(table.schema.column, range(len(table.schema)))
+            options["read_dictionary"] = [
+                each.path for each in leaves if each.physical_type == "BYTE_ARRAY"
+            ]
+    most_rows = FLAT_ROWS if is_flat else MOST_ROWS
+    with parquet.ParquetFile(file, **options) as table:
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             n_bytes = about.total_byte_size // max(about.num_rows, 1)
-            n_rows = min(max(BATCH_BYTES // max(n_bytes, 1), 1), MOST_ROWS)
+            n_rows = min(max(BATCH_BYTES // max(n_bytes, 1), 1), most_rows)
             yield from table.iter_batches(
                 n_rows, row_groups=[group], columns=columns, use_threads=False
             )
 
 
-def _arrow_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    with _arrow_reader(file) as reader:
-        columns = [name for name in wanted if name in reader.schema.names]
+def _refuse_long_lists(file: Path, table: Any) -> None:
+    """Raise CorruptError if an open Parquet file of a few bytes has lists with a great many values
+    (nulls, one number again and again): a row's would all be decoded at once."""
+    groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
+    if sum(group.total_byte_size for group in groups) > SMALL_BYTES:
+        return
+    table.scan_contents()  # a few at a time; and metadata that is damaged ends the process
+    for group in groups:
+        for column in map(group.column, range(group.num_columns)):
+            if column.num_values - group.num_rows > LONGEST_ROW_BYTES:
+                raise CorruptError(
+                    f"{file} has lists of {column.num_values:,} values in {group.num_rows:,} rows "
+                    f"({column.path_in_schema}), longer than {LONGEST_ROW_BYTES >> 20} MiB; leave "
+                    "them out"
+                )
+
+
+def _arrow_batches(file: Path, columns: list[str]) -> Iterator[Any]:
+    n_rows = 0
+    with _arrow_reader(file, columns) as reader:
         is_file = hasattr(reader, "num_record_batches")
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:
-            chosen = batch.select(columns)
-            n_bytes = chosen.get_total_buffer_size() // max(batch.num_rows, 1)
-            n_rows = min(max(BATCH_BYTES // max(n_bytes, 1), 1), MOST_ROWS)
-            for first in range(0, batch.num_rows, n_rows):
-                yield chosen.slice(first, n_rows)
+            _validate(batch.select(columns), file, n_rows)
+            yield batch.select(columns)
+            n_rows += batch.num_rows
+
+
+def _validate(batch: Any, file: Path, first: int) -> None:
+    """Raise CorruptError unless all that a record batch refers to (offsets, indices) lies within
+    it, and its texts are UTF-8: pyarrow would read memory beyond the file. Its first row is number
+    `first` of the file."""
+    invalid = _pyarrow("", file).lib.ArrowException
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except invalid as error:
+            where = f"{file}, rows {first} to {first + batch.num_rows - 1}"
+            raise _damage(f"{where}: column {name!r}", error) from error
+
+
+def _decoded(rows: Any, file: Path, first: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a record batch as dicts without null values. The first is number `first` of
+    the file, for the message of the CorruptError for a value that Python cannot have."""
+    try:
+        records = rows.to_pylist()
+    except Exception as error:  # each type has errors of its own: no UTF-8, a date out of range, …
+        if rows.num_rows > 1:
+            for n in range(rows.num_rows):
+                yield from _decoded(rows.slice(n, 1), file, first + n)
+            return
+        raise CorruptError(
+            f"{file}, row {first} cannot be read ({_reason(error)}); write its text as UTF-8, or "
+            "leave the row out"
+        ) from error
+    yield from map(_present, records)
 
 
 @contextmanager
-def _arrow_reader(file: Path) -> Iterator[Any]:
-    """Context manager that yields a reader for the batches in an Arrow file or stream; CorruptError
-    without an end mark. Not memory-mapped: the pages of a large file would count as this process's
-    memory."""
+def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
+    """Context manager that yields a reader for the batches in an Arrow file or stream, of which it
+    decompresses only `columns` (none: all); CorruptError without an end mark. Not memory-mapped:
+    the pages of a large file would count as this process's memory."""
     pyarrow, ipc = _pyarrow("", file), _pyarrow("ipc", file)
     with file.open("rb") as opened:
         start = opened.read(len(_ARROW_FILE))
@@ -132,32 +222,40 @@ def _arrow_reader(file: Path) -> Iterator[Any]:
         raise CorruptError(
             f"{file} is damaged or cut short (it has no end mark); fetch it again, or leave it out"
         )
-    with pyarrow.OSFile(str(file)) as source:
-        open_it = ipc.open_file if start == _ARROW_FILE else ipc.open_stream
-        with open_it(source) as reader:
-            yield reader
+    open_it = ipc.open_file if start == _ARROW_FILE else ipc.open_stream
+    options = ipc.IpcReadOptions(use_threads=False)
+    if columns:
+        with pyarrow.OSFile(str(file)) as source, open_it(source) as reader:
+            names = reader.schema.names
+        options.included_fields = [names.index(name) for name in columns]
+    with pyarrow.OSFile(str(file)) as source, open_it(source, options=options) as reader:
+        yield reader
 
 
 @contextmanager
 def _table_errors(file: Path) -> Iterator[None]:
     """Context manager that turns pyarrow's errors into CorruptError about `file`, and OSError into
     StorageError."""
-    invalid = _pyarrow("", file).lib.ArrowException
+    invalid = (_pyarrow("", file).lib.ArrowException, *_OF_FOREIGN_BYTES)
     try:
         yield
-    except invalid as error:
-        raise _damage(file, error) from error
     except OSError as error:
         if error.errno is None:  # Parquet's, for bytes that cannot be decoded
-            raise _damage(file, error) from error
+            raise _damage(str(file), error) from error
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    except invalid as error:
+        raise _damage(str(file), error) from error
 
 
-def _damage(file: Path, error: Exception) -> CorruptError:
-    reason = str(error).partition("\n")[0][:200]
+def _damage(where: str, error: Exception) -> CorruptError:
     return CorruptError(
-        f"{file} is damaged or cut short, or no table ({reason}); fetch it again, or leave it out"
+        f"{where} is damaged or cut short, or no table ({_reason(error)}); fetch it again, or "
+        "leave it out"
     )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:200]
 
 
 def _pyarrow(module: str, file: Path) -> Any:

@@ -3,7 +3,9 @@ as far as the run will read, and every process in the run waits for the tokens t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -27,12 +29,22 @@ from pentameter.errors import ConfigError, CorruptError, PentameterError, Storag
 from pentameter.machine.child import ChildEndedError, PythonChild, exit_reason
 
 POLL_SECONDS = 0.05
-FAILURE_FILE = "failed.json"
-"""File in a stream's folder with the error of the process that writes its parts, for those that
-wait."""
+_RUN = (
+    "PENTAMETER_LAUNCH_FOLDER", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)  # fmt: skip
+"""Environment variables that are equal in the processes of a run, and differ between runs."""
 _ERRORS: Mapping[str, type[PentameterError]] = {
     error.__name__: error for error in (ConfigError, CorruptError, StorageError)
 }
+
+
+def failure_file(folder: Path) -> Path:
+    """Return the file in a stream's folder with the error of the process that writes its parts, for
+    those of the same run that wait. Other runs on the machine write there, too, and fail or are
+    stopped for reasons of their own."""
+    run = "\0".join(os.environ.get(name, "") for name in _RUN)
+    return folder / f"failed-{hashlib.sha256(run.encode()).hexdigest()[:12]}.json"
 
 
 class Ahead:
@@ -49,6 +61,7 @@ class Ahead:
         self._n_wanted = 0
         self._thread: threading.Thread | None = None
         self._child: PythonChild | None = None
+        self._is_closing = False
         self._error: Exception | None = None
 
     def prepare(self, n_tokens: int) -> None:
@@ -56,7 +69,7 @@ class Ahead:
         tokens, or the text ends; return at once."""
         self._n_wanted = max(self._n_wanted, n_tokens)
         if self._thread is None or not self._thread.is_alive():
-            (self._folder / FAILURE_FILE).unlink(missing_ok=True)
+            failure_file(self._folder).unlink(missing_ok=True)
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
@@ -70,7 +83,7 @@ class Ahead:
 
     def close(self) -> None:
         """End the background process. The part that it is writing is lost; finished parts stay."""
-        self._n_wanted = 0
+        self._n_wanted, self._is_closing = 0, True
         if self._child is not None:
             self._child.kill()
         if self._thread is not None:
@@ -81,7 +94,7 @@ class Ahead:
 
     def _run(self) -> None:
         """Write parts until they hold the tokens wanted or the text ends (in the background
-        thread). An error is kept for `wait`, and those of pentameter are written to FAILURE_FILE
+        thread). An error is kept for `wait`, and those of pentameter are written to `failure_file`
         for other processes."""
         n_ready = number = 0
         try:
@@ -92,11 +105,13 @@ class Ahead:
                     break
                 self._write_next()
         except Exception as error:  # raised where somebody waits
+            if self._is_closing:
+                return  # the child was killed for it
             self._error = error
             if not isinstance(error, PentameterError):
                 return
             failure = {"error": type(error).__name__, "message": str(error)}
-            write_atomic(self._folder / FAILURE_FILE, json.dumps(failure).encode())
+            write_atomic(failure_file(self._folder), json.dumps(failure).encode())
 
     def _write_next(self) -> None:
         """Have the child process, started on the first call, write the next part. Raises its error,
@@ -124,7 +139,7 @@ class Follower:
     those that another process on this machine writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / FAILURE_FILE
+        self._file = failure_file(folder)
         self._before = self._written_at()  # by an earlier run
 
     def prepare(self, n_tokens: int) -> None:

@@ -1,0 +1,127 @@
+"""How many bytes a table's rows become when they are decoded, found without decoding them.
+
+Arrow can say a long value once and repeat it by numbers (dictionaries, runs, views, lists that
+overlap), so that terabytes of rows fit into a kilobyte. Rows are therefore cut by what they become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+EXACT_BYTES = 1 << 25
+"""Size up to which `decoded_bytes` counts; of more it only says that it is more."""
+
+_NULL_BYTES, _NUMBER_BYTES, _TEXT_BYTES, _LEAST_BYTES = 4, 8, 3, 2  # null 12345678 "", 1,
+_OFFSETS = {"String": "<i4", "Binary": "<i4", "LargeString": "<i8", "LargeBinary": "<i8"}
+_VIEW_BYTES = 16  # of which the first four are the text's length
+
+
+def cut_rows(batch: Any, most_rows: int, most_bytes: int) -> Iterator[tuple[Any, int]]:
+    """Yield the rows of a valid record batch (pyarrow) as slices in order, each with its decoded
+    bytes: at most `most_rows` rows, and more than `most_bytes` only where a single row has."""
+    n_rows = batch.num_rows
+    for start in range(0, n_rows, most_rows):
+        waiting = [(start, min(most_rows, n_rows - start))]
+        while waiting:
+            first, n = waiting.pop()
+            rows = batch.slice(first, n)
+            n_bytes = sum(decoded_bytes(column) for column in rows.columns)
+            if n == 1 or n_bytes <= most_bytes:
+                yield rows, n_bytes
+            else:
+                waiting += [(first + n // 2, n - n // 2), (first, n // 2)]
+
+
+def decoded_bytes(array: Any) -> int:
+    """Return about how many bytes a valid array's (pyarrow) values have as JSON; a number above
+    EXACT_BYTES if they have more. Takes little time and memory, whatever the array repeats."""
+    n_bytes = _LEAST_BYTES * len(array)
+    if 0 < n_bytes <= EXACT_BYTES:
+        for part in _parts(array):
+            n_bytes += part
+            if n_bytes > EXACT_BYTES:
+                break
+    return n_bytes
+
+
+def _parts(array: Any) -> Iterator[int]:
+    """Yield the decoded bytes of what a non-empty array's values consist of, part by part."""
+    n, kind = len(array), array.type
+    match type(array).__name__.removesuffix("Array"):
+        case "String" | "Binary" | "LargeString" | "LargeBinary" | "StringView" | "BinaryView":
+            yield _TEXT_BYTES * n + int(_text_lengths(array, slice(None)).sum())
+        case "Null":
+            yield _NULL_BYTES * n
+        case "Dictionary":
+            indices = array.indices.drop_null().to_numpy()
+            yield from _repeated(array.dictionary, *np.unique(indices, return_counts=True))
+        case "RunEndEncoded":
+            ends = np.clip(array.run_ends.to_numpy().astype(np.int64) - array.offset, 0, n)
+            times = np.diff(ends, prepend=0)
+            yield from _repeated(array.values, np.flatnonzero(times), times[times > 0])
+        case "List" | "LargeList" | "Map":
+            first, end = array.offsets[0].as_py(), array.offsets[n].as_py()
+            yield decoded_bytes(array.values.slice(first, end - first))
+        case "FixedSizeList":
+            size = kind.list_size
+            yield decoded_bytes(array.values.slice(array.offset * size, n * size))
+        case "ListView" | "LargeListView" | "Union":
+            yield from map(decoded_bytes, _scattered(array))
+        case "Struct":
+            for number, each in enumerate(kind):
+                yield n * (len(each.name.encode()) + _TEXT_BYTES)
+                yield decoded_bytes(array.field(number))
+        case _ if hasattr(array, "storage"):  # an extension type
+            yield decoded_bytes(array.storage)
+        case _:
+            yield n * max(kind.bit_width // 8, _NUMBER_BYTES)
+
+
+def _scattered(array: Any) -> Iterator[Any]:
+    """Yield the slices of child arrays to which the values of a list view or a union refer, several
+    perhaps to the same."""
+    if hasattr(array, "sizes"):
+        for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)):
+            yield array.values.slice(array.offsets[row].as_py(), array.sizes[row].as_py())
+        return
+    if array.type.mode == "sparse":
+        yield from map(array.field, range(array.type.num_fields))
+        return
+    inside = slice(array.offset, array.offset + len(array))  # pyarrow's `offsets` leave it out
+    codes, offsets = array.buffers()[1:3]
+    numbers = {code: number for number, code in enumerate(array.type.type_codes)}
+    for code, offset in zip(
+        np.frombuffer(codes, np.int8)[inside].tolist(),
+        np.frombuffer(offsets, "<i4")[inside].tolist(),
+        strict=True,
+    ):
+        yield array.field(numbers[code]).slice(offset, 1)
+
+
+def _repeated(
+    values: Any, numbers: npt.NDArray[Any], times: npt.NDArray[np.int64]
+) -> Iterator[int]:
+    """Yield the decoded bytes of an array's values with the indices `numbers` (n,), each `times`
+    (n,) times; all texts at once."""
+    if type(values).__name__.removesuffix("Array") in (*_OFFSETS, "StringView", "BinaryView"):
+        lengths = _text_lengths(values, numbers) + _TEXT_BYTES
+        yield int(lengths.astype(np.float64) @ times)
+        return
+    for number, n in zip(numbers.tolist(), times.tolist(), strict=True):
+        yield n * decoded_bytes(values.slice(number, 1))
+
+
+def _text_lengths(array: Any, chosen: Any) -> npt.NDArray[np.int64]:
+    """Return the bytes of an array's `chosen` texts (indices, or a slice), int64; nothing is copied
+    of the others, of which a dictionary may have millions."""
+    n, buffer = len(array), array.buffers()[1]
+    if (dtype := _OFFSETS.get(type(array).__name__.removesuffix("Array"))) is not None:
+        offsets = np.frombuffer(buffer, dtype)[array.offset : array.offset + n + 1]
+        return (offsets[1:][chosen] - offsets[:-1][chosen]).astype(np.int64)
+    views = np.frombuffer(buffer, "<i4")[:: _VIEW_BYTES // 4][array.offset : array.offset + n]
+    is_valid = array.is_valid().to_numpy(zero_copy_only=False)[chosen]
+    return np.where(is_valid, views[chosen], 0).astype(np.int64)
