@@ -24,6 +24,7 @@ from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
 from pentameter.disk.remote_folder import PAUSES
 from pentameter.errors import PentameterError, StorageError
+from pentameter.processes.progress import STARTING
 from pentameter.processes.world import PAUSE_SECONDS, World
 from pentameter.train.log_files import MAX_METRICS_BYTES
 from pentameter.train.run_folder import RunFolder
@@ -251,7 +252,7 @@ def open_copies(
             remote.claim(folder.run_id)
 
     if settings.copy_to is not None:
-        world.on_main(claim)
+        world.patiently_on_main(claim, STARTING, 0)
     return CheckpointCopies(settings, folder, remote)
 
 
