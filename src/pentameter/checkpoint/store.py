@@ -73,7 +73,8 @@ class _StepFolders:
     each appears and disappears whole.
 
     After a crash at any moment, readers and the next process find only whole checkpoints. What
-    this process wrote is known to be valid, and `verification` hashes the rest once. `warnings` gets a line for each damaged checkpoint.
+    this process wrote is known to be valid, and `verification` hashes the rest once. `warnings`
+    gets a line for each damaged checkpoint.
     """
 
     def __init__(
@@ -179,6 +180,35 @@ class _StepFolders:
             os.rename(folder, temporary)
         remove(temporary)
 
+    def clean(self) -> list[str]:
+        """Do what `CheckpointStore.clean` promises."""
+        replaced = {
+            each.path: self._folder / step_folder_name(each.step)
+            for each in list_checkpoints(self._folder)
+            if each.replaced
+        }
+        obsolete = [
+            path for path, proper in replaced.items() if proper.exists() and self.is_valid(proper)
+        ]
+        with storage_errors(self._folder, "list"):
+            names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        left = [
+            name
+            for name in names
+            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0])
+        ]
+        for name in left:
+            self.remove(self._folder / name)
+        for path in obsolete:
+            with suppress(StorageError):  # as above
+                self.discard(path, self.remove)
+        for path, proper in replaced.items():
+            if not proper.exists():
+                with storage_errors(proper, "restore"):
+                    os.rename(path, proper)
+                sync(self._folder)
+        return [*left, *(path.name for path in obsolete)]
+
     def _forget(self, path: Path) -> None:
         self._written.pop(path, None)
         self._verification.forget(path)
@@ -217,7 +247,7 @@ class CheckpointStore:
         self._exchanged = Exchanged()
         self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification)
 
-    def shared_by(self, verification: Verification) -> CheckpointStore:
+    def with_verification(self, verification: Verification) -> CheckpointStore:
         """Return this store, with its warnings so far, for the ranks of `verification`."""
         store = CheckpointStore(
             self.folder,
@@ -387,34 +417,7 @@ class CheckpointStore:
         checkpoint that was renamed for a new save at its step gets its name back if that save was
         never committed.
         """
-        replaced = {
-            each.path: self.folder / step_folder_name(each.step)
-            for each in list_checkpoints(self.folder)
-            if each.replaced
-        }
-        obsolete = [
-            path
-            for path, proper in replaced.items()
-            if proper.exists() and self._folders.is_valid(proper)
-        ]
-        with storage_errors(self.folder, "list"):
-            names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
-        left = [
-            name
-            for name in names
-            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0])
-        ]
-        for name in left:
-            self._folders.remove(self.folder / name)
-        for path in obsolete:
-            with suppress(StorageError):  # as above
-                self._folders.discard(path, self._folders.remove)
-        for path, proper in replaced.items():
-            if not proper.exists():
-                with storage_errors(proper, "restore"):
-                    os.rename(path, proper)
-                sync(self.folder)
-        return [*left, *(path.name for path in obsolete)]
+        return self._folders.clean()
 
     def prune(
         self,

@@ -95,7 +95,7 @@ class Verification:
     def _hash(self, path: Path, manifest: Manifest) -> CorruptError | None:
         """Hash this rank's share of the files, and note what the ranks have found. Collective."""
         world = self.world
-        records = share_of(manifest.files, world.rank, world.size)
+        records = hashed_by(manifest.files, world.rank, world.size)
         n_threads = max(1, _HASH_THREADS // world.local_size)
 
         def work(go_on: Callable[[], None]) -> CorruptError | None:
@@ -113,7 +113,7 @@ class Verification:
         return damage
 
 
-def share_of(files: Sequence[FileRecord], rank: int, n_ranks: int) -> list[FileRecord]:
+def hashed_by(files: Sequence[FileRecord], rank: int, n_ranks: int) -> list[FileRecord]:
     """Return the files that `rank` of `n_ranks` hashes: each file has one rank, and ranks get about
     equally many bytes."""
     loads, shares = [0] * n_ranks, [list[FileRecord]() for _ in range(n_ranks)]

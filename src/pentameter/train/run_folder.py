@@ -167,7 +167,7 @@ def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFol
     _check_other_writers(folder, world)
     folder = replace(
         folder,
-        store=folder.store.shared_by(verification),
+        store=folder.store.with_verification(verification),
         opened=_device_and_inode(folder.path),
     )
     if begins_with is None:
@@ -284,7 +284,9 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder,
     }
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
-    folder = RunFolder(path, run_id, store.shared_by(Verification()), checkpoint, None, base_model)
+    folder = RunFolder(
+        path, run_id, store.with_verification(Verification()), checkpoint, None, base_model
+    )
     return replace(folder, reached=_rewind(folder, record)), begins_with
 
 
