@@ -169,7 +169,8 @@ class Trainer:
                 lost = loss_behind(error, run.world)
                 checkpoints.close()
                 hooks.tell_error(run, lost or error)
-                run.copies.finish_after_error(lambda: signals.received is not None)
+                run.copies.finish_after_error(lambda: signals.received is not None, console.say)
+                loop.boundary.tell_of_copies()
                 if lost is None:
                     raise
                 raise lost from error

@@ -55,7 +55,7 @@ def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | 
     restoring = _Restoring(request, settings.copy_to, console, there)
     if world.is_main:
         restoring.start()
-    world.await_main(restoring.is_alive, "restoring", 0)
+    world.await_main(restoring.is_busy, "restoring", 0)
     console.show("")
     warnings = world.on_main(restoring.outcome)
     console.warn(warnings)
@@ -97,6 +97,13 @@ class _Restoring(threading.Thread):
             self._restore(self.copies)
         except BaseException as error:
             self._error = error
+
+    def is_busy(self) -> bool:
+        """Return True while it works; print a line about a store that fails for some seconds."""
+        word = None if self.copies is None else self.copies.folder.attempts.take_word()
+        if word is not None:
+            self._console.say(f"warning: {word}")
+        return self.is_alive()
 
     def outcome(self) -> list[str]:
         """Return the warnings; raise the error that stopped the work."""
