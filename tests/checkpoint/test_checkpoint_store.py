@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import torch
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore
+from pentameter.disk import atomic
 from pentameter.disk.atomic import temporary_name
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -299,3 +301,54 @@ def test_a_dangling_link_of_a_removal_goes_at_the_next_start(store, save, tmp_pa
     left.symlink_to(tmp_path / "gone")
     assert store.clean() == [left.name]
     assert names(store) == ["step-00000005"]
+
+
+def test_damage_at_another_step_is_none_at_this_one(store, save):
+    for step in (1, 2, 3):
+        save(store, step)
+    (store.folder / "step-00000003" / "manifest.json").write_bytes(b"{}")
+    assert store.at(2).step == 2
+    assert store.at(5) is None
+    with pytest.raises(CorruptError, match=r"the checkpoint at step 3 is damaged: .*manifest"):
+        store.at(3)
+    assert store.warnings == []
+
+
+def test_what_a_dead_process_left_and_nobody_can_remove_only_warns(store, save, monkeypatch):
+    save(store, 1)
+    left = store.folder / f"step-00000002.tmp-{'0' * 32}"
+    left.mkdir()
+    obsolete = store.folder / "step-00000001.replaced"
+    shutil.copytree(store.folder / "step-00000001", obsolete)
+
+    def refuse(path, *arguments, **options):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert store.clean() == [left.name, obsolete.name]
+    assert len(store.warnings) == 2
+    assert all("what is left of a checkpoint stays: cannot remove" in w for w in store.warnings)
+    assert store.latest().step == 1
+    save(store, 1)  # again
+    assert store.latest().step == 1
+
+
+def test_only_what_decides_a_removal_is_hashed(store, save, monkeypatch):
+    for step in (1, 2, 3):
+        save(store, step)
+    again = CheckpointStore(store.folder, run_id=store.run_id, config_hash="")
+    hashed = []
+    check_file = atomic.check_file
+
+    def counted(folder, record, *, hash_content, **options):
+        if hash_content:
+            hashed.append(folder.name)
+        check_file(folder, record, hash_content=hash_content, **options)
+
+    monkeypatch.setattr(atomic, "check_file", counted)
+    assert again.latest().step == 3
+    assert {*hashed} == {"step-00000003"}
+    hashed.clear()
+    assert again.prune(3) == again.prune(1, keep_steps=[1, 2]) == []
+    assert again.prune(1) == [2, 1]
+    assert not hashed

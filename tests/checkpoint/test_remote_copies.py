@@ -206,7 +206,48 @@ def test_nothing_is_removed_before_the_newer_one_reads_back(store, tmp_path):
         add(remote, saved(checkpoints, 2))
     store.fault = lambda request: None
     assert restored(tmp_path / "b") == (1, 1.0)
-    assert not any(r.what == "DELETE" for r in store.requests)
+    assert not any(r.what == "DELETE" and "step-00000001" in r.key for r in store.requests)
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["one object", "everything"])
+def test_a_copy_that_fails_leaves_nothing(store, tmp_path, is_dead):
+    checkpoints, remote = run_folder(tmp_path), copies()
+    add(remote, saved(checkpoints, 1))
+    before = {*store.objects}
+    failed = []
+
+    def fail(request):
+        if request.what == "PUT" and "optimizer" in request.key:
+            failed.append(request)
+        return "503" if request in failed or (is_dead and failed) else None
+
+    store.fault = fail
+    with pytest.raises(StorageError, match=r"cannot write .*optimizer"):
+        add(remote, saved(checkpoints, 2))
+    if not is_dead:
+        assert {*store.objects} == before
+    store.fault = lambda request: None
+    add(remote, saved(checkpoints, 3), keep_last=2)  # what could not be removed then is removed
+    assert not [key for key in store.objects if "step-00000002" in key]
+    assert restored(tmp_path / "b") == (3, 3.0)
+
+
+def test_a_manifest_that_is_written_though_the_store_denies_it_keeps_its_objects(store, tmp_path):
+    checkpoints, remote = run_folder(tmp_path), copies()
+    add(remote, saved(checkpoints, 1))
+
+    def deny(request):
+        is_manifest = request.key == "run/step-00000002/manifest.json"
+        return {"PUT": "500 after", "GET": "500"}.get(request.what) if is_manifest else None
+
+    store.fault = deny
+    with pytest.raises(StorageError, match=r"cannot write .*manifest"):
+        add(remote, saved(checkpoints, 2), keep_last=3)
+    store.fault = lambda request: None
+    assert restored(tmp_path / "b") == (2, 2.0)
+    add(remote, saved(checkpoints, 3), keep_last=3)
+    assert restored(tmp_path / "c", copies()) == (3, 3.0)
+    assert sorted(copies().copies) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut", "flipped", "swapped"])

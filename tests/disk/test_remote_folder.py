@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
+import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -17,7 +20,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
 
 import object_store
-from object_store import emptied, running_store
+from object_store import emptied, running_store, use_client
 
 BODY = random.Random(7).randbytes(3000)
 FAULTS = ["500", "503", "drop", "silent", "truncate", "flip", "500 after", "503 after"]
@@ -158,3 +161,87 @@ def test_secrets_stay_out_of_messages(store):
     with pytest.raises(StorageError) as caught:
         folder.put("a", b"1")
     assert "abc" not in str(caught.value)
+
+
+HAS_S3FS = importlib.util.find_spec("s3fs") is not None
+
+
+@pytest.mark.skipif(not HAS_S3FS, reason="s3fs is not installed")
+@pytest.mark.parametrize(
+    ("fault", "told", "n_requests"),
+    [
+        ("500", r"HTTP status 500 \(InternalError\); the store itself fails", 5),
+        ("503", r"HTTP status 503 \(SlowDown\); the store itself fails", 5),
+        ("301", "HTTP status 301, 10 redirects in a row lead nowhere", 50),
+        ("307", "HTTP status 307, 10 redirects in a row lead nowhere", 50),
+        ("403", r"HTTP status 403 \(AccessDenied\); log in", 1),
+    ],
+)
+def test_the_stores_own_answer_is_told_and_asked_for_once_an_attempt(
+    store, fault, told, n_requests
+):
+    options = store.options()
+    del options["config_kwargs"]["retries"]  # as a user has it
+    use_client("s3fs", options)
+    sys.modules["s3fs"].S3FileSystem.retries = 5
+    folder = RemoteFolder("s3://bucket/run")
+    failing(store, fault, "PUT", 999)
+    with pytest.raises(
+        StorageError, match=rf"cannot write s3://bucket/run/b( after 5 .*)?: {told}"
+    ):
+        folder.put("b", BODY)
+    assert [r.what for r in store.requests].count("PUT") == n_requests
+
+
+def test_all_requests_that_fail_share_one_limit(store):
+    folder = RemoteFolder("s3://bucket/run")
+    folder.pauses = (0.2,) * 50
+    store.fault = lambda request: "503"
+    folder.attempts.limit(1.0)
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"after \d+ attempts: .*503"):
+        folder.put("a", BODY)
+    assert 0.9 < time.monotonic() - start < 5
+    n_before = len(store.requests)
+    for name in "bcd":
+        with pytest.raises(StorageError, match=f"cannot read .*{name}: .*503"):
+            folder.get(name, 10)
+    assert len(store.requests) == n_before + 3  # each is asked once
+    store.fault = lambda request: None
+    folder.put("a", BODY)  # what does not fail is not limited
+
+
+def test_a_limit_reaches_a_request_that_waits_and_success_costs_nothing(store):
+    folder = RemoteFolder("s3://bucket/run")
+    folder.pauses = (60.0,)
+    store.fault = lambda request: "503"
+    threading.Timer(0.3, folder.attempts.limit, (0.2,)).start()
+    start = time.monotonic()
+    with pytest.raises(StorageError, match="503"):
+        folder.put("a", BODY)
+    assert time.monotonic() - start < 20
+    other = RemoteFolder("s3://bucket/run")
+    other.attempts.limit(5.0)
+    store.fault = lambda request: None
+    other.put("a", BODY)
+    assert other.attempts.left_seconds == 5.0
+    assert other.attempts.answer is None
+
+
+def test_a_word_is_said_once_with_the_answer_and_how_long(store, monkeypatch):
+    monkeypatch.setattr(remote_folder, "SAY_AFTER_SECONDS", 0.0)
+    folder = RemoteFolder("s3://bucket/run")
+    assert folder.attempts.take_word() is None
+    said = []
+
+    def fail(request):
+        said.append(folder.attempts.take_word())
+        return "503"
+
+    store.fault = fail
+    folder.pauses = (0.01, 0.01)
+    with pytest.raises(StorageError):
+        folder.put("a", BODY)
+    (word,) = [each for each in said if each]
+    assert word.startswith("cannot write s3://bucket/run/a: ")
+    assert word.endswith("503; it is asked again for 0 s at most")

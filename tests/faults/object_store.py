@@ -27,7 +27,7 @@ SILENCE_SECONDS = 2.0
 Fault = str | None
 """A fault of one request:
 
-status code         that answer, and nothing is done (503 is S3's SlowDown)
+status code         that answer, and nothing is done (503: S3's SlowDown; 3xx: to the same URL)
 "CODE after"        it is done, and that answer says that it failed
 "drop"              the connection is closed, and nothing is done
 "silent"            no answer comes, and nothing is done
@@ -190,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fail(self, status: int) -> None:
         codes = {503: "SlowDown", 500: "InternalError", 403: "AccessDenied", 404: "NoSuchKey"}
-        self._send(status, {}, _error(codes[status]))
+        here = {"Location": f"{self.server.url}{self.path}"} if status // 100 == 3 else {}
+        self._send(status, here, _error(codes.get(status, "Moved")))
 
     def _send(
         self, status: int, headers: dict[str, str], body: bytes, *, half: bool = False

@@ -275,6 +275,109 @@ def test_a_signal_waits_for_copies_as_long_as_it_may(tmp_path, monkeypatch):
     assert copied_steps() == []
 
 
+class FailsFrom:
+    """The store fails from this step on; a signal comes at another one."""
+
+    def __init__(self, patch, step, signal_at=None):
+        self.patch, self.step, self.signal_at = patch, step, signal_at
+
+    def on_step(self, run, step):
+        if step.step == self.step:
+            fail_writes(self.patch, after=0)
+        if step.step == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def patient_store(monkeypatch):
+    """Requests that fail are repeated for minutes; what is said after 5 s is said after one."""
+    monkeypatch.setattr(copying, "PAUSES", (0.1,) * 3000)
+    monkeypatch.setattr(copying, "SAY_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(remote_folder, "SAY_AFTER_SECONDS", 1.0)
+
+
+def test_a_store_that_fails_at_the_end_is_told_of_and_asked_for_one_time(
+    tmp_path, patch, patient_store
+):
+    """Several copies are waiting by then."""
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"step 12 is not copied .*the store is out of order"):
+        fit(
+            tmp_path,
+            sections=sections(on_error="warn", copy_wait_seconds=3.0),
+            hooks=[FailsFrom(patch, 2)],
+        )
+    assert time.monotonic() - start < 30  # each by itself would take 5 minutes
+    log = (tmp_path / "log.txt").read_text()
+    line = [line for line in log.splitlines() if "it is asked again for" in line][-1]
+    assert "warning: step 12 is not copied to memory://bucket/run: cannot write" in line
+    assert "the store is out of order; it is asked again for " in line
+
+
+def test_a_signal_names_the_newest_step_that_is_not_copied(tmp_path, patch, patient_store):
+    told = r"step 10 is not copied to memory://bucket/run: .*the store is out of order"
+    start = time.monotonic()
+    with pytest.raises(InterruptedRunError, match=told):
+        fit(
+            tmp_path,
+            sections=sections(16, on_error="warn", copy_wait_seconds=1.0),
+            hooks=[FailsFrom(patch, 2, signal_at=10)],
+        )
+    assert time.monotonic() - start < 20
+
+
+def test_a_copy_under_way_is_told_of_too(tmp_path, monkeypatch, patient_store):
+    put = MemoryFileSystem.put_file
+
+    def slow(self, *arguments, **options):
+        time.sleep(0.5)
+        return put(self, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
+    fit(tmp_path, sections=sections(2, copy_wait_seconds=0.1))  # it does not fail: not limited
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 2 is not copied to memory://bucket/run yet, and it is waited for" in log
+    assert copied_steps() == [2]
+
+
+def test_a_step_saved_again_while_it_is_copied_is_no_damage(tmp_path, monkeypatch):
+    """Its folder is replaced after its first file was sent."""
+    run, _ = fit(tmp_path, sections={**sections(4), "checkpoint": {}})
+    store = run.folder.store
+    before = store.latest()
+    remote = copying.RemoteCopies(remote_folder.RemoteFolder(URL), [])
+    copies = copying.CheckpointCopies(config(**sections()).checkpoint, run.folder, remote)
+    put, is_replaced = MemoryFileSystem.put_file, []
+
+    def replacing(self, *arguments, **options):
+        put(self, *arguments, **options)
+        if not is_replaced:
+            is_replaced.append(True)
+            groups = {name: dict(before.tensors(name)) for name in before.manifest.groups}
+            groups["model"] = {name: tensor[...] + 1 for name, tensor in groups["model"].items()}
+            store.save(4, groups, before.state, {"config.toml": before.read("config.toml")})
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", replacing)
+    copies.request(4, ())
+    assert copies.finish(run.world, lambda: False, print) is None
+    assert [each.error for each in copies.take_done()] == [None]
+    (made,) = remote.copies.values()
+    now = (tmp_path / "checkpoints" / "step-00000004" / MANIFEST_NAME).read_bytes()
+    assert MemoryFileSystem.store[f"/bucket/run/{made.prefix}/{MANIFEST_NAME}"].getvalue() == now
+    prefixes = {key.split("/")[4] for key in MemoryFileSystem.store if key.count("/") > 4}
+    assert prefixes == {made.folder}  # what was sent first is taken back
+
+
+def test_a_resumed_run_keeps_its_events_of_copies(tmp_path):
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        fit(tmp_path, sections=sections(), hooks=[DiesAt(10)])
+    before = events(tmp_path, "copy")
+    assert [e["step"] for e in before] == [4, 8]
+    fit(tmp_path, sections=sections())
+    assert events(tmp_path, "copy")[:2] == before
+    assert [e["step"] for e in events(tmp_path, "copy")] == [4, 8, 12]
+
+
 def test_runs_that_are_not_to_be_mixed(tmp_path):
     fit(tmp_path / "a", sections=sections())
     fit(tmp_path / "b", sections={**sections(), "checkpoint": {}})

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from tiny_runs import fit
 
+from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.verification import Verification
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, PentameterError
 from pentameter.processes.world import World
 from pentameter.train import run_folder
@@ -24,8 +26,8 @@ class Elsewhere(World):
         super().__init__(rank=1, size=2)
         object.__setattr__(self, "folder", folder)
 
-    def on_main(self, action):
-        return self.folder, False
+    def patiently_on_main(self, action, doing, step):
+        return (self.folder, None), None
 
     def all_gather(self, value):
         return [None, value]
@@ -34,8 +36,10 @@ class Elsewhere(World):
 def test_a_folder_that_another_machine_does_not_see_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "VISIBLE_SECONDS", 0.3)
     (tmp_path / "config.toml").touch()  # which makes it a run
-    world = Elsewhere(RunFolder(tmp_path, "this-run", None, None))
-    request = RunRequest(None, tmp_path, "auto", None, world)
+    store = CheckpointStore(tmp_path / "checkpoints", run_id="this-run", config_hash="")
+    world = Elsewhere(RunFolder(tmp_path, "this-run", store, None))
+    verification = Verification(world)
+    request = RunRequest(None, tmp_path, "auto", None, world, verification=verification)
     for content in (None, '{"run_id": "another"}', '{"run_id": "this'):
         if content is not None:
             (tmp_path / "plan.json").write_text(content)
@@ -43,7 +47,8 @@ def test_a_folder_that_another_machine_does_not_see_is_refused_at_once(tmp_path,
             open_run_folder(request, None, None)
     (tmp_path / "plan.json").write_text('{"run_id": "this-run"}')
     opened = open_run_folder(request, None, None)
-    assert replace(opened, opened=None) == world.folder
+    assert replace(opened, opened=None, store=store) == world.folder
+    assert opened.store.verification is verification
     opened.check_there()
 
 

@@ -11,6 +11,7 @@ import torch
 from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.verification import Verification
 from pentameter.errors import InterruptedRunError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
@@ -265,7 +266,9 @@ def test_a_process_whose_part_is_finite_hears_of_the_other():
 def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
     pruned = []
     state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
-    store = SimpleNamespace(prune=lambda *kept: pruned.append(kept[:2]))
+    store = SimpleNamespace(
+        prune=lambda *kept: pruned.append(kept[:2]), verification=Verification()
+    )
     run = SimpleNamespace(
         config=config(),
         state=state,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.lazy_tensors import copy_region
 from pentameter.checkpoint.load_model import open_model
+from pentameter.checkpoint.opening import Check, check_content
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.upcycling import (
     dense_architecture,
@@ -98,12 +99,14 @@ class InitialWeights:
                 copy_region(local, theirs, region)
 
 
-def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
+def initial_weights(
+    path: Path | str, config: Config, tokenizer: Tokenizer, check: Check = check_content
+) -> InitialWeights:
     """Open the weights in the model `path` (a run, checkpoint or Hugging Face folder, or
     `hf://OWNER/NAME`) for a run with `config`.
 
     `config` is resolved (its vocab_size is set); `tokenizer` is the data's. No tensor is loaded
-    yet.
+    yet. `check` verifies a checkpoint's files.
 
     Raises ConfigError if the architecture differs, naming each key and both values (experts may
     begin as copies of a feed-forward layer, if they then compute the same); if the model was
@@ -112,7 +115,7 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
     intact.
     """
     warnings: list[str] = []
-    stored = open_model(path, warnings=warnings)
+    stored = open_model(path, warnings=warnings, check=check)
     there, here = stored.config.model, config.model
     if there.n_experts is None and here.n_experts is not None:
         _check_copies(path, there, here)
@@ -161,13 +164,16 @@ def _check_copies(path: Path | str, there: ModelConfig, here: ModelConfig) -> No
 
 
 def check_origin(
-    recorded: Mapping[str, str] | None, given: Path | str | None, run_dir: Path
+    recorded: Mapping[str, str] | None,
+    given: Path | str | None,
+    run_dir: Path,
+    check: Check = check_content,
 ) -> None:
     """Raise ConfigError unless the run in `run_dir` began with `--init-from given`.
 
     `recorded` is the `origin` from its initial weights, None if they were random. The same path is
     accepted without reading it, whatever it holds by now: it is the same command line, and the run
-    has had its own weights since. Another path must hold the same weights.
+    has had its own weights since. Another path must hold the same weights, which `check` verifies.
     """
     other = "another --run-dir or --name starts anew"
     if recorded is None and given is not None:
@@ -183,7 +189,7 @@ def check_origin(
         )
     if str(Path(given).resolve()) == recorded["path"]:
         return
-    if open_model(given).identity != recorded["identity"]:
+    if open_model(given, check=check).identity != recorded["identity"]:
         raise ConfigError(
             f"--init-from {given}: {run_dir} holds a run that began with other weights, those of "
             f"{recorded['path']}; {other}"

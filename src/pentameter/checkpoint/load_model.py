@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, copy_region
-from pentameter.checkpoint.opening import Checkpoint, find_model
+from pentameter.checkpoint.opening import Check, Checkpoint, check_content, find_model
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.errors import ConfigError, PentameterError
 from pentameter.planning.adapters import A, B, TableOf, training_table
@@ -88,22 +88,23 @@ def open_model(
     *,
     warnings: list[str] | None = None,
     table_of: TableOf | None = training_table,
+    check: Check = check_content,
 ) -> StoredModel:
     """Open on disk, without reading its weights, the model that `load_model` loads from `path`.
     Weights are memory-mapped, and LoRA adapters are added to the weights that they adapt, at
     access. `warnings` gets a line for each damaged checkpoint passed over and for anything left
     out.
 
-    If training removes a checkpoint after it was found, the next one is taken. `table_of` returns
-    the parameters that a run saves, by its configuration; None if the caller expects a custom
-    model. Raises ConfigError if the folder holds a custom model and the built-in one is expected,
-    or vice versa; CorruptError if nothing in it is intact.
+    If training removes a checkpoint after it was found, the next one is taken; `check` verifies
+    each. `table_of` returns the parameters that a run saves, by its configuration; None if the
+    caller expects a custom model. Raises ConfigError if the folder holds a custom model and the
+    built-in one is expected, or vice versa; CorruptError if nothing in it is intact.
     """
     from pentameter.checkpoint.hugging_face.hub import local_model
 
     warnings = [] if warnings is None else warnings
     path = local_model(Path(path), warnings)
-    while (checkpoint := find_model(path, warnings)) is not None:
+    while (checkpoint := find_model(path, warnings, check)) is not None:
         try:
             weights = checkpoint.tensors("model")  # mapped: readable even if the folder goes
             return _stored_model(checkpoint, weights, table_of)

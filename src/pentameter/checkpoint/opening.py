@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ STATE_NAME = "state.json"
 REPLACED = ".replaced"
 
 _PATIENCE_SECONDS = 60  # a run may prune faster than its remaining checkpoints can be read
+
+Check = Callable[[Path, Manifest], None]
+"""A function that raises CorruptError unless the files in a folder match a manifest."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 
@@ -82,14 +85,28 @@ def is_step_folder(name: str) -> bool:
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
-def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | None:
+def check_content(path: Path, manifest: Manifest) -> None:
+    """Raise CorruptError, naming the file, unless the files at `path` have the sizes and hashes in
+    `manifest`. A run, whose ranks hash each their share, has a `Verification` for it."""
+    check_files(path, manifest.files)
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise CorruptError unless the files at `path` have the sizes in `manifest`: for a rank whose
+    rank 0 has verified them."""
+    check_files(path, manifest.files, hash_content=False)
+
+
+def find_model(
+    path: Path, warnings: list[str] | None = None, check: Check = check_content
+) -> Checkpoint | None:
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
     in a run folder; None if `path` is a Hugging Face folder.
 
     The best is the one with the lowest validation loss; if it is absent or damaged, the best saved
-    before it, then the newest. Each damaged checkpoint that is passed over adds a line to
-    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model folder or
-    the run has no checkpoint yet; CorruptError if no checkpoint is intact.
+    before it, then the newest. Each damaged checkpoint that is passed over, as `check` says, adds a
+    line to `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model
+    folder or the run has no checkpoint yet; CorruptError if no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -102,7 +119,7 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
     if is_hugging_face(path):
         return None
     if os.path.lexists(path / MANIFEST_NAME):
-        return open_checkpoint(path)
+        return open_checkpoint(path, check)
     folder = path / "checkpoints"
     if not folder.is_dir():
         names = sorted(entry.name for entry in path.iterdir())
@@ -112,7 +129,7 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
             f"has no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found "
             f"there: {found}"
         )
-    checkpoint = best_checkpoint(folder, warnings)
+    checkpoint = best_checkpoint(folder, warnings, check=check)
     if checkpoint is None:
         raise ConfigError(
             f"{path} is a run without a checkpoint yet; wait for its first, or train further"
@@ -128,7 +145,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def best_checkpoint(
-    folder: Path, warnings: list[str], run_id: str | None = None
+    folder: Path, warnings: list[str], run_id: str | None = None, check: Check = check_content
 ) -> Checkpoint | None:
     """Find the verified checkpoint in `folder` (a run's `checkpoints/`) that represents its run;
     None if there is none.
@@ -142,10 +159,10 @@ def best_checkpoint(
     """
     for run, step in _recorded(folder, run_id):
         with suppress(CorruptError):
-            checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step)
+            checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step, check=check)
             if checkpoint is not None:
                 return checkpoint
-    return find_checkpoint(folder, warnings, run_id=run_id)
+    return find_checkpoint(folder, warnings, run_id=run_id, check=check)
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
@@ -165,8 +182,8 @@ def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
     return []
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open and verify the checkpoint in the folder `path`.
+def open_checkpoint(path: Path, check: Check = check_content) -> Checkpoint:
+    """Open the checkpoint in the folder `path`, verified by `check`.
 
     Raises CorruptError naming the file that is missing, damaged, malformed or a link; ConfigError
     if `path` is not a folder.
@@ -178,7 +195,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if is_temporary(path.name):
         raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
     checkpoint = _read(path)
-    check_files(path, checkpoint.manifest.files)
+    check(path, checkpoint.manifest)
     return checkpoint
 
 
@@ -214,24 +231,31 @@ class Candidate:
 
 
 def find_checkpoint(
-    folder: Path, warnings: list[str], *, run_id: str | None = None, step: int | None = None
+    folder: Path,
+    warnings: list[str],
+    *,
+    run_id: str | None = None,
+    step: int | None = None,
+    check: Check = check_content,
 ) -> Checkpoint | None:
-    """Find the verified checkpoint with the highest step in `folder`, among those from `run_id` and
-    at `step` if these are given; None if there is none.
+    """Find the checkpoint with the highest step in `folder` that `check` verifies, among those from
+    `run_id` and at `step` if these are given; None if there is none.
 
     The step comes from names and contents, never from file times. Each damaged folder that is
-    passed over adds a line to `warnings`; if all are damaged, CorruptError names the newest one's
-    file. A folder that another process prunes meanwhile is not damage: the search starts over, for
-    up to 60 seconds, then StorageError.
+    passed over adds a line to `warnings`; if all are damaged, or the one at `step` is, CorruptError
+    names the newest one's file. A folder that another process prunes meanwhile is not damage: the
+    search starts over, for up to 60 seconds, then StorageError.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         damage: list[CorruptError] = []
         for candidate in list_checkpoints(folder):
+            if step not in (None, candidate.step):
+                continue
             try:
                 manifest = read_own_manifest(candidate.path)
-                if run_id in (None, manifest.run_id) and step in (None, manifest.step):
-                    checkpoint = open_checkpoint(candidate.path)
+                if run_id in (None, manifest.run_id):
+                    checkpoint = open_checkpoint(candidate.path, check)
                     warnings += [f"passed over a checkpoint: {error}" for error in damage]
                     return checkpoint
             except (CorruptError, ConfigError, StorageError) as error:
@@ -241,6 +265,8 @@ def find_checkpoint(
                     raise
                 damage.append(error)
         else:
+            if damage and step is not None:
+                raise CorruptError(f"the checkpoint at step {step} is damaged: {damage[0]}")
             if damage:
                 raise CorruptError(
                     f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}"

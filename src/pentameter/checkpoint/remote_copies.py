@@ -39,7 +39,7 @@ from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk.atomic import FileRecord, check_hash, write_hashed
 from pentameter.disk.lock import Owner, current_owner
 from pentameter.disk.remote_folder import RemoteFolder
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 RUN_NAME = "run.json"
 FORMAT_VERSION = 1
@@ -140,6 +140,33 @@ def _parse_claim(data: bytes, where: str) -> _Claim:
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{where} is malformed: {error!r}") from error
+
+
+class _Upload:
+    """The objects below `prefix` of a copy that is being made: one that fails takes them back."""
+
+    def __init__(self, folder: RemoteFolder, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._names: list[str] = []
+
+    def put_file(self, path: Path, record: FileRecord) -> None:
+        """Write the file of a checkpoint in the folder `path` (see `RemoteFolder.put_file`)."""
+        self._names.append(f"{self._prefix}/{record.name}")
+        self._folder.put_file(self._names[-1], path / record.name, record)
+
+    def put(self, name: str, content: bytes) -> FileRecord:
+        """Write an object (see `RemoteFolder.put`)."""
+        self._names.append(f"{self._prefix}/{name}")
+        return self._folder.put(self._names[-1], content)
+
+    def take_back(self) -> bool:
+        """Remove all of them; return False if the store did not do it at once."""
+        try:
+            for name in self._names:
+                self._folder.remove(name, pauses=())
+        except PentameterError:
+            return False
+        return True
 
 
 class RemoteCopies:
@@ -244,14 +271,21 @@ class RemoteCopies:
         if before is not None and own in before.checkpoint:
             return 0
         copy = Copy(run_id, manifest.step, uuid.uuid4().hex, (*manifest.files, own), (), ())
-        for record in manifest.files:
-            self.folder.put_file(f"{copy.prefix}/{record.name}", path / record.name, record)
-        self.folder.put(f"{copy.prefix}/{MANIFEST_NAME}", content)
-        files = {name: data for name, data in run_files().items() if data}
-        run = [self.folder.put(f"{copy.prefix}/run/{name}", data) for name, data in files.items()]
-        known = [step for step in needs if step in self.copies and step != copy.step]
-        copy = replace(copy, run=tuple(run), needs=tuple(known))
-        self._publish(copy)
+        upload = _Upload(self.folder, copy.prefix)
+        try:
+            for record in manifest.files:
+                upload.put_file(path, record)
+            upload.put(MANIFEST_NAME, content)
+            files = {name: data for name, data in run_files().items() if data}
+            run = [upload.put(f"run/{name}", data) for name, data in files.items()]
+            known = [step for step in needs if step in self.copies and step != copy.step]
+            copy = replace(copy, run=tuple(run), needs=tuple(known))
+            self._publish(copy)
+        except Exception:
+            # A manifest may be there though the store said that it was not written.
+            is_named = copy.step in self._unread or self.copies.get(copy.step) is copy
+            self._is_clean = is_named or upload.take_back()
+            raise
         if before is not None:
             self._remove_files(before)
         self._prune(copy.step, keep_last)
@@ -302,7 +336,9 @@ class RemoteCopies:
         """Make a copy exist whose files are all there, by its manifest."""
         self._refuse_other_owner()
         self._write_claim(coming=copy.step)
+        self._unread.add(copy.step)  # until it is known whether the manifest was written
         self.folder.put(f"{step_folder_name(copy.step)}/{MANIFEST_NAME}", copy.to_bytes())
+        self._unread.discard(copy.step)
         self.copies[copy.step] = copy
         self._write_claim()
 

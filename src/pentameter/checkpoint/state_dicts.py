@@ -197,7 +197,7 @@ def _fill(
         raise CorruptError(
             f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
         )
-    world.agreed(copy)
+    world.patiently(lambda _: copy(), "loading", world.progress.latest.step)
 
 
 def _slots_to_load(

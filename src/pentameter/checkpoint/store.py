@@ -22,6 +22,7 @@ from pentameter.checkpoint.opening import (
     REPLACED,
     Candidate,
     Checkpoint,
+    best_checkpoint,
     find_checkpoint,
     is_step_folder,
     list_checkpoints,
@@ -37,6 +38,7 @@ from pentameter.checkpoint.save_phases import (
     plan_files,
     small_files,
 )
+from pentameter.checkpoint.verification import Verification
 from pentameter.disk.atomic import (
     check_files,
     check_free_space,
@@ -70,13 +72,18 @@ class _StepFolders:
     """The step folders of one run: tells valid ones from damaged ones, and renames them so that
     each appears and disappears whole.
 
-    After a crash at any moment, readers and the next process find only whole checkpoints. Each
-    content is hashed once. `warnings` gets a line for each damaged checkpoint.
+    After a crash at any moment, readers and the next process find only whole checkpoints. What
+    this process wrote is known to be valid, and `verification` hashes the rest once. `warnings`
+    gets a line for each damaged checkpoint.
     """
 
-    def __init__(self, folder: Path, run_id: str, warnings: list[str]) -> None:
+    def __init__(
+        self, folder: Path, run_id: str, warnings: list[str], verification: Verification
+    ) -> None:
         self._folder, self._run_id, self._warnings = folder, run_id, warnings
-        self._verified: dict[Path, bytes] = {}
+        self._verification = verification
+        self._written: dict[Path, bytes] = {}  # manifests of what this process has published
+        self._told: set[str] = set()
 
     def own(self) -> Iterator[Candidate]:
         """Yield the checkpoints that this run wrote, highest step first, valid or not."""
@@ -85,23 +92,27 @@ class _StepFolders:
                 if read_own_manifest(candidate.path).run_id == self._run_id:
                     yield candidate
 
-    def trust(self, path: Path, manifest: Manifest) -> None:
-        """Record that the files of the checkpoint at `path` match `manifest`, so that they are not
-        hashed again."""
-        self._verified[path] = manifest.to_bytes()
-
     def is_valid(self, path: Path) -> bool:
-        """Return True if a folder verifies and belongs to this run; each content is hashed once per
-        run."""
+        """Return True if a folder verifies and belongs to this run."""
         try:
             manifest = read_own_manifest(path)
-            known = self._verified.get(path) == manifest.to_bytes()
-            check_files(path, manifest.files, hash_content=not known)
+            if self._written.get(path) == manifest.to_bytes():
+                check_files(path, manifest.files, hash_content=False)
+            else:
+                self._verification.check(path, manifest)
         except CorruptError as error:
-            self._warnings.append(f"a checkpoint is damaged: {error}")
+            told = f"a checkpoint is damaged: {error}"
+            self._warnings += [] if told in self._told else [told]
+            self._told.add(told)
             return False
-        self.trust(path, manifest)
         return manifest.run_id == self._run_id
+
+    def ask_for(self, step: int) -> None:
+        """Have the checkpoint that a save at `step` replaces, if there is one, verified before
+        anything is changed: `publish` then knows."""
+        target = self._folder / step_folder_name(step)
+        if os.path.lexists(target):
+            self.is_valid(target)
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
         """Rename a complete temporary folder, whose files were all read back, to its step's name
@@ -121,9 +132,9 @@ class _StepFolders:
                     target.name + REPLACED if valid else temporary_name(target.name)
                 )
                 if aside.is_dir():  # left by a crash between the two renames below, long ago
-                    self.discard(aside)
+                    self.discard(aside, self.remove)
                 os.rename(target, aside)
-            self._verified.pop(target, None)
+            self._forget(target)
             try:
                 os.rename(temporary, target)
             except BaseException:
@@ -132,7 +143,7 @@ class _StepFolders:
                         os.rename(aside, target)
                 raise
         sync(self._folder)
-        self.trust(target, manifest)  # each rank verified the files it wrote
+        self._written[target] = manifest.to_bytes()  # each rank verified the files it wrote
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 self.discard(aside)
@@ -154,6 +165,7 @@ class _StepFolders:
             check_files(temporary, manifest.files)
             sync(temporary)
             self.publish(temporary, manifest)
+            self._verification.trust(self._folder / step_folder_name(step), manifest)
         except BaseException:
             with suppress(StorageError):
                 remove_tree(temporary)
@@ -162,11 +174,51 @@ class _StepFolders:
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
         """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
         appears half removed, then call `remove` on that."""
-        self._verified.pop(folder, None)
+        self._forget(folder)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
         with storage_errors(folder, "remove"):
             os.rename(folder, temporary)
         remove(temporary)
+
+    def clean(self) -> list[str]:
+        """Do what `CheckpointStore.clean` promises."""
+        replaced = {
+            each.path: self._folder / step_folder_name(each.step)
+            for each in list_checkpoints(self._folder)
+            if each.replaced
+        }
+        obsolete = [
+            path for path, proper in replaced.items() if proper.exists() and self.is_valid(proper)
+        ]
+        with storage_errors(self._folder, "list"):
+            names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        left = [
+            name
+            for name in names
+            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0])
+        ]
+        for name in left:
+            self.remove(self._folder / name)
+        for path in obsolete:
+            with suppress(StorageError):  # as above
+                self.discard(path, self.remove)
+        for path, proper in replaced.items():
+            if not proper.exists():
+                with storage_errors(proper, "restore"):
+                    os.rename(path, proper)
+                sync(self._folder)
+        return [*left, *(path.name for path in obsolete)]
+
+    def _forget(self, path: Path) -> None:
+        self._written.pop(path, None)
+        self._verification.forget(path)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder that counts as none by its name. A failure only adds to the warnings."""
+        try:
+            remove_tree(folder)
+        except StorageError as error:
+            self._warnings.append(f"what is left of a checkpoint stays: {error}")
 
 
 class CheckpointStore:
@@ -174,16 +226,37 @@ class CheckpointStore:
     writes to it holds the run's lock.
 
     Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
-    `warnings` collects one line for each damaged checkpoint that was passed over.
+    `warnings` collects one line for each damaged checkpoint that was passed over. In a run of
+    several ranks `verification` is theirs, and what finds or removes checkpoints is work for its
+    `on_main`.
     """
 
-    def __init__(self, folder: Path, *, run_id: str, config_hash: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        config_hash: str,
+        verification: Verification | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
         self.config_hash = config_hash
         self.warnings: list[str] = []
+        self.verification = Verification() if verification is None else verification
         self._exchanged = Exchanged()
-        self._folders = _StepFolders(self.folder, run_id, self.warnings)
+        self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification)
+
+    def with_verification(self, verification: Verification) -> CheckpointStore:
+        """Return this store, with its warnings so far, for the ranks of `verification`."""
+        store = CheckpointStore(
+            self.folder,
+            run_id=self.run_id,
+            config_hash=self.config_hash,
+            verification=verification,
+        )
+        store.warnings += self.warnings
+        return store
 
     def save(
         self,
@@ -252,15 +325,18 @@ class CheckpointStore:
         return Save(step, temporary, [*tensors], files, small, world, layout or {}, started_at)
 
     def commit(self, save: Save) -> Saved:
-        """Wait until all ranks have written their files, then commit: rename the save's folder to
-        its final name.
+        """Wait until all ranks have written their files, for as long as their disks take, then
+        commit: rename the save's folder to its final name.
 
         Collective. Raises StorageError if a write failed on any rank or the rename fails; the
         save's folder is then removed.
         """
         world = save.world
 
+        doing = "committing" if save.is_beside else "saving"
+
         def seal_and_publish(written: Sequence[Written]) -> int:
+            self._folders.ask_for(save.step)
             manifest = seal(
                 save.folder,
                 {
@@ -277,8 +353,10 @@ class CheckpointStore:
             return manifest.n_bytes
 
         try:
-            written = world.gathered(save.written)
-            n_bytes = world.on_main(lambda: seal_and_publish(written))
+            written = world.patiently(lambda _: save.written(), doing, save.step)
+            n_bytes = self.verification.among(world).on_main(
+                lambda: seal_and_publish(written), doing, save.step
+            )
         except BaseException:
             if world.is_main:
                 with suppress(StorageError):
@@ -313,43 +391,33 @@ class CheckpointStore:
         A damaged checkpoint is passed over with a line in `warnings`; CorruptError if all are
         damaged.
         """
-        checkpoint = find_checkpoint(self.folder, self.warnings, run_id=self.run_id)
-        if checkpoint is not None:
-            self._folders.trust(self.folder / checkpoint.path.name, checkpoint.manifest)
-        return checkpoint
+        return self._find(None)
 
     def at(self, step: int) -> Checkpoint | None:
         """Open and verify this run's checkpoint at `step`; None if the run has none there. Raises
         CorruptError if it is damaged."""
-        return find_checkpoint(self.folder, self.warnings, run_id=self.run_id, step=step)
+        return self._find(step)
+
+    def best(self) -> Checkpoint | None:
+        """Find the verified checkpoint that represents this run (see `best_checkpoint`); None if
+        the run has none. Raises CorruptError if all are damaged."""
+        return best_checkpoint(self.folder, self.warnings, self.run_id, self.verification.check)
+
+    def _find(self, step: int | None) -> Checkpoint | None:
+        check = self.verification.check
+        return find_checkpoint(
+            self.folder, self.warnings, run_id=self.run_id, step=step, check=check
+        )
 
     def clean(self) -> list[str]:
         """Remove the folders of saves and removals that a dead process left unfinished; return
         their names.
 
-        Readers never look at these folders. A checkpoint that was renamed for a new save at its
-        step gets its name back if that save was never committed.
+        Readers never look at these folders, so one that cannot be removed only adds a warning. A
+        checkpoint that was renamed for a new save at its step gets its name back if that save was
+        never committed.
         """
-        removed = []
-        with storage_errors(self.folder, "list"):
-            names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
-        for name in names:
-            if not is_temporary(name) or not is_step_folder(name.rsplit(".tmp-", 1)[0]):
-                continue
-            remove_tree(self.folder / name)
-            removed.append(name)
-        for candidate in list_checkpoints(self.folder):
-            if not candidate.replaced:
-                continue
-            proper = self.folder / step_folder_name(candidate.step)
-            if not proper.exists():
-                with storage_errors(proper, "restore"):
-                    os.rename(candidate.path, proper)
-                sync(self.folder)
-            elif self._folders.is_valid(proper):
-                self._folders.discard(candidate.path)
-                removed.append(candidate.path.name)
-        return removed
+        return self._folders.clean()
 
     def prune(
         self,
@@ -364,11 +432,13 @@ class CheckpointStore:
         kept. Folders that belong to other runs or cannot be identified stay. `remove` is called
         with each folder once it has a temporary name, and may return before the files are gone.
         """
-        kept_steps = set(keep_steps)
+        candidates, kept_steps, n_to_keep = [*self._folders.own()], {*keep_steps}, max(1, keep_last)
+        if all(each.step in kept_steps for each in candidates[n_to_keep:]):
+            return []  # whichever of the newest verify, which need not be known then
         removed = []
         n_kept = 0
-        for candidate in self._folders.own():
-            if n_kept < max(1, keep_last):
+        for candidate in candidates:
+            if n_kept < n_to_keep:
                 n_kept += self._folders.is_valid(candidate.path)
             elif candidate.step not in kept_steps:
                 self._folders.discard(candidate.path, remove)

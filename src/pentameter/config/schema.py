@@ -333,8 +333,8 @@ class CheckpointConfig(Section):
     folder holds none of its checkpoints, or older ones, goes on from the newest copy there. One run
     to a folder."""
     copy_wait_seconds: NonNegativeFloat = 60.0
-    """Longest wait for copies when a signal ends the run; a complete run waits until they are
-    made."""
+    """Longest wait for copies at a run's end: in all after a signal; a complete run waits until
+    they are made, and so long for a store that fails, all its copies together."""
     on_error: Literal["stop", "warn"] = "stop"
     """A save or copy that fails (disk full, no network): `stop` ends with exit 74, a failed copy
     once the next checkpoint is saved; `warn` goes on until the last. A log that cannot be written

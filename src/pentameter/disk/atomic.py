@@ -17,7 +17,7 @@ import shutil
 import stat
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -288,10 +288,16 @@ def _utf8(data: bytes, path: Path) -> str:
         raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
 
 
-def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
+def _nothing() -> None:
+    """Do nothing: the default of what is called between two blocks."""
+
+
+def check_file(
+    folder: Path, record: FileRecord, *, hash_content: bool, go_on: Callable[[], None] = _nothing
+) -> None:
     """Raise CorruptError, naming the file, unless `folder` has a regular file with the record's
     name and size and, with `hash_content`, its sha256. Raises StorageError if the file cannot be
-    read."""
+    read. `go_on` is called after each block that was hashed; its error ends the check."""
     path = folder / record.name
     with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
@@ -300,22 +306,33 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
                 f"{path} is damaged: it has {n_bytes:,} bytes, its manifest says {record.n_bytes:,}"
             )
         if hash_content:
-            check_hash(path, record, hashlib.file_digest(file, "sha256").hexdigest())
+            digest, block = hashlib.sha256(), memoryview(bytearray(_INLINE_BYTES))
+            while n_read := file.readinto(block):
+                digest.update(block[:n_read])
+                go_on()
+            check_hash(path, record, digest.hexdigest())
 
 
 def check_files(
-    folder: Path, records: Collection[FileRecord], *, hash_content: bool = True
+    folder: Path,
+    records: Collection[FileRecord],
+    *,
+    hash_content: bool = True,
+    n_threads: int = 8,
+    go_on: Callable[[], None] = _nothing,
 ) -> None:
     """Raise CorruptError naming the first file in `folder` that does not match its record.
 
     Sizes are compared first: they reveal most damage without reading gigabytes. With
-    `hash_content`, sha256 hashes follow, in up to 8 threads.
+    `hash_content`, sha256 hashes follow, in up to `n_threads` threads; `go_on` is called after
+    each block that was hashed, and an error of it ends the check.
     """
     for record in records:
         check_file(folder, record, hash_content=False)
     if hash_content:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(partial(check_file, folder, hash_content=True), records))
+        check = partial(check_file, folder, hash_content=True, go_on=go_on)
+        with ThreadPoolExecutor(n_threads) as pool:
+            list(pool.map(check, records))
 
 
 def read_checked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,6 +18,9 @@ CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
 LOG_IN = "log in as its kind of storage wants it (~/.netrc, AWS_PROFILE, HF_TOKEN, …)"
 
 _HTTP = ("http", "https")
+
+_PASSING = ("RequestTimeout", "OperationAborted", "ExpiredToken")
+"""A store's words for errors that may pass, with a status that says otherwise."""
 
 Result = TypeVar("Result")
 
@@ -62,34 +65,64 @@ def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tupl
     return fs, path
 
 
+def _slept(error: Exception, pause: float) -> bool:
+    time.sleep(pause)
+    return True
+
+
 def retried(
     ask: Callable[[], Result],
     pauses: Iterable[float],
     failed: Callable[[Exception, int], PentameterError],
+    wait: Callable[[Exception, float], bool] = _slept,
 ) -> Result:
     """Return the result of `ask`, called again after each of `pauses` (seconds) while it fails with
     an error that may pass. Then raise `failed(error, number of calls)`; an error of ours is raised
-    as it is."""
+    as it is.
+
+    `wait` is called with the error and the pause; False from it ends the attempts."""
     for n_calls, pause in enumerate((*pauses, None), start=1):
         try:
             return ask()
         except PentameterError:
             raise
         except Exception as error:  # each kind of file system has errors of its own
-            if pause is None or not is_passing(error):
+            if pause is None or not is_passing(error) or not wait(error, pause):
                 raise failed(error, n_calls) from error
-        time.sleep(pause)
     raise AssertionError("unreachable")
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those behind it: its causes, and what a library keeps in it."""
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        kept = getattr(at, "kwargs", None)  # botocore's, of its HTTP client
+        inner = kept.get("error") if isinstance(kept, dict) else None
+        if isinstance(inner, BaseException):
+            yield inner
+        at = at.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status in an error or its causes; None without one."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(status := getattr(at, "status", None), int):
+    for at in _behind(error):
+        answer = getattr(at, "response", None)  # botocore's
+        in_answer = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
+        status = getattr(at, "status", None) or in_answer.get("HTTPStatusCode")
+        if isinstance(status, int) and status:
             return status
-        at = at.__cause__
     return None
+
+
+def _code_of(error: BaseException) -> str:
+    """Return the store's own word for an error, such as `SlowDown`; empty without one."""
+    for at in _behind(error):
+        answer = getattr(at, "response", None)
+        code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+        if isinstance(code, str) and not code.isdecimal():
+            return printable(code)[:80]
+    return ""
 
 
 def is_passing(error: BaseException) -> bool:
@@ -97,7 +130,7 @@ def is_passing(error: BaseException) -> bool:
     error without a status that is not a missing file or permission."""
     status = status_of(error)
     if status is not None:
-        return status >= 500 or status in (408, 425, 429)
+        return status >= 500 or status in (408, 425, 429) or _code_of(error) in _PASSING
     if isinstance(error, FileNotFoundError):
         return error.__cause__ is not None  # HTTP's, for whatever went wrong
     return not isinstance(error, PermissionError | NotImplementedError)
@@ -108,8 +141,14 @@ def reason(url: str, error: BaseException) -> str:
     at = error
     while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
         at = at.__cause__
+    for inner in _behind(at):
+        if type(inner).__name__ == "TooManyRedirects":
+            history = getattr(inner, "history", ())
+            begun = f"HTTP status {history[-1].status}, " if history else ""
+            return f"{begun}{len(history)} redirects in a row lead nowhere"
     if (status := status_of(at)) is not None:
-        return f"HTTP status {status}"
+        code = _code_of(at)
+        return f"HTTP status {status} ({code})" if code else f"HTTP status {status}"
     if isinstance(at, TimeoutError) or "Timeout" in type(at).__name__:
         return "no answer in time"
     text = str(at).partition("\n")[0].replace(url, shown_url(url))

@@ -8,16 +8,26 @@ old: it names what to look for, and never says that an object is there or is not
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pentameter.config.urls import shown_url
-from pentameter.disk.atomic import FileRecord, check_hash, storage_errors, temporary_name
-from pentameter.disk.file_systems import LOG_IN, has_folders, open_file_system, reason, retried
+from pentameter.disk.atomic import FileRecord, check_file, temporary_name
+from pentameter.disk.file_systems import (
+    LOG_IN,
+    has_folders,
+    open_file_system,
+    reason,
+    retried,
+    status_of,
+)
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 START_PAUSES = (1.0, 2.0, 4.0, 8.0)
@@ -29,14 +39,91 @@ BLOCK_BYTES = 8 * 2**20
 N_BLOCKS = 4
 """Blocks of BLOCK_BYTES that are requested together; so much memory a transfer takes."""
 
+_PART_ATTEMPTS, _IN_PARTS_BYTES = 5, 64 * 2**20
+
 _PUTS_WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "memory")
 """Schemes whose objects appear whole or not at all, in folders that need not be created."""
+
+SAY_AFTER_SECONDS = 5.0
+"""Seconds for which requests fail until that is worth a line."""
 
 Result = TypeVar("Result")
 
 
 class _UnequalError(Exception):
     """An object is not there, or not what was written; that may pass."""
+
+
+class Attempts:
+    """What a store that fails has answered, since when, and how long it is asked again. One thread
+    asks; another may read this, and limit it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._since: float | None = None  # when the first request began that has not succeeded yet
+        self._answer, self._rest_seconds, self._is_told = "", 0.0, False
+        self._limited_at, self._limit_seconds = 0.0, math.inf
+        self.is_abandoned = False
+
+    def limit(self, seconds: float) -> None:
+        """From now on, repeat requests that fail for `seconds` at most, all of them together; how
+        long is worth another line. What was limited before stays as it is."""
+        with self._changed:
+            if self._limit_seconds == math.inf:
+                self._limited_at, self._limit_seconds = time.monotonic(), seconds
+                self._is_told = False
+                self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Make no request any more: nobody waits for it."""
+        self.is_abandoned = True
+        self.limit(0.0)
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds of the limit that are left, negative if it is exceeded; infinite without one."""
+        with self._changed:
+            since = self._since
+            now = time.monotonic()
+            used = 0.0 if since is None else now - max(since, self._limited_at)
+            return self._limit_seconds - used
+
+    @property
+    def answer(self) -> str | None:
+        """The store's latest answer in words, if it was an error; None if it was none."""
+        return None if self._since is None else self._answer
+
+    def failed(self, began_at: float, answer: str, pause: float, rest_seconds: float) -> bool:
+        """Note the answer to a request that was first made at `began_at`, and wait for `pause`
+        seconds, after which it would be repeated for `rest_seconds` more. Return False if it may
+        not be, since no time is left."""
+        with self._changed:
+            self._since = began_at if self._since is None else self._since
+            self._answer, self._rest_seconds = answer, pause + rest_seconds
+            end = time.monotonic() + pause
+            while (left := self.left_seconds) > 0:
+                if (now := time.monotonic()) >= end:
+                    return True
+                self._changed.wait(min(end - now, left))
+        return False
+
+    def succeeded(self) -> None:
+        """Note that the latest request has succeeded, perhaps after it had failed."""
+        with self._changed:
+            self._limit_seconds = max(0.0, self.left_seconds)
+            self._since, self._is_told = None, False
+
+    def take_word(self) -> str | None:
+        """Return, once requests have failed for SAY_AFTER_SECONDS, the latest answer and how long
+        the store is asked again; None before, and again until one has succeeded."""
+        with self._changed:
+            if self._is_told or self._since is None:
+                return None
+            if time.monotonic() - self._since < SAY_AFTER_SECONDS:
+                return None
+            self._is_told = True
+            seconds = max(0.0, min(self._rest_seconds, self.left_seconds))
+            return f"{self._answer}; it is asked again for {seconds:.0f} s at most"
 
 
 class RemoteFolder:
@@ -51,14 +138,18 @@ class RemoteFolder:
         installed, and for a scheme that is unknown or cannot be written."""
         self.url = url.rstrip("/")
         self.pauses: Sequence[float] = START_PAUSES
+        self.attempts = Attempts()
+        self._depth = 0  # of requests within one another
         if not has_folders(url):
             raise ConfigError(
                 f"{shown_url(url)}: nothing can be written over HTTP; name an object store "
                 "(s3://, gs://, …) or another file system (file://, sftp://, …)"
             )
-        options = {"skip_instance_cache": True, "use_listings_cache": False}
+        options = {"skip_instance_cache": True, "use_listings_cache": False, **_asked_once(url)}
         self._fs, path = open_file_system(url, "writing", "leave checkpoint.copy_to out", **options)
         self._path = path.rstrip("/")
+        self._repeats = isinstance(getattr(self._fs, "retries", None), int)  # s3fs does
+        self._let_repeat(1)
         self._puts_whole = urlsplit(url).scheme.lower() in _PUTS_WHOLE
 
     def __str__(self) -> str:
@@ -91,20 +182,43 @@ class RemoteFolder:
     def put_file(self, name: str, source: Path, record: FileRecord) -> None:
         """Write an object with the content of the file `source`; on return it reads back as
         `record` says. Raises CorruptError if the file itself differs from its record."""
-        try:
-            self._put(name, record, lambda path: self._fs.put_file(str(source), path))
-        except StorageError:
-            with storage_errors(source, "read"), source.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            check_hash(source, record, sha256)
-            raise
 
-    def _put(self, name: str, record: FileRecord, write: Callable[[str], object]) -> None:
-        """Call `write` with a path until what lies under `name` reads back as `record` says. A file
-        system with folders gets it under a temporary name, which is renamed."""
+        def send(path: str) -> None:
+            check_file(source.parent, record, hash_content=False)
+            # Of what is sent in parts, the client repeats a part; else all would be sent again.
+            self._let_repeat(_PART_ATTEMPTS if record.n_bytes > _IN_PARTS_BYTES else 1)
+            try:
+                self._fs.put_file(str(source), path)
+            finally:
+                self._let_repeat(1)
+
+        self._put(name, record, send, lambda: check_file(source.parent, record, hash_content=True))
+
+    def _let_repeat(self, n_attempts: int) -> None:
+        """Have the client make so many attempts at a request, which is asked again here, too."""
+        if self._repeats:
+            self._fs.retries = n_attempts
+
+    def _put(
+        self,
+        name: str,
+        record: FileRecord,
+        write: Callable[[str], object],
+        check_source: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Call `write` with a path until what lies under `name` reads back as `record` says; after
+        each failure `check_source` raises an error if that is no wonder. A file system with folders
+        gets it under a temporary name, which is renamed."""
         path = self._at(name)
 
         def attempt() -> None:
+            try:
+                write_and_compare()
+            except Exception:
+                check_source()
+                raise
+
+        def write_and_compare() -> None:
             if self._puts_whole:
                 write(path)
             else:
@@ -159,14 +273,14 @@ class RemoteFolder:
 
             yield from self._retried("read", name, ask, pauses)
 
-    def remove(self, name: str) -> None:
-        """Remove an object; one that is gone is fine."""
+    def remove(self, name: str, pauses: Sequence[float] | None = None) -> None:
+        """Remove an object; one that is gone is fine. `pauses` replaces the folder's own."""
 
         def ask() -> None:
             with suppress(FileNotFoundError, KeyError):
                 self._fs.rm_file(self._at(name))
 
-        self._retried("remove", name, ask)
+        self._retried("remove", name, ask, pauses)
 
     def names(self) -> list[str]:
         """List the objects in the folder and below it, sorted. The list may be old."""
@@ -189,19 +303,61 @@ class RemoteFolder:
         ask: Callable[[], Result],
         pauses: Sequence[float] | None = None,
     ) -> Result:
-        where = f"{self}/{name}".rstrip("/")
+        where, began_at = f"{self}/{name}".rstrip("/"), time.monotonic()
+
+        def told_of(error: Exception) -> str:
+            return str(error) if isinstance(error, _UnequalError) else reason(self.url, error)
 
         def failed(error: Exception, n_attempts: int) -> PentameterError:
-            if isinstance(error, _UnequalError) and doing == "read":
-                return CorruptError(f"{where} is damaged: {error}")
-            told = str(error) if isinstance(error, _UnequalError) else reason(self.url, error)
-            if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-                return StorageError(f"cannot {doing} {where}: {told}; {LOG_IN}")
-            if isinstance(error, FileNotFoundError):
-                return StorageError(f"cannot {doing} {where}: {told}; is there such a bucket?")
-            times = f" after {n_attempts} attempts" if n_attempts > 1 else ""
-            return StorageError(f"cannot {doing} {where}{times}: {told}; check the network")
+            return _failure(doing, where, error, told_of(error), n_attempts)
 
         # Not keyed: nodes that failed together must not come back together.
-        jitter = [pause * random.uniform(0.5, 1.0) for pause in pauses or self.pauses]
-        return retried(ask, jitter, failed)
+        pauses = self.pauses if pauses is None else pauses
+        jitter = [pause * random.uniform(0.5, 1.0) for pause in pauses]
+        rest = sum(jitter)
+
+        def wait(error: Exception, pause: float) -> bool:
+            nonlocal rest
+            rest -= pause
+            answer = f"cannot {doing} {where}: {told_of(error)}"
+            return self.attempts.failed(began_at, answer, pause, rest)
+
+        if self.attempts.is_abandoned:
+            raise StorageError(f"cannot {doing} {where}: it was given up")
+        self._depth += 1
+        try:
+            result = retried(ask, jitter, failed, wait)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.attempts.succeeded()
+        return result
+
+
+def _failure(
+    doing: str, where: str, error: Exception, told: str, n_attempts: int
+) -> PentameterError:
+    """Return the error to raise after the last attempt at `doing` something at `where`; `told` are
+    the words for its `error`."""
+    if isinstance(error, _UnequalError) and doing == "read":
+        return CorruptError(f"{where} is damaged: {error}")
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        return StorageError(f"cannot {doing} {where}: {told}; {LOG_IN}")
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"cannot {doing} {where}: {told}; is there such a bucket?")
+    times = f" after {n_attempts} attempts" if n_attempts > 1 else ""
+    look = "check the network" if status_of(error) is None else "the store itself fails"
+    return StorageError(f"cannot {doing} {where}{times}: {told}; {look}")
+
+
+def _asked_once(url: str) -> dict[str, Any]:
+    """Return the options with which the client of an S3 store makes one attempt at each request:
+    repeated within every attempt made here, they would take minutes, and ask a store for more that
+    asks for less."""
+    if urlsplit(url).scheme.lower() not in ("s3", "s3a"):
+        return {}
+    import fsspec
+
+    known = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    retries = {**known.get("retries", {}), "total_max_attempts": 1}
+    return {"config_kwargs": {**known, "retries": retries}}

@@ -7,6 +7,7 @@ nothing is sent and torch.distributed is never imported.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS = 0.001
+_LEAVE_SECONDS = 5.0  # until work that was begun is left to itself, as its disk does not answer
+_LEAVE_LOST_SECONDS = 0.5  # ranks that miss another one are to say so soon
+
+
+class _LeftError(Exception):
+    """Nobody waits for this work any more."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,48 @@ class World:
         """Return once `is_busy`, asked every PAUSE_SECONDS on rank 0, returns False. For what takes
         one rank longer than others may wait in a collective; `doing` and `step` are noted as this
         rank's progress meanwhile. Collective."""
-        while self.all_reduce_max(self.is_main and is_busy()):
+        self._await_all(lambda: self.is_main and is_busy(), doing, step)
+
+    def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
+        """Return once `is_busy` returns False on every rank. Collective."""
+        pause = _FIRST_PAUSE_SECONDS
+        while self.all_reduce_maxima(is_busy())[0]:
             self.progress.note(doing, step, nothing_to_lose=True)
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_SECONDS)
+
+    def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
+        """Run `work` on every rank, and return all results, ordered by rank, on every rank, as
+        `gathered` does, for work that a disk or a network may hold up on one rank for longer than
+        the others may wait in a collective: a thread does it, while all tell each other that they
+        are there. Collective.
+
+        `work` is called with a function that it calls now and then; this raises an exception once
+        the waiting has ended (a signal, a lost rank), and so ends the work. `doing` and `step` are
+        noted as this rank's progress meanwhile.
+        """
+        if self.size == 1:
+            return [work(lambda: None)]
+        has_left = threading.Event()
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def go_on() -> None:
+            if has_left.is_set():
+                raise _LeftError
+
+        # Daemonic: a disk that hangs must not keep the process.
+        worker = threading.Thread(
+            target=lambda: outcome.append(_attempted(lambda: work(go_on))), name=doing, daemon=True
+        )
+        worker.start()
+        try:
+            self._await_all(worker.is_alive, doing, step)
+        except BaseException as error:
+            has_left.set()
+            # What it writes is written before a lock is let go.
+            worker.join(_LEAVE_LOST_SECONDS if isinstance(error, Exception) else _LEAVE_SECONDS)
+            raise
+        return self._exchanged(outcome[0])
 
     def agreed(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, and return this rank's result. If it raises on any rank, every
@@ -116,7 +163,11 @@ class World:
         other, then the lowest rank's. It sends one message; `agreed` and `all_gather` would send
         two.
         """
-        outcome = _attempted(work)
+        return self._exchanged(_attempted(work))
+
+    def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
+        """Return the results of all ranks, of which `outcome` is this one's with its error; raise
+        the first error. Collective."""
         outcomes = self.all_gather(outcome)
         self._raise_first([error for _, error in outcomes], outcome[1])
         return [result for result, _ in outcomes]  # type: ignore[misc]
@@ -137,9 +188,15 @@ class World:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone, and return its result on every rank. If it raises, every
-        rank raises that error. Collective."""
+        rank raises that error. For what takes moments: `patiently_on_main` is for disks.
+        Collective."""
         result = self.agreed(lambda: action() if self.is_main else None)
         return self.broadcast(result)  # type: ignore[return-value]
+
+    def patiently_on_main(self, action: Callable[[], T], doing: str, step: int) -> T:
+        """Do what `on_main` does, for an action that a disk or a network may hold up (see
+        `patiently`). Collective."""
+        return self.patiently(lambda _: action() if self.is_main else None, doing, step)[0]  # type: ignore[return-value]
 
 
 def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

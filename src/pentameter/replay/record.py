@@ -11,6 +11,7 @@ from typing import Any
 
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import (
+    Check,
     Checkpoint,
     list_checkpoints,
     open_checkpoint,
@@ -120,18 +121,19 @@ class RunRecord:
             None,
         )
 
-    def open_checkpoint(self, step: int) -> Checkpoint:
-        """Open and verify the checkpoint at `step`. Raises CorruptError if it is damaged."""
+    def open_checkpoint(self, step: int, check: Check) -> Checkpoint:
+        """Open the checkpoint at `step`, verified by `check`. Raises CorruptError if it is
+        damaged."""
         try:
-            return open_checkpoint(self.folder / "checkpoints" / step_folder_name(step))
+            return open_checkpoint(self.folder / "checkpoints" / step_folder_name(step), check)
         except ConfigError as error:  # a run removes old ones
             raise CorruptError(f"the checkpoint at step {step} was removed meanwhile") from error
 
-    def open_any_checkpoint(self) -> Checkpoint | None:
-        """Open an intact checkpoint of the run, the earliest; None without one."""
+    def open_any_checkpoint(self, check: Check) -> Checkpoint | None:
+        """Open an intact checkpoint of the run, as `check` says, the earliest; None without one."""
         for step in self.checkpoints:
             with suppress(CorruptError):
-                return self.open_checkpoint(step)
+                return self.open_checkpoint(step, check)
         return None
 
     def without(self, step: int, damage: CorruptError) -> RunRecord:

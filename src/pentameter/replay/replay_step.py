@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.opening import Checkpoint
+from pentameter.checkpoint.opening import Check, Checkpoint
+from pentameter.checkpoint.verification import Verification
 from pentameter.errors import CorruptError
 from pentameter.planning.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
@@ -77,7 +78,12 @@ def replay_step(
     """
     data = open_run_data(folder, verify=world.local_rank == 0)
     index = data.batch_index(step)
-    record, route, base, saved = world.on_main(lambda: _prepared(folder, step, say))
+    verification = Verification(world)
+    record, route, base, saved, passed_over = verification.on_main(
+        lambda: _prepared(folder, step, verification.check), "verifying", step
+    )
+    for error in passed_over:
+        say(f"passed over a checkpoint: {error}")
     data.batches.prepare(index + 1)
     config = record.config_on(step, layout)
     plan = make_plan(
@@ -87,7 +93,9 @@ def replay_step(
         world_size=world.size,
         local_size=world.local_size,
     )
-    made_with = base or world.on_main(record.open_any_checkpoint)
+    made_with = base or verification.on_main(
+        lambda: record.open_any_checkpoint(verification.check), "verifying", step
+    )
     if made_with is not None:
         UserComponents().check_same(made_with, plan)  # a run of the user's code is refused
     compute = choose_compute(plan, world)
@@ -126,12 +134,13 @@ def replay_step(
 
 
 def _prepared(
-    folder: Path, step: int, say: Callable[[str], None]
-) -> tuple[RunRecord, Route, Checkpoint | None, Checkpoint | None]:
+    folder: Path, step: int, check: Check
+) -> tuple[RunRecord, Route, Checkpoint | None, Checkpoint | None, list[CorruptError]]:
     """Read the run's record; return it, the steps to make, the checkpoint to begin with (None: the
-    initial weights) and the one after the last step (None: not saved). Damaged checkpoints are
-    passed over, with a line each."""
+    initial weights) and the one after the last step (None: not saved), and why checkpoints were
+    passed over that `check` finds damaged."""
     record = read_record(folder)
+    passed_over = []
     while True:
         route = record.route(step)
         last = route.steps[-1]
@@ -141,13 +150,13 @@ def _prepared(
             for number in wanted:
                 opened.append(None)
                 if number:
-                    opened[-1] = record.open_checkpoint(number)
+                    opened[-1] = record.open_checkpoint(number, check)
         except CorruptError as error:
-            say(f"passed over a checkpoint: {error}")
+            passed_over.append(error)
             record = record.without(wanted[len(opened) - 1], error)
             continue
         base, saved = opened
-        return record, route, base, saved
+        return record, route, base, saved, passed_over
 
 
 def _is_own_layout(record: RunRecord, step: int, plan: Plan) -> bool:

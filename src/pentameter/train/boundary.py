@@ -155,7 +155,9 @@ class Boundary:
         """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
         signals = self.signals
         not_copied = self.run.copies.finish(
-            self.run.world, lambda: bool(signals.agreed or signals.received)
+            self.run.world,
+            lambda: bool(signals.agreed or signals.received),
+            self.run.console.say,
         )
         self.tell_of_copies()
         self.checkpoints.old.prune()  # those that had to stay until they were copied
@@ -163,7 +165,9 @@ class Boundary:
 
     def tell_of_copies(self) -> None:
         """Call `on_copy` hooks for the copies that were made, or have failed, since the last
-        call."""
+        call; and print a line about a store that fails."""
+        if (word := self.run.copies.take_word()) is not None:
+            self.run.console.say(word)
         for metrics in self.run.copies.take_done():
             self.hooks.call("on_copy", self.run, metrics)
 

@@ -10,20 +10,24 @@ which are copied before it. A copy that fails is made up for by the next one.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from pentameter.checkpoint.opening import step_folder_name
+from pentameter.checkpoint.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.remote_copies import RemoteCopies
 from pentameter.config.schema import CheckpointConfig
 from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
-from pentameter.disk.remote_folder import PAUSES
+from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
 from pentameter.errors import PentameterError, StorageError
+from pentameter.processes.progress import STARTING
 from pentameter.processes.world import PAUSE_SECONDS, World
 from pentameter.train.log_files import MAX_METRICS_BYTES
 from pentameter.train.run_folder import RunFolder
@@ -31,6 +35,10 @@ from pentameter.train.run_folder import RunFolder
 COPIED_FILES = ("plan.json", "environment.json", "metrics.jsonl", "log.txt", "config.toml")
 """The run's own files that go with each copy. Its samples do, too, in one object: SAMPLES_NAME."""
 SAMPLES_NAME = "samples.json"
+MOST_TIMES_SAVED = 5
+"""Times that a checkpoint may be saved again at its step while it is copied."""
+_READINGS = 5  # of a manifest, PAUSE_SECONDS apart
+_GRACE_SECONDS = 1.0  # for the thread that copies to give up by itself
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class CheckpointCopies:
         self._thread: threading.Thread | None = None
         self.failure: StorageError | None = None
         """The error of the latest copy, if it failed."""
+        self.attempts = Attempts() if remote is None else remote.folder.attempts
 
     @property
     def steps_in_use(self) -> set[int]:
@@ -120,28 +129,39 @@ class CheckpointCopies:
             self._done.clear()
             return done
 
-    def finish(self, world: World, is_stopping: Callable[[], bool]) -> str | None:
-        """Wait for all copies, from the time at which `is_stopping` returns True on for
-        `checkpoint.copy_wait_seconds` at most. Return a clause about what is not copied, the same
-        on every rank; None if all is. Collective."""
+    def finish(
+        self, world: World, is_stopping: Callable[[], bool], say: Callable[[str], None]
+    ) -> str | None:
+        """Wait for all copies, and for `checkpoint.copy_wait_seconds` at most: of the time that a
+        failing store takes, and of all time once `is_stopping` returns True. Call `say` with a line
+        when it takes long. Return a clause about what is not copied, the same on every rank; None
+        if all is. Collective."""
         if self._settings.copy_to is None:
             return None
         self._release()
-        deadline = _Deadline(is_stopping, self._settings.copy_wait_seconds)
-        world.await_main(lambda: self._is_busy and not deadline.has_passed, "copying", 0)
+        wait = _Wait(self, is_stopping, self._settings.copy_wait_seconds, say)
+        world.await_main(lambda: not wait.is_over(), "copying", 0)
         return world.broadcast(self._not_copied())
 
-    def finish_after_error(self, is_stopping: Callable[[], bool]) -> None:
+    def finish_after_error(
+        self, is_stopping: Callable[[], bool], say: Callable[[str], None]
+    ) -> None:
         """Wait for all copies, for `checkpoint.copy_wait_seconds` at most, and no longer once
         `is_stopping` returns True: a launcher that ends the processes of a run that has lost one
-        wants to start them again. Not collective."""
+        wants to start them again. `say` as in `finish`. Not collective."""
         self._release()
-        deadline = _Deadline(lambda: True, self._settings.copy_wait_seconds)
-        while self._is_busy and not deadline.has_passed and not is_stopping():
+        wait = _Wait(self, lambda: True, self._settings.copy_wait_seconds, say)
+        while not (wait.is_over() or is_stopping()):
             time.sleep(PAUSE_SECONDS)
+
+    def take_word(self) -> str | None:
+        """Return a line about a store that fails for some seconds, once; else None."""
+        word = self.attempts.take_word()
+        return None if word is None else f"warning: {self.missing}: {word}"
 
     def _release(self) -> None:
         """Begin the run's last copy; the thread ends once nothing is left to do."""
+        self.attempts.limit(self._settings.copy_wait_seconds)
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -150,21 +170,30 @@ class CheckpointCopies:
                 self._start()
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """True while something is being copied or removed, or is to be."""
         with self._changed:
             waiting = (self._next, self._discard_after)
             return self._is_working or any(each is not None for each in waiting)
 
-    def _not_copied(self) -> str | None:
+    @property
+    def missing(self) -> str:
+        """A clause that names the newest step that is to be copied, and is not yet."""
         with self._changed:
-            job = self._now or self._next
-            if job is not None:
-                waited = f"{self._settings.copy_wait_seconds:g} s (checkpoint.copy_wait_seconds)"
-                return f"{self._not(job)}: it took longer than {waited}"
-            return None if self.failure is None else str(self.failure)
+            jobs = (self._held, self._next, self._now)
+            steps = [job.step for job in jobs if job is not None]
+            return self._not(max(steps, default=None))
 
-    def _not(self, job: _Job) -> str:
-        return f"step {job.step} is not copied to {shown_url(self._settings.copy_to or '')}"
+    def _not_copied(self) -> str | None:
+        if not self.is_busy:
+            return str(self.failure) if self.failure else None
+        waited = f"{self._settings.copy_wait_seconds:g} s (checkpoint.copy_wait_seconds)"
+        answer = f"; {self.attempts.answer}" if self.attempts.answer else ""
+        return f"{self.missing}: it took longer than {waited}{answer}"
+
+    def _not(self, step: int | None) -> str:
+        url = shown_url(self._settings.copy_to or "")
+        return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -200,7 +229,7 @@ class CheckpointCopies:
             n_bytes = self._copy(job)
         except Exception as error:  # each kind of file system has errors of its own
             told = error if isinstance(error, PentameterError) else repr(error)
-            failure = StorageError(f"{self._not(job)}: {told}")
+            failure = StorageError(f"{self._not(job.step)}: {told}")
         seconds = time.perf_counter() - job.asked_at
         with self._changed:
             self.failure = failure
@@ -209,33 +238,47 @@ class CheckpointCopies:
                 self._done.append(CopyMetrics(job.step, n_bytes, seconds, error_text))
 
     def _copy(self, job: _Job) -> int:
-        assert self._remote is not None
         n_bytes = 0
         for step in job.steps:
             path = self._folder.store.folder / step_folder_name(step)
             if step != job.step and not path.is_dir():
                 continue  # a best one that could not be saved, or a better one has followed
-            n_bytes += self._remote.add(
-                path,
-                self._run_files,
-                run_id=self._folder.run_id,
-                needs=job.needs,
-                keep_last=self._settings.keep_last,
-            )
+            n_bytes += self._add(path, job)
         return n_bytes
 
-    def _run_files(self) -> dict[str, bytes]:
-        """Return the run's own files as they are now, logs up to their last whole line."""
-        path, files = self._folder.path, {}
-        for name in COPIED_FILES:
-            with suppress(PentameterError):
-                files[name] = read_regular(path / name, max_bytes=MAX_METRICS_BYTES)
-        for name in ("metrics.jsonl", "log.txt"):
-            content = files.get(name, b"")
-            files[name] = content[: content.rfind(b"\n") + 1]
-        samples = sorted((path / "samples").glob("step-*.txt"))
-        texts = {each.name: each.read_text(encoding="utf-8") for each in samples}
-        return files | ({SAMPLES_NAME: json.dumps(texts).encode()} if texts else {})
+    def _add(self, path: Path, job: _Job) -> int:
+        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
+        again at its step meanwhile is copied as it is then."""
+        assert self._remote is not None
+        for n_left in reversed(range(MOST_TIMES_SAVED)):
+            before = _content(path)
+            try:
+                return self._remote.add(
+                    path,
+                    partial(_run_files, self._folder.path),
+                    run_id=self._folder.run_id,
+                    needs=job.needs,
+                    keep_last=self._settings.keep_last,
+                )
+            except PentameterError:
+                if not n_left or _content(path) == before:
+                    raise
+        raise AssertionError("unreachable")
+
+
+def _run_files(path: Path) -> dict[str, bytes]:
+    """Return the own files of the run in the folder `path` as they are now, logs up to their last
+    whole line."""
+    files = {}
+    for name in COPIED_FILES:
+        with suppress(PentameterError):
+            files[name] = read_regular(path / name, max_bytes=MAX_METRICS_BYTES)
+    for name in ("metrics.jsonl", "log.txt"):
+        content = files.get(name, b"")
+        files[name] = content[: content.rfind(b"\n") + 1]
+    samples = sorted((path / "samples").glob("step-*.txt"))
+    texts = {each.name: each.read_text(encoding="utf-8") for each in samples}
+    return files | ({SAMPLES_NAME: json.dumps(texts).encode()} if texts else {})
 
 
 def open_copies(
@@ -251,20 +294,53 @@ def open_copies(
             remote.claim(folder.run_id)
 
     if settings.copy_to is not None:
-        world.on_main(claim)
+        world.patiently_on_main(claim, STARTING, 0)
     return CheckpointCopies(settings, folder, remote)
 
 
-class _Deadline:
-    """The end of a wait that becomes limited, to `seconds`, once `is_stopping` returns True."""
+def _content(path: Path) -> bytes | None:
+    """Return what the checkpoint folder at `path` holds, by its manifest; None if it cannot be
+    read, as between the two renames by which another one takes its place."""
+    for _ in range(_READINGS):
+        with suppress(PentameterError):
+            return read_own_manifest(path).to_bytes()
+        time.sleep(PAUSE_SECONDS)
+    return None
 
-    def __init__(self, is_stopping: Callable[[], bool], seconds: float) -> None:
-        self._is_stopping, self._seconds = is_stopping, seconds
-        self._at: float | None = None
 
-    @property
-    def has_passed(self) -> bool:
-        """True once the time is over."""
-        if self._at is None and self._is_stopping():
-            self._at = time.monotonic() + self._seconds
-        return self._at is not None and time.monotonic() >= self._at
+class _Wait:
+    """The wait for `copies` at the end of a run. It is limited to `seconds`: of the time that a
+    failing store takes, and of all time once `is_stopping` returns True. `say` is called with a
+    line after SAY_AFTER_SECONDS: what the store has answered, or that a copy is under way."""
+
+    def __init__(
+        self,
+        copies: CheckpointCopies,
+        is_stopping: Callable[[], bool],
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._copies, self._is_stopping, self._seconds, self._say = (
+            copies, is_stopping, seconds, say
+        )  # fmt: skip
+        self._ends_at = math.inf
+        self._says_at = time.monotonic() + SAY_AFTER_SECONDS
+
+    def is_over(self) -> bool:
+        """Return True once nothing is left to copy, or the time is over."""
+        copies, now = self._copies, time.monotonic()
+        if (word := copies.take_word()) is not None:
+            self._say(word)
+            self._says_at = math.inf
+        if not copies.is_busy:
+            return True
+        if now >= self._says_at:
+            self._say(f"{copies.missing} yet, and it is waited for")
+            self._says_at = math.inf
+        if self._ends_at == math.inf and self._is_stopping():
+            self._ends_at = now + self._seconds
+        # The thread gives up by itself, unless a request hangs.
+        if now < self._ends_at and copies.attempts.left_seconds > -_GRACE_SECONDS:
+            return False
+        copies.attempts.abandon()  # in a process that goes on, another run may copy there
+        return True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.opening import Checkpoint, best_checkpoint, find_checkpoint
+from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
@@ -104,7 +104,8 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
     run.world.progress.note("testing", state.step)
     last = best = None
     if state.best_step != state.step:
-        last, best = run.world.on_main(lambda: (_last(run), _best(run)))
+        verification = run.folder.store.verification
+        last, best = verification.on_main(lambda: (_last(run), _best(run)), "testing", state.step)
     if last is None or best is None or best.step == last.step:
         return _evaluate(run, split, TEST, state.step, should_stop)
     load_model_state(run.engine.models, best.tensors("model"), run.world)
@@ -142,16 +143,14 @@ def _evaluate(
 
 def _last(run: TrainingRun) -> Checkpoint | None:
     """Return the checkpoint saved at the run's current step; None if there is no complete one."""
-    store, run_id = run.folder.store, run.folder.run_id
     with suppress(CorruptError):
-        return find_checkpoint(store.folder, store.warnings, run_id=run_id, step=run.state.step)
+        return run.folder.store.at(run.state.step)
     return None
 
 
 def _best(run: TrainingRun) -> Checkpoint | None:
     """Return the checkpoint with the best validation loss, else the newest; None without a complete
     one."""
-    store = run.folder.store
     with suppress(CorruptError):
-        return best_checkpoint(store.folder, store.warnings, run.folder.run_id)
+        return run.folder.store.best()
     return None

@@ -3,7 +3,8 @@ never ends a run.
 
 metrics.jsonl holds one JSON object per line, with the key `event` first. When a run resumes from a
 checkpoint, `rewind_metrics` truncates the file to its content at that save, so that events are
-neither missing nor repeated. Resumes since that save stay: they are not made again.
+neither missing nor repeated. Resumes since that save stay, as do copies of what was saved by then:
+they are not made again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +187,9 @@ def rewind_metrics(
     checkpoint: Mapping[str, Any] | None,
 ) -> Reached | None:
     """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
-    checkpoint's own event and later `resume` events. Other later lines belong to steps that will
-    run again. Return the highest step recorded since that save, or else by then, and the last
-    event's time; None if no event has both.
+    checkpoint's own event, later `resume` events, and later `copy` events of checkpoints up to it.
+    Other later lines belong to steps that will run again. Return the highest step recorded since
+    that save, or else by then, and the last event's time; None if no event has both.
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
@@ -209,15 +211,21 @@ def rewind_metrics(
         kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
     if checkpoint is not None:
         refused = {f"{line}\n".encode() for line in unwritten}  # written since, or just now
-        kept += b"".join(
-            line for line, event in later if event["event"] == "resume" and line not in refused
-        )
+        stays = partial(_stays, step=checkpoint["step"])
+        kept += b"".join(line for line, event in later if stays(event) and line not in refused)
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
     else:
         write_atomic(path, kept)
     return _reached(later) or _reached(_events(kept[kept.rfind(b"\n", 0, -1) + 1 :]))
+
+
+def _stays(event: Mapping[str, Any], step: int) -> bool:
+    """Return True for an event that was recorded after the save at `step`, and is none of a later
+    step."""
+    kind, of_step = event["event"], event.get("step")
+    return kind == "resume" or (kind == "copy" and isinstance(of_step, int) and of_step <= step)
 
 
 def checkpoint_event(

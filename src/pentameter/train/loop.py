@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pentameter.checkpoint.verification import Verification
 from pentameter.config.schema import Config
 from pentameter.config.urls import shown_url, was_url
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
@@ -125,7 +126,14 @@ class Trainer:
         """The run, once `fit` has set it up."""
         weights = None if init_from is None else Path(init_from)
         self._request = RunRequest(
-            config, self.run_dir, resume, weights, self.world, supplied, force
+            config,
+            self.run_dir,
+            resume,
+            weights,
+            self.world,
+            supplied,
+            force,
+            Verification(self.world),
         )
         self._hooks, self._schedule, self._quiet = tuple(hooks), schedule, quiet
 
@@ -161,7 +169,8 @@ class Trainer:
                 lost = loss_behind(error, run.world)
                 checkpoints.close()
                 hooks.tell_error(run, lost or error)
-                run.copies.finish_after_error(lambda: signals.received is not None)
+                run.copies.finish_after_error(lambda: signals.received is not None, console.say)
+                loop.boundary.tell_of_copies()
                 if lost is None:
                     raise
                 raise lost from error

@@ -30,6 +30,7 @@ from pentameter.disk.lock import RunLock
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.formatting import size
+from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.copying import COPIED_FILES, SAMPLES_NAME
 from pentameter.train.resuming import RunRequest, read_identity, refuse_foreign
@@ -49,23 +50,40 @@ def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | 
     settings, world = request.config.checkpoint, request.world
     if settings.copy_to is None:
         return None
-    restoring = _Restoring(request, settings.copy_to, console)
+    verification = request.verification
+    there = verification.on_main(lambda: _newest_there(request), "verifying")
+    restoring = _Restoring(request, settings.copy_to, console, there)
     if world.is_main:
         restoring.start()
-    world.await_main(restoring.is_alive, "restoring", 0)
+    world.await_main(restoring.is_busy, "restoring", 0)
     console.show("")
     warnings = world.on_main(restoring.outcome)
     console.warn(warnings)
     return restoring.copies
 
 
+def _newest_there(request: RunRequest) -> tuple[str, int] | None:
+    """Return the run's id and the step of its newest whole checkpoint in the run folder; None
+    without one."""
+    with suppress(CorruptError):  # what is damaged here is no reason not to bring it back
+        identity = read_identity(request.run_dir)
+        if identity is not None:
+            folder, run_id = request.run_dir / "checkpoints", str(identity["run_id"])
+            check = request.verification.check
+            found = find_checkpoint(folder, [], run_id=run_id, check=check)
+            return None if found is None else (run_id, found.step)
+    return None
+
+
 class _Restoring(threading.Thread):
     """The work of rank 0, in a thread: meanwhile this rank tells the others to wait. Daemonic, as a
     request that hangs must not keep a process that is stopped by a signal."""
 
-    def __init__(self, request: RunRequest, url: str, console: Console) -> None:
+    def __init__(
+        self, request: RunRequest, url: str, console: Console, there: tuple[str, int] | None
+    ) -> None:
         super().__init__(name="restoring", daemon=True)
-        self._request, self._url, self._console = request, url, console
+        self._request, self._url, self._console, self._there = request, url, console, there
         self._path = request.run_dir
         self._warnings: list[str] = []
         self._error: BaseException | None = None
@@ -80,6 +98,13 @@ class _Restoring(threading.Thread):
         except BaseException as error:
             self._error = error
 
+    def is_busy(self) -> bool:
+        """Return True while it works; print a line about a store that fails for some seconds."""
+        word = None if self.copies is None else self.copies.folder.attempts.take_word()
+        if word is not None:
+            self._console.say(f"warning: {word}")
+        return self.is_alive()
+
     def outcome(self) -> list[str]:
         """Return the warnings; raise the error that stopped the work."""
         if self._error is not None:
@@ -87,24 +112,19 @@ class _Restoring(threading.Thread):
         return self._warnings
 
     def _restore(self, copies: RemoteCopies) -> None:
-        run_id, there = None, None
-        with suppress(CorruptError):  # what is damaged here is no reason not to bring it back
-            identity = read_identity(self._path)
-            if identity is not None:
-                run_id = str(identity["run_id"])
-                there = find_checkpoint(self._path / "checkpoints", [], run_id=run_id)
+        run_id, step_there = (None, -1) if self._there is None else self._there
         try:
             copies.read()
         except StorageError as error:
-            if there is None or self._request.config.checkpoint.on_error != "warn":
+            if run_id is None or self._request.config.checkpoint.on_error != "warn":
                 raise
             self._warnings.append(f"{error}. Training goes on from the run folder")
             return
         if not copies.copies:
             return
-        self._refuse_other_run(copies, None if there is None else run_id)
+        self._refuse_other_run(copies, run_id)
         newest = [copies.copies[step] for step in sorted(copies.copies, reverse=True)]
-        newer = [copy for copy in newest if there is None or copy.step > there.step]
+        newer = [copy for copy in newest if copy.step > step_there]
         if newer:
             with RunLock(self._path / "run.lock"):
                 self._bring_back(copies, newer)
@@ -134,7 +154,12 @@ class _Restoring(threading.Thread):
         assert copies.run_id is not None  # there are copies
         refuse_links(self._path)
         refuse_foreign(self._path, {"run_id": copies.run_id})
-        store = CheckpointStore(self._path / "checkpoints", run_id=copies.run_id, config_hash="")
+        store = CheckpointStore(
+            self._path / "checkpoints",
+            run_id=copies.run_id,
+            config_hash="",
+            verification=self._request.verification.among(World()),
+        )
         damage = []
         for copy in newer:
             try:

@@ -16,12 +16,14 @@ from typing import Any
 
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import (
+    Check,
     Checkpoint,
     find_checkpoint,
     is_step_folder,
     list_checkpoints,
     read_own_manifest,
 )
+from pentameter.checkpoint.verification import Verification
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
@@ -30,6 +32,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
+from pentameter.processes.progress import STARTING
 from pentameter.processes.world import World
 from pentameter.train.user_components import UserComponents
 
@@ -55,6 +58,8 @@ class RunRequest:
     """The user's own model, optimizer and batches, if given."""
     force: bool = False
     """True to try a run that is predicted to exceed the memory."""
+    verification: Verification = field(default_factory=Verification)
+    """What `world` knows of the checkpoints that this start has verified."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------
@@ -304,7 +309,8 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
     same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
     if not extends or same:
         return plan
-    start = world.on_main(lambda: _last_step(path))
+    verification = request.verification
+    start = verification.on_main(lambda: _last_step(path, verification.check), STARTING)
     if start is None:
         raise no_checkpoint(request)
     if plan.steps <= start:
@@ -315,10 +321,10 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
     return plan_of(_beginning_at(config, start))
 
 
-def _last_step(path: Path) -> int | None:
+def _last_step(path: Path, check: Check) -> int | None:
     identity = read_identity(path)
     assert identity is not None  # config.toml exists
-    checkpoint = find_checkpoint(path / "checkpoints", [], run_id=identity["run_id"])
+    checkpoint = find_checkpoint(path / "checkpoints", [], run_id=identity["run_id"], check=check)
     return None if checkpoint is None else checkpoint.step
 
 

@@ -17,8 +17,15 @@ from typing import Any
 
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES
-from pentameter.checkpoint.opening import Checkpoint, open_checkpoint, step_folder_name
+from pentameter.checkpoint.opening import (
+    Check,
+    Checkpoint,
+    check_sizes,
+    open_checkpoint,
+    step_folder_name,
+)
 from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.verification import VISIBLE_SECONDS, Verification
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.write import to_toml
 from pentameter.data.shards.dataset import Dataset
@@ -28,12 +35,14 @@ from pentameter.disk.atomic import (
     is_temporary,
     make_folder,
     read_regular,
+    remove_tree,
     storage_errors,
     write_atomic,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
+from pentameter.processes.progress import STARTING
 from pentameter.processes.world import World
 from pentameter.train.log_files import Reached, checkpoint_event, rewind_metrics
 from pentameter.train.resuming import (
@@ -48,7 +57,6 @@ from pentameter.train.resuming import (
 from pentameter.train.state import SavedRun, saved_state
 
 RESUME_WORDS = ("auto", "never", "must", "extend")
-VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
 """Files that are appended to in place; any other is replaced as a whole, so that a link at its name
@@ -148,24 +156,25 @@ def _earlier_starts(path: Path) -> list[Any]:
 def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     """Create the run folder, or rewind it to the checkpoint to resume from, and return it open.
 
-    Collective: rank 0 does it and broadcasts the result. The caller holds the folder's lock. Raises
-    ConfigError, with the differences, if the folder holds another run or one on other data; nothing
-    has been changed then. It also raises ConfigError if a rank does not see the folder, since each
-    rank writes its shards of a checkpoint there.
+    Collective: rank 0 does it and broadcasts the result; all ranks hash what it verifies. The
+    caller holds the folder's lock. Raises ConfigError, with the differences, if the folder holds
+    another run or one on other data; nothing has been changed then. It also raises ConfigError if a
+    rank does not see the folder, since each rank writes its shards of a checkpoint there.
     """
 
-    def open_it() -> tuple[RunFolder, bool]:
-        folder = _open(request, plan, dataset)
-        return replace(folder, initial_weights=None), folder.initial_weights is not None
-
-    folder, is_begun_from_weights = request.world.on_main(open_it)
-    _check_other_writers(folder, request.world)
-    folder = replace(folder, opened=_device_and_inode(folder.path))
-    if not is_begun_from_weights:
+    world, verification = request.world, request.verification
+    folder, begins_with = verification.on_main(lambda: _open(request, plan, dataset), STARTING)
+    _check_other_writers(folder, world)
+    folder = replace(
+        folder,
+        store=folder.store.with_verification(verification),
+        opened=_device_and_inode(folder.path),
+    )
+    if begins_with is None:
         return folder
     assert request.init_from is not None  # the path that the weights come from
-    weights = initial_weights(request.init_from, plan.config, dataset.tokenizer)
-    return replace(folder, initial_weights=weights)
+    weights = initial_weights(begins_with, plan.config, dataset.tokenizer, check_sizes)
+    return replace(folder, initial_weights=replace(weights, path=request.init_from))
 
 
 def hash_of_read(dataset: Dataset, plan: Plan, step: int) -> str:
@@ -219,13 +228,14 @@ def refuse_links(path: Path) -> None:
             raise ConfigError(f"{entry} is a folder, a pipe or a device, and no file; remove it")
 
 
-def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder, Path | None]:
     """Create or rewind the folder, on rank 0: first make every check that may refuse it, then
-    change it."""
+    change it. Return it, and the model that a new run begins with, as it was found; None if it
+    begins with none."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
+    check, begins_with = request.verification.check, None
     refuse_links(path)
-    given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
-    weights = None
+    given = None if resume in RESUME_WORDS else _open_given(resume, init_from, check)
     identity = read_identity(path)
     refuse_foreign(path, identity)
     if identity is not None and not step_folders(path) and resume == "auto":
@@ -237,7 +247,10 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
         _check_resumes(request, identity, parent)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
-        path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
+        path / "checkpoints",
+        run_id=run_id,
+        config_hash=config_hash(plan.config),
+        verification=request.verification,
     )
     checkpoint = store.latest()
     if checkpoint is None:
@@ -245,8 +258,10 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
             raise no_checkpoint(request)
         checkpoint = given
         if init_from is not None:  # also for a run that died in its first save
-            weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+            weights = initial_weights(init_from, plan.config, dataset.tokenizer, check)
             identity["init_from"] = weights.origin
+            # The other ranks take this one, whatever the run there saves meanwhile.
+            begins_with = init_from if weights.stored.checkpoint is None else weights.stored.path
     else:
         data_hash = saved_state(checkpoint)[1].data_hash
         now = hash_of_read(dataset, plan, checkpoint.step)
@@ -260,7 +275,7 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
     store.clean()
-    _remove_unfinished(path)
+    _remove_unfinished(path, store.warnings)
     is_new = checkpoint is None or checkpoint is given
     data = {
         "hash": dataset.hash,
@@ -269,8 +284,10 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     }
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
-    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
-    return replace(folder, reached=_rewind(folder, record))
+    folder = RunFolder(
+        path, run_id, store.with_verification(Verification()), checkpoint, None, base_model
+    )
+    return replace(folder, reached=_rewind(folder, record)), begins_with
 
 
 def _check_resumes(
@@ -290,12 +307,12 @@ def _check_resumes(
             f"--resume {request.resume}: {path} already holds a run that did not start from that "
             "checkpoint; give another --run-dir to branch off from it"
         )
-    check_origin(identity["init_from"], request.init_from, path)
+    check_origin(identity["init_from"], request.init_from, path, request.verification.check)
 
 
-def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
-    """Open the checkpoint at the path `resume`. Raises ConfigError, with suggestions, if it is not
-    a checkpoint of a run, or if `init_from` also names weights."""
+def _open_given(resume: str, init_from: Path | None, check: Check) -> Checkpoint:
+    """Open the checkpoint at the path `resume`, verified by `check`. Raises ConfigError, with
+    suggestions, if it is not a checkpoint of a run, or if `init_from` also names weights."""
     if init_from is not None:
         raise ConfigError(
             f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
@@ -312,7 +329,7 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
             f"--resume {resume} is neither a checkpoint folder nor one of: "
             + ", ".join(RESUME_WORDS)
         )
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, check)
     if "optimizer" not in checkpoint.manifest.groups:
         raise ConfigError(
             f"--resume {resume} holds a model alone, without the state of a run; begin one with "
@@ -349,14 +366,16 @@ def _write_identity(
             warnings.append(f"{error}. It stays that of an earlier start")
 
 
-def _remove_unfinished(path: Path) -> None:
-    """Remove temporary files that a killed process left in the run folder `path` and its
-    samples."""
+def _remove_unfinished(path: Path, warnings: list[str]) -> None:
+    """Remove temporary files that a killed process left in the run folder `path` and its samples.
+    Nobody reads them, so one that cannot be removed only adds to `warnings`."""
     for folder in (path, path / "samples"):
         for left in folder.glob("*.tmp-*"):
             if is_temporary(left.name) and (left.is_file() or left.is_symlink()):
-                with storage_errors(left, "remove"):
-                    left.unlink()
+                try:
+                    remove_tree(left)
+                except StorageError as error:
+                    warnings.append(f"what is left of a file stays: {error}")
 
 
 def _rewind(folder: RunFolder, record: SavedRun | None) -> Reached | None:

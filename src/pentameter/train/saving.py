@@ -102,7 +102,7 @@ class _PendingSave:
         saved = run.folder.store.commit(self.save)
         if is_beside:  # to wait for a write may take as long as the whole write
             progress.took("committing", saved.seconds)
-            progress.took("saving", saved.seconds)
+        progress.took("saving", saved.seconds)
         if self.is_best:
             state.saved_best_step = saved.step
         if self.is_proved:
@@ -228,7 +228,7 @@ class RunCheckpoints:
         """Finish the pending save after an error has ended the run. A single process commits it. If
         there are more ranks, print that it is not saved, as all of them would have to take part.
         Not collective."""
-        self.old.await_removals()
+        self.old.await_own_removals()
         if self._pending is None:
             return
         if self.run.world.size == 1:
@@ -266,7 +266,8 @@ class RunCheckpoints:
         self.commit_pending()
         self._left_step = self.last_step
         self.checks.forget()
-        return self.run.world.on_main(lambda: self.run.folder.store.at(step))
+        store = self.run.folder.store
+        return store.verification.on_main(lambda: store.at(step), "rolling back", step)
 
     def commit_pending(self) -> None:
         """Commit the pending save, if there is one; print a warning if it failed. Collective."""
@@ -287,7 +288,10 @@ class RunCheckpoints:
         proved, store = self.run.state.proved_step, self.run.folder.store
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
-                if self.run.world.on_main(lambda: store.discard_after(proved)):
+                discarded = store.verification.on_main(
+                    lambda: store.discard_after(proved), "removing", self.last_step
+                )
+                if discarded:
                     self.run.copies.discard_after(proved)
                     why += f"; step {self.last_step} is removed, nothing finite came of its weights"
                     self.last_step = proved
@@ -380,13 +384,20 @@ class OldCheckpoints:
                 remove_tree(folder)
 
         try:
-            self.run.world.on_main(lambda: store.prune(settings.keep_last, keep, remove))
+            store.verification.on_main(
+                lambda: store.prune(settings.keep_last, keep, remove), "removing", state.step
+            )
         except StorageError as error:  # the new checkpoint is complete; only the old ones stay, too
             self._say_not_removed(error)
 
     def await_removals(self) -> None:
-        """Wait until removed checkpoints are gone from disk: the next save counts on their
-        space."""
+        """Wait until removed checkpoints are gone from disk: the next save counts on their space.
+        Collective."""
+        step = self.run.state.step
+        self.run.world.patiently(lambda _: self.await_own_removals(), "removing", step)
+
+    def await_own_removals(self) -> None:
+        """Wait until the checkpoints that this rank removes are gone from disk."""
         while self._removals:
             try:
                 self._removals.pop(0).result()
