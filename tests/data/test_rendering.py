@@ -1,5 +1,10 @@
 """Rendering chat templates: text and answers as `transformers` has them, and within bounds."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from pentameter.data.tokenizers.chat import (
@@ -12,7 +17,8 @@ from pentameter.data.tokenizers.chat import (
     read_chat_template,
     unescaped,
 )
-from pentameter.data.tokenizers.rendering import Rendering, RenderRequest, check_template, render
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import Rendering, check_template, render
 from pentameter.errors import ConfigError
 
 MARKED = ChatTemplate(CHATML_TEMPLATE)
@@ -178,3 +184,21 @@ def test_long_conversations_have_more_room():
     assert len(render(MARKED, RenderRequest(long))) > 3_000_000
     (segments,) = documents(MARKED, long, [1])
     assert segments[-1] == ("b<|im_end|>\n", True)
+
+
+@pytest.fixture(scope="module")
+def faked_cores(tmp_path_factory):
+    """A library that, preloaded, tells a process how many cores there are."""
+    if sys.platform != "linux" or (compiler := shutil.which("cc")) is None:
+        pytest.skip("preloading takes Linux and a C compiler")
+    source = Path(__file__).parent / "faked_cores.c"
+    library = tmp_path_factory.mktemp("cores") / "faked_cores.so"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("n_cores", [2, 22, 64, 256])
+def test_a_template_is_rendered_on_a_machine_of_any_size(n_cores, faked_cores, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", str(faked_cores))  # into the process that renders
+    monkeypatch.setenv("FAKED_CORES", str(n_cores))
+    assert render(MARKED, RenderRequest(said("a"))) == "<|im_start|>user\na<|im_end|>\n"

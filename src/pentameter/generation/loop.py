@@ -29,7 +29,8 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     without_marks,
 )
-from pentameter.data.tokenizers.rendering import RenderRequest, ends_of_answers, render
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache

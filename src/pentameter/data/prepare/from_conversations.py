@@ -37,12 +37,8 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     unescaped,
 )
-from pentameter.data.tokenizers.rendering import (
-    Documents,
-    Rendering,
-    RenderRequest,
-    n_characters_of,
-)
+from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
+from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
