@@ -80,6 +80,9 @@ class RunFolder:
     reached: Reached | None = None
     """The last step that was recorded before this start, and when; None for a new run, and
     where no event says its time."""
+    own_keys: bool = True
+    """Whether each data set of a mixture is drawn by keys of its own; False for a run that an
+    earlier version began, which goes on as it was."""
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
 
@@ -262,14 +265,16 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     store.clean()
     _remove_unfinished(path)
     is_new = checkpoint is None or checkpoint is given
+    own_keys = record is None or record.own_keys
     data = {
         "hash": dataset.hash,
         "shards": [str(folder) for folder in dataset.folders],
         "batches": request.supplied.record(plan)["batches"],
+        "own_keys": own_keys,
     }
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
-    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
+    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model, own_keys=own_keys)
     return replace(folder, reached=_rewind(folder, record))
 
 

@@ -85,6 +85,8 @@ def start_run(
 
     world.on_main(lock)  # after all checks that need no folder
     folder = open_run_folder(request, plan, dataset)
+    if isinstance(batches, TrainingBatches) and batches.mixture and not folder.own_keys:
+        batches = training_batches(request.config, dataset.split("train"), own_keys=False)
     engine, optimizer, state = _build(request, plan, compute, folder)
     console.open_log(folder.log_path_of(world.rank), folder.check_there)
     run = TrainingRun(
