@@ -256,8 +256,9 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
         if data_hash not in (None, now):
             raise ConfigError(
                 f"the data has changed since step {checkpoint.step} of {path} was saved "
-                f"(sha256 {data_hash[:16]}…, now {now[:16]}…); restore it, or start "
-                "anew with another --run-dir or --name"
+                f"(sha256 {data_hash[:16]}…, now {now[:16]}…), or an earlier version split it "
+                "otherwise (CHANGELOG.md); restore it, or start anew with another --run-dir or "
+                "--name"
             )
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
