@@ -283,6 +283,16 @@ def test_a_record_that_is_no_conversation_is_named(tmp_path, record, words):
         opened(path, chat_template="chatml")
 
 
+@pytest.mark.parametrize("n_levels", [490, 700, 990, 5_000])
+def test_a_record_that_is_nested_deep_is_named(tmp_path, n_levels):
+    good = json.dumps(chat("a", "b"))
+    deep = '{"a":' * n_levels + "1" + "}" * n_levels
+    bad = good.replace('"content": "a"', f'"content": "a", "x": {deep}')
+    (tmp_path / "x.jsonl").write_text(f"{good}\n{bad}\n")
+    with pytest.raises(CorruptError, match=r"x\.jsonl, line (1, or soon|2).* (nested|recursion)"):
+        opened(str(tmp_path / "x.jsonl"), chat_template="chatml")
+
+
 def test_refusals(tmp_path):
     path = jsonl(tmp_path / "chat.jsonl", [chat("a", "b")])
     with pytest.raises(ConfigError, match="no chat template"):

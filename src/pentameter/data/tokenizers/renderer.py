@@ -13,6 +13,7 @@ with 22 of them.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from pentameter.data.tokenizers.chat import (
+    APART,
     BEGIN,
     END,
     Segment,
@@ -255,22 +257,38 @@ def _refuse(message: object) -> NoReturn:
     raise TemplateError(str(message))
 
 
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Return a value as JSON: the filter `tojson` in templates, which, unlike Jinja's, escapes no
-    HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _tojson(
+    value: Any,
+    indent: int | str | None = None,
+    ensure_ascii: bool = False,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON: the filter `tojson` in templates, with the arguments that it has in
+    transformers; unlike Jinja's, it escapes no HTML."""
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    # The mark in an escaped special token stays one: it is taken out of the rendered text.
+    foreign = re.compile(rf"[^\x00-\x7f{APART}]")
+    return foreign.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def n_characters_of(value: Any) -> int:
     """Return a JSON value's approximate size: the characters in its texts and keys, plus 8 for
     every other value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(key) + n_characters_of(each) for key, each in value.items())
-    if isinstance(value, Sequence):
-        return sum(map(n_characters_of, value))
-    return 8
+    n_characters, left = 0, [value]
+    while left:  # rather than a call for each level, of which there may be many
+        value = left.pop()
+        if isinstance(value, str):
+            n_characters += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence):
+            left += value
+        else:
+            n_characters += 8
+    return n_characters
 
 
 def _between_marks(text: str) -> list[Segment]:

@@ -91,6 +91,9 @@ class Rendering:
             )
         except ConfigError as error:
             raise self._named(error) from error
+        except RecursionError as error:  # of pickle, which has sent nothing
+            refused = TemplateRefusalError("cannot be given messages that are nested so deep")
+            raise self._named(refused) from error
         except ChildEndedError as error:
             why = f"ends the process that runs it, which {error}"
             if error.code == -signal.SIGPROF:
