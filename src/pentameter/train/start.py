@@ -85,15 +85,13 @@ def start_run(
 
     world.on_main(lock)  # after all checks that need no folder
     folder = open_run_folder(request, plan, dataset)
-    if isinstance(batches, TrainingBatches) and batches.mixture and not folder.own_keys:
-        batches = training_batches(request.config, dataset.split("train"), own_keys=False)
     engine, optimizer, state = _build(request, plan, compute, folder)
     console.open_log(folder.log_path_of(world.rank), folder.check_there)
     run = TrainingRun(
         plan=plan,
         supplied=request.supplied,
         dataset=dataset,
-        batches=batches,
+        batches=_as_begun(batches, request, dataset, folder),
         evaluations=evaluations,
         prompt=prompt,
         compute=compute,
@@ -129,6 +127,18 @@ def _with_batches(
     train = dataset.split("train")
     config = suited_to(train, config)
     return replace(request, config=config), training_batches(config, train)
+
+
+def _as_begun(
+    batches: TrainingBatches | CustomBatches,
+    request: RunRequest,
+    dataset: Dataset,
+    folder: RunFolder,
+) -> TrainingBatches | CustomBatches:
+    """Return the batches as the run in the folder began to read them."""
+    if folder.own_keys or not (isinstance(batches, TrainingBatches) and batches.mixture):
+        return batches
+    return training_batches(request.config, dataset.split("train"), own_keys=False)
 
 
 def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | CustomBatches) -> Plan:

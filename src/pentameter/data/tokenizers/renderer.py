@@ -18,7 +18,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
@@ -94,7 +94,7 @@ def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -
     what, source, tokens, several = request
     found: list[Any] = []
     for asked in several:
-        one = _Rendered(_compiled(source), tokens, asked)
+        one = _Rendered(*_compiled(source), tokens, asked)
         try:
             found.append(one.text() if what == "text" else one.documents())
         except TemplateRefusalError as error:
@@ -105,8 +105,9 @@ def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -
 
 
 @lru_cache(maxsize=1)
-def _compiled(source: str) -> Any:
-    """Compile a template's source; ConfigError if it is not valid Jinja."""
+def _compiled(source: str) -> tuple[Any, bool]:
+    """Compile a template's source; return the template, and whether `_keeps_no_state`. Raises
+    ConfigError if it is not valid Jinja."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -118,12 +119,87 @@ def _compiled(source: str) -> Any:
     environment.globals["raise_exception"] = _refuse
     try:
         with _seconds(SECONDS):
-            return environment.from_string(source)
+            return environment.from_string(source), _keeps_no_state(environment.parse(source))
     except MemoryError as error:
         raise _memory_is_full() from error
     # A break outside of a loop is a SyntaxError of the Python that Jinja writes.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"is not valid Jinja: {_reason(error)}; {REMEDY}") from error
+
+
+def _keeps_no_state(tree: Any) -> bool:
+    """Return True if what a parsed template writes in one turn of a loop depends neither on what it
+    wrote in another nor on whether another follows."""
+    from jinja2 import nodes
+
+    looks_back = {
+        id(each.node)
+        for each in tree.find_all(nodes.Getattr)
+        if each.attr in ("index", "index0", "first", "previtem")
+    }
+    stateful = any(
+        each.name in ("namespace", "cycler", "joiner")
+        or (each.name == "loop" and id(each) not in looks_back)
+        for each in tree.find_all(nodes.Name)
+    )
+    ahead = any(each.name in ("batch", "slice") for each in tree.find_all(nodes.Filter))
+    return not (stateful or ahead or any(each.else_ for each in tree.find_all(nodes.For)))
+
+
+@dataclass
+class _Reading:
+    """How a template has read messages while it wrote a text."""
+
+    n_written: int = 0
+    """Characters of the text so far; kept by who takes them."""
+    ends: list[int] = field(default_factory=list)
+    """How many there were as it asked for each message, and for one more."""
+    is_in_order: bool = True
+    """False once it has asked for a message out of order."""
+
+    def refused(self) -> TypeError:
+        """Record that a message was asked for out of order, and return the error to raise."""
+        self.is_in_order = False
+        return TypeError("this template reads messages out of order")
+
+
+class _Watched:
+    """Messages, from index `first` on, of which a template may read one after another, and what it
+    has read before, or the first. All else is recorded in `reading`, and refused. A template that
+    keeps to this, and no state, writes the same for fewer messages, up to where it asks for one
+    more."""
+
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], reading: _Reading, first: int = 0
+    ) -> None:
+        self._messages, self._reading, self._first = messages, reading, first
+
+    def __bool__(self) -> bool:
+        if self._first:
+            raise self._reading.refused()
+        return True
+
+    def __len__(self) -> int:
+        raise self._reading.refused()
+
+    def __getitem__(self, index: Any) -> Any:
+        n_read = len(self._reading.ends)
+        match index:
+            case slice(start=int(first), stop=None, step=None) if n_read == 0 and first >= 0:
+                return _Watched(self._messages, self._reading, self._first + first)
+            case int() if index >= 0 and index + self._first < max(1, n_read):
+                return self._messages[index + self._first]
+        raise self._reading.refused()
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        reading = self._reading
+        if reading.ends:
+            raise reading.refused()
+        reading.ends += [reading.n_written] * self._first
+        for message in self._messages[self._first :]:
+            reading.ends.append(reading.n_written)
+            yield message
+        reading.ends.append(reading.n_written)
 
 
 @dataclass(frozen=True)
@@ -132,6 +208,7 @@ class _Rendered:
     (`tokens`)."""
 
     template: Any
+    keeps_no_state: bool
     tokens: Mapping[str, str]
     asked: RenderRequest
 
@@ -148,15 +225,50 @@ class _Rendered:
         role = messages[targets[0]]["role"]
         if BEGIN in whole and len(targets) == sum(each["role"] == role for each in messages):
             return [_between_marks(whole)]
-        spans, documents = [], []
-        is_prefix = True
+        if (found := self._spans_at_once(whole)) is not None:
+            return [_segments(whole, found)]
+        whole = without_marks(whole)
+        spans, texts = [], []
         for number in targets:
             text = without_marks(self._render(messages[: number + 1]))
-            before = self._before(number, text)
-            spans.append((before, len(text)))
-            documents.append([(text[:before], False), (text[before:], True)])
-            is_prefix &= without_marks(whole).startswith(text)
-        return [_segments(without_marks(whole), spans)] if is_prefix else documents
+            spans.append((self._before(number, text), len(text)))
+            texts.append(whole if whole.startswith(text) else text)  # whose text is the same so far
+        if all(text is whole for text in texts):
+            return [_segments(whole, spans)]
+        return [
+            [(text[:before], False), (text[before:end], True)]
+            for text, (before, end) in zip(texts, spans, strict=True)
+        ]
+
+    def _spans_at_once(self, whole: str) -> list[tuple[int, int]] | None:
+        """Return the spans of the answers in `whole`, all messages rendered, in time linear in
+        their number; None if they can only be told by rendering the messages up to each answer."""
+        messages, targets = self.asked.messages, self.asked.targets
+        if not self.keeps_no_state or BEGIN in whole:
+            return None
+        reading = _Reading()
+        try:
+            again = self._render(messages, reading=reading)
+            prompted = self._render(messages, asks=True)
+        except TemplateRefusalError:
+            return None
+        ends = reading.ends
+        if not reading.is_in_order or len(ends) != len(messages) + 1 or again != whole:
+            return None
+        rest, prompt = whole[ends[-1] :], prompted[ends[-1] :]
+        spans = []
+        for number in targets:
+            turn = whole[ends[number] : ends[number + 1]] + rest
+            fitting = [each for each in (prompt, rest) if turn.startswith(each)]
+            if not fitting or not whole.startswith(rest, ends[number + 1]):
+                return None
+            start = ends[number] + len(fitting[0]) if number else 0
+            spans.append((start, ends[number + 1] + len(rest)))
+        for number, (start, end) in {targets[0]: spans[0], targets[-1]: spans[-1]}.items():
+            text = self._render(messages[: number + 1])
+            if text != whole[:end] or self._before(number, text) != start:
+                return None
+        return spans if prompted.startswith(whole[: ends[-1]]) else None
 
     def _before(self, number: int, text: str) -> int:
         """Return the number of characters in `text` before its last message, the answer with index
@@ -174,24 +286,35 @@ class _Rendered:
             "{% endgeneration %}"
         )
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        asks: bool = False,
+        reading: _Reading | None = None,
+    ) -> str:
         """Return `messages` rendered to text, marks included; with `asks`, followed by the
-        beginning of an answer.
+        beginning of an answer. `reading` records how the template reads them.
 
         Raises TemplateBoundsError for too long an output or too little memory, TemplateRefusalError
         for any error in the template. If it takes too much processor time, the process ends.
         """
         n_characters = self.asked.n_characters
         longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
-        values = {"tools": self.asked.tools, "documents": None, "add_generation_prompt": asks}
+        values: dict[str, Any] = {
+            "tools": self.asked.tools,
+            "documents": None,
+            "add_generation_prompt": asks,
+        }
+        values["messages"] = messages if reading is None else _Watched(messages, reading)
+        reading = reading or _Reading()
         written: list[str] = []
-        n_written = 0
         try:
             with _seconds(SECONDS + SECONDS_PER_MILLION * n_characters / 1e6):
-                for chunk in self.template.generate(messages=messages, **values, **self.tokens):
+                for chunk in self.template.generate(**values, **self.tokens):
                     written.append(chunk)
-                    n_written += len(chunk)
-                    if n_written > longest:
+                    reading.n_written += len(chunk)
+                    if reading.n_written > longest:
                         raise TemplateBoundsError(
                             f"writes more than {longest:,} characters for {n_characters:,} of "
                             f"messages; {REMEDY}"
