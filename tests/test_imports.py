@@ -355,3 +355,9 @@ def test_importing_a_light_package_loads_no_torch(package):
     ]
     loaded = loaded_by("".join(f"import {module}\n" for module in modules))
     assert "torch" not in loaded
+
+
+def test_what_renders_templates_in_little_memory_loads_no_numpy():
+    """Nor anything that takes address space by the core, as OpenBLAS does."""
+    loaded = loaded_by("import pentameter.data.tokenizers.renderer\nimport jinja2.sandbox")
+    assert not loaded & {"torch", "numpy", "tokenizers", "pydantic"}

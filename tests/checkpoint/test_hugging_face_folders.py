@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
+from pentameter.checkpoint.hugging_face.folder import _shards, export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
@@ -375,3 +375,22 @@ def test_links_are_followed_as_in_hugging_faces_cache(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(file)
     assert open_model(tmp_path / "snapshot").tokenizer.hash == BPE.hash
+
+
+def test_tensors_are_assigned_to_files_in_one_pass(monkeypatch):
+    """Thousands of experts' matrices have a name each."""
+    n_asked = 0
+
+    def n_bytes(size):
+        nonlocal n_asked
+        n_asked += 1
+        return size
+
+    monkeypatch.setattr("pentameter.checkpoint.hugging_face.folder.SHARD_BYTES", 1000)
+    monkeypatch.setattr("pentameter.checkpoint.hugging_face.folder._n_bytes", n_bytes)
+    sizes = {f"{number}": 300 for number in range(299)} | {"large": 2000, "last": 1}
+    files = _shards(sizes)
+    assert [sum(each.values()) for each in files.values()] == [900] * 99 + [600, 2000, 1]
+    assert next(iter(files)) == "model-00001-of-00102.safetensors"
+    assert [name for each in files.values() for name in each] == [*sizes]
+    assert n_asked <= 2 * len(sizes)

@@ -1,6 +1,7 @@
 """JSONL of conversations: their tokens, the answers among them, and the batches made of both."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -159,6 +160,37 @@ def test_whole_conversations_are_held_out(tmp_path):
     assert len(few.document_starts) == 2
 
 
+@pytest.mark.parametrize("split_by", ["position", "document"])
+def test_no_conversation_lies_in_two_splits_where_a_template_rewrites_turns(
+    tmp_path, tokenizer_file, split_by
+):
+    """Each answer is a document then, up to it, and four of them are one conversation."""
+    template = tmp_path / "forgets.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' }}"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    records = [
+        chat(*(text for n in range(4) for text in (f"c{number:02d}", f"hm</think>{n}")))
+        for number in range(40)
+    ]
+    path = jsonl(tmp_path / "x.jsonl", records)
+    settings = {"chat_template": str(template), "tokenizer": tokenizer_file}
+    settings |= {"validation_fraction": 0.25, "test_fraction": 0.25, "split_by": split_by}
+    splits = opened(path, **settings).splits
+    found = []
+    for split in splits.values():
+        bounds = split.document_bounds.tolist()
+        texts = [decoded(split.tokens[a:b]) for a, b in pairwise(bounds)]
+        found.append([text.removeprefix("user:c")[:2] for text in texts])
+    assert sum(map(len, found)) == 160
+    assert sum(len(set(numbers)) for numbers in found) == 40
+    if split_by == "position":
+        assert [len(numbers) for numbers in found] == [80, 40, 40]
+    assert min(map(len, found)) > 0
+
+
 def test_answers_alone_are_targets(tmp_path):
     records = [
         {"prompt": "aaaa", "completion": "bb"},
@@ -249,6 +281,16 @@ def test_a_record_that_is_no_conversation_is_named(tmp_path, record, words):
     path = jsonl(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, record])
     with pytest.raises(CorruptError, match=f"x.jsonl, line 2.*{words}"):
         opened(path, chat_template="chatml")
+
+
+@pytest.mark.parametrize("n_levels", [490, 700, 990, 5_000])
+def test_a_record_that_is_nested_deep_is_named(tmp_path, n_levels):
+    good = json.dumps(chat("a", "b"))
+    deep = '{"a":' * n_levels + "1" + "}" * n_levels
+    bad = good.replace('"content": "a"', f'"content": "a", "x": {deep}')
+    (tmp_path / "x.jsonl").write_text(f"{good}\n{bad}\n")
+    with pytest.raises(CorruptError, match=r"x\.jsonl, line (1, or soon|2).* (nested|recursion)"):
+        opened(str(tmp_path / "x.jsonl"), chat_template="chatml")
 
 
 def test_refusals(tmp_path):

@@ -1,5 +1,6 @@
 """A tokenizer.json of another kind than ours: kept as it is, and given whole documents."""
 
+import base64
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import tokenizers
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chunking import Chunker
-from pentameter.data.tokenizers.library import LibraryTokenizer
+from pentameter.data.tokenizers.library import Growth, LibraryTokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
@@ -51,6 +52,99 @@ def test_a_file_is_the_same_tokenizer(tmp_path):
 def test_what_the_library_does_not_take_is_refused(whole, end, said):
     with pytest.raises(ConfigError, match=said):
         LibraryTokenizer(content() if whole is None else whole, end)
+
+
+def doubled(n_times, part="normalizer", text="a"):
+    """Content whose normalizer or decoder doubles a text so many times."""
+    step = {"type": "Replace", "pattern": {"String": text}, "content": text * 2}
+    return content() | {part: {"type": "Sequence", f"{part}s": [step] * n_times}}
+
+
+def replacing(*pairs):
+    steps = [{"type": "Replace", "pattern": p, "content": c} for p, c in pairs]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def compiled(*replacements):
+    """A table of SentencePiece, whose index is none."""
+    table = (0).to_bytes(4, "little") + "\0".join(replacements).encode()
+    return {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode(table).decode(),
+    }
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize("text", ["a", "ab"])
+def test_a_file_that_makes_gigabytes_of_a_letter_is_refused(part, text):
+    with pytest.raises(ConfigError, match=f"its {part} may make 17179869184 characters of one"):
+        LibraryTokenizer(doubled(34, part, text), None)
+    added = {"content": "aa", "id": 9, "special": False, "normalized": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    with pytest.raises(ConfigError, match=f"its {part} may make"):  # as it is opened
+        LibraryTokenizer(doubled(34, part, text) | {"added_tokens": [added]}, None)
+
+
+def test_a_text_that_would_become_too_long_is_refused():
+    grown = LibraryTokenizer(doubled(12), None)
+    assert len(grown.encode("a" * 10)) == 1
+    assert len(grown.encode("the " * 1_000_000)) > 1
+    with pytest.raises(ConfigError, match="normalizer may make 409600000 characters of 100000"):
+        grown.encode("a" * 100_000)
+    with pytest.raises(ConfigError, match="normalizer may make"):
+        grown.encode_batch(["a" * 1_000] * 100)
+    shown = LibraryTokenizer(doubled(16, "decoder", "cat"), None)
+    assert shown.decode([1, 0]).count("cat") == 1 << 16
+    with pytest.raises(ConfigError, match="decoder may make 196608000 characters of 3000"):
+        shown.decode([1] * 1000)
+
+
+REGEX_B, REGEX_EMPTY = {"Regex": "b"}, {"Regex": "(?=a)"}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text", "most"),
+    [
+        (None, "abc", 3),
+        (replacing(({"String": "&"}, "and"), ({"String": "%"}, "percent")), "a&%", 1 + 3 + 7),
+        (replacing(({"String": "x"}, "yy"), ({"String": "y"}, "zz")), "xy", 4 + 2),
+        (replacing(({"String": "xy"}, "yy"), ({"String": "y"}, "zz")), "xy", 2 + 2),
+        (replacing(({"String": "b"}, "cc"), ({"String": "a"}, "bb")), "abc", 2 + 2 + 1),
+        (replacing((REGEX_B, "cc"), ({"String": "c"}, "dd")), "abcb", 16),
+        (replacing((REGEX_EMPTY, "x"), ({"Regex": r"\s+"}, " ")), "aaa", 7),
+        (replacing(({"Regex": r" {2,}"}, "▁"), ({"Regex": r"\d"}, "0")), "a  1", 4),
+        ({"type": "Prepend", "prepend": "▁"}, "abc", 4),
+        ({"type": "Lowercase"}, "abc", 3),
+        (compiled("a", "bcd"), "xy", 6),
+        (
+            {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, replacing(
+                ({"String": "a"}, "aaaa")
+            )]},
+            "AA",
+            8,
+        ),
+    ],
+)  # fmt: skip
+def test_growth_is_bounded_from_above(normalizer, text, most):
+    assert Growth(normalizer).of([text]) == most
+    if normalizer is not None and normalizer["type"] != "Precompiled":
+        whole = tokenizers.Tokenizer.from_str(json.dumps(content() | {"normalizer": normalizer}))
+        assert len(whole.normalizer.normalize_str(text)) <= most
+
+
+def test_a_bound_of_many_steps_is_found_at_once():
+    steps = [({"String": chr(n)}, "xx") for n in range(500, 20_500)]
+    steps = [each for step in steps for each in (step, (REGEX_B, "y"))]
+    growth = Growth(replacing(*steps))
+    assert growth.of(["abc"]) >= 3
+
+
+def test_what_panics_in_the_library_is_an_error_like_any_other():
+    endless = content() | {"normalizer": replacing(({"Regex": "(a+)+$"}, "x"))}
+    tokenizer = LibraryTokenizer(endless, None)
+    assert len(tokenizer.encode("the")) == 1
+    with pytest.raises(ConfigError, match=r"cannot encode a text: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
 
 
 @pytest.mark.parametrize("stored", [{}, {"tokenizer": []}, {"tokenizer": {}, "end_of_text": "x"}])

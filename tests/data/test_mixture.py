@@ -1,5 +1,7 @@
 """Blends: each row's source and number, and the batches of several data sets."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from pentameter.config.write import to_toml
 from pentameter.data.batches.mixture import BLOCK_ROWS, Mixture, apportion
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
 from pentameter.errors import ConfigError
 
 
@@ -115,6 +118,49 @@ def test_a_source_is_read_in_its_order(tmp_path):
     from_a = [tuple(a.tokens[i : i + 8].tolist()) for i in range(0, 280, 8)]
     seen = [row for row in rows if not any(c.isupper() for c in dataset.tokenizer.decode(row))]
     assert seen[:35] == from_a[:35]
+
+
+@pytest.mark.parametrize(
+    "order", [{"order": each} for each in ("random", "shuffled", "streamed", "documents")]
+    + [{"order": "documents", "packing": True}],
+    ids=lambda data: "-".join(map(str, data.values())),
+)  # fmt: skip
+def test_sources_of_equal_length_are_read_unlike(tmp_path, order):
+    """And the first of them as a run on it alone reads it."""
+    lines = [f"{number:03d}" for number in range(300)]
+    for name in "ab":
+        rows = [json.dumps({"text": name * (int(line) % 3) + line}) for line in lines]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    (tmp_path / "bytes.json").write_bytes(BpeTokenizer([*BYTE_CHARACTERS], []).to_bytes())
+    data = {"tokenizer": str(tmp_path / "bytes.json"), "validation_fraction": 0.0, **order}
+
+    def spans(own_keys, **of_data):
+        settings = Config.model_validate(
+            {
+                "model": {"context_length": 8},
+                "data": {**data, **of_data},
+                "train": {"batch_size": 64},
+            }
+        )
+        dataset = open_dataset(settings.data)
+        try:
+            batches = training_batches(settings, dataset.split("train"), own_keys=own_keys)
+            rows = [batches.source_rows(0, np.arange(8))] if not batches.mixture else []
+            for each in batches._orders if batches.mixture else ():
+                rows.append(each.rows(0, np.arange(8)))
+        finally:
+            dataset.close()
+        return rows
+
+    sources = [{"path": path, "weight": 1} for path in paths]
+    first, second = spans(True, sources=sources)
+    assert first != second
+    same = spans(False, sources=sources)  # as earlier versions
+    assert same == [first, first]
+    if order["order"] != "random":  # whose draws are numbered by step
+        (alone,) = spans(True, path=paths[0])
+        assert [each.row for each in alone] == first
 
 
 def test_the_file_of_a_run_reads_back(tmp_path):

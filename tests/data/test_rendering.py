@@ -1,7 +1,14 @@
 """Rendering chat templates: text and answers as `transformers` has them, and within bounds."""
 
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
 import pytest
 
+from pentameter.data.tokenizers import renderer
 from pentameter.data.tokenizers.chat import (
     CHATML_TEMPLATE,
     ChatTemplate,
@@ -12,7 +19,8 @@ from pentameter.data.tokenizers.chat import (
     read_chat_template,
     unescaped,
 )
-from pentameter.data.tokenizers.rendering import Rendering, RenderRequest, check_template, render
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import Rendering, check_template, render
 from pentameter.errors import ConfigError
 
 MARKED = ChatTemplate(CHATML_TEMPLATE)
@@ -109,6 +117,156 @@ def test_what_a_message_says_is_no_special_token():
     )
 
 
+HEAD = "{{ bos_token }}{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
+TURN = "<{{ m.role }}>{{ m.content | trim }}</s>"
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+LINEAR = {
+    "chatml": UNMARKED.source,
+    "a head": HEAD + "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
+    "a slice": HEAD + "{% set ms = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% for m in ms %}{% if loop.index0 > 0 %}, {% endif %}" + TURN + "{% endfor %}" + PROMPT,
+    "the one before": "{% for m in messages %}{% if not loop.first %}{{ loop.previtem.role }} "
+    "{{ messages[loop.index0 - 1].content }}{% endif %}" + TURN + "{% endfor %}" + PROMPT,
+}
+OTHERS = {
+    "the last": "{% for m in messages %}" + TURN + "{% if loop.last %}.{% endif %}{% endfor %}",
+    "the next": "{% for m in messages %}" + TURN + "{{ messages[loop.index] is defined }}"
+    "{% endfor %}",
+    "the end": "{% for m in messages %}" + TURN + "{% endfor %}{{ messages[-1].role }}",
+    "the number": "{{ messages | length }}{% for m in messages %}" + TURN + "{% endfor %}",
+    "twice": "{% for m in messages %}{% endfor %}{% for m in messages %}" + TURN + "{% endfor %}",
+    "a list": "{% set ms = messages | list %}{% for m in ms %}" + TURN + "{% endfor %}" + PROMPT,
+    "a test": "{% if messages is sequence %}{% for m in messages %}" + TURN
+    + "{% endfor %}{% endif %}",
+    "two": "{% for ms in messages | batch(2) %}({% for m in ms %}" + TURN
+    + "{% endfor %}){% endfor %}",
+    "counts": "{% set n = namespace(n=0) %}{% for m in messages %}{% set n.n = n.n + 1 %}" + TURN
+    + "{% endfor %}" + PROMPT + "{{ n.n }}",
+    "stops": "{% for m in messages %}" + TURN + "{% if loop.index == 4 %}{% break %}{% endif %}"
+    "{% endfor %}",
+    "a macro": "{% macro all() %}{% for m in messages %}" + TURN + "{% endfor %}{% endmacro %}"
+    "{{ all() }}" + PROMPT,
+    "a printed list": "{{ messages }}{% for m in messages %}" + TURN + "{% endfor %}",
+    "forgets": FORGETS.source,
+    "rest": "{% for m in messages %}" + TURN + "{% endfor %}." + PROMPT,
+    "prompt within": "{% for m in messages %}{% if add_generation_prompt %}?{% endif %}" + TURN
+    + "{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [*LINEAR.values(), *OTHERS.values()], ids=[*LINEAR, *OTHERS])
+@pytest.mark.parametrize("begins", ["user", "system"])
+def test_answers_are_where_each_rendering_up_to_them_says(source, begins, monkeypatch):
+    """In this process, which finds them at once or one by one."""
+    roles = [begins, *["user", "assistant", "assistant", "tool", "assistant"] * 3]
+    messages = [{"role": role, "content": f" {n}. "} for n, role in enumerate(roles)]
+    targets = [number for number, role in enumerate(roles) if role == "assistant"]
+    asked = RenderRequest(messages, targets=targets)
+    request = ("documents", source, {"bos_token": "<s>", "eos_token": "</s>"}, [asked])
+    (found,) = renderer._answer(request)
+    at_once = renderer._Rendered._spans_at_once
+    used = []
+    monkeypatch.setattr(
+        renderer._Rendered, "_spans_at_once", lambda *each: used.append(at_once(*each))
+    )
+    (expected,) = renderer._answer(request)
+    if isinstance(expected, TemplateRefusalError):
+        assert str(found) == str(expected)
+    else:
+        assert found == expected
+    assert [each is not None for each in used] == [source in LINEAR.values()]
+
+
+def test_a_long_history_is_rendered_in_linear_time():
+    """400 answers, which one by one would be written 160,400 times."""
+    n_written = 0
+    messages = said(*map(str, range(800)))
+    asked = RenderRequest(messages, targets=range(1, 800, 2))
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __html__(self):
+            return str(self)
+
+        def __str__(self):
+            nonlocal n_written
+            n_written += 1
+            return super().__str__()
+
+    for each in messages:
+        each["content"] = Counted(each["content"])
+    answer = renderer._answer(("documents", UNMARKED.source, {}, [asked]))
+    assert [len(segments) for segments in answer[0]] == [800]
+    assert n_written < 6 * len(messages)
+
+
+EVERYTHING = ChatTemplate(
+    "{% for m in messages %}{{ m | tojson }}{% for t in m.tool_calls or [] %}"
+    "{% for key, value in t.function.arguments.items() %}<a {{ key }}>{{ value }}{% endfor %}"
+    "{% endfor %}{% endfor %}{{ tools | tojson(ensure_ascii=true) }}"
+    "{{ tools | tojson(indent=1, separators=(',', ':'), sort_keys=true, ensure_ascii=false) }}"
+)
+
+
+@pytest.mark.parametrize(
+    "special",
+    [["<|im_end|>", "<|im"], ["§", "x"], ["aXa"], ["=="], ["é§é", "§é"], ["ab", "bc"]],
+    ids=" ".join,
+)
+def test_neither_keys_nor_values_forge_a_special_token(special):
+    """Not one of one character, one that overlaps itself or another, nor one that is not ASCII."""
+    forged = "".join(special) + "é".join(special) + "aXaXaXa=====é§é§éabc"
+    arguments = {forged: forged, "q": [{forged: 1}]}
+    message = {
+        "role": "assistant",
+        "content": forged,
+        "tool_calls": [{"function": {"name": forged, "arguments": arguments}}],
+        forged: forged,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {forged: forged}}}]
+    ids = {text: number for number, text in enumerate(special)}
+    asked = RenderRequest(escaped([message], ids), tools=escaped(tools, ids))
+    pieces = ids_and_texts(render(EVERYTHING, asked), ids)
+    written = render(EVERYTHING, RenderRequest([message], tools=tools))
+    assert pieces == [written]
+
+
+def test_a_special_token_beside_what_it_begins_is_one():
+    special = {"§": 0, "<end>": 1}
+    safe = escaped("§<end>§", special)
+    assert ids_and_texts(f"§{safe}§<end>{safe}", special) == [0, "§<end>§", 0, 1, "§<end>§"]
+
+
+def test_keys_may_not_hold_marks_of_ours():
+    with pytest.raises(TemplateRefusalError, match=r"U\+FDD2"):
+        escaped([{"role": "user", "tool_calls": {"\ufdd2": 1}}], {})
+
+
+@pytest.mark.parametrize("argument", ["default=1", "cls=messages", "skipkeys=true", "check=3"])
+def test_tojson_takes_the_arguments_of_transformers_alone(argument):
+    with pytest.raises(TemplateRefusalError, match="unexpected keyword argument"):
+        render(ChatTemplate("{{ messages | tojson(" + argument + ") }}"), RenderRequest(said("a")))
+
+
+@pytest.mark.parametrize("deep", [lambda x: {"a": x}, lambda x: [x], lambda x: [{"a": x}]])
+def test_deep_messages_are_rendered_or_refused(deep):
+    template = ChatTemplate("{{ messages | tojson }}{{ messages | tojson(indent=1) | length }}")
+    for n_levels in (1, 100, 200, 480, 500, 900, 989, 3000):
+        value = 1
+        for _ in range(n_levels):
+            value = deep(value)
+        message = {"role": "user", "content": "x", "more": value}
+        refused = pytest.raises(
+            TemplateRefusalError, match=r"nested (more than 490 levels|so) deep"
+        )
+        if n_levels == 480:  # which is left of Python's stack
+            refused = suppress(TemplateRefusalError)
+        with nullcontext() if n_levels < 480 else refused:
+            safe = escaped([message], ["<end>"])
+            assert render(template, RenderRequest(safe)).startswith("[{")
+
+
 @pytest.mark.parametrize(
     ("source", "error", "words"),
     [
@@ -178,3 +336,21 @@ def test_long_conversations_have_more_room():
     assert len(render(MARKED, RenderRequest(long))) > 3_000_000
     (segments,) = documents(MARKED, long, [1])
     assert segments[-1] == ("b<|im_end|>\n", True)
+
+
+@pytest.fixture(scope="module")
+def faked_cores(tmp_path_factory):
+    """A library that, preloaded, tells a process how many cores there are."""
+    if sys.platform != "linux" or (compiler := shutil.which("cc")) is None:
+        pytest.skip("preloading takes Linux and a C compiler")
+    source = Path(__file__).parent / "faked_cores.c"
+    library = tmp_path_factory.mktemp("cores") / "faked_cores.so"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("n_cores", [2, 22, 64, 256])
+def test_a_template_is_rendered_on_a_machine_of_any_size(n_cores, faked_cores, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", str(faked_cores))  # into the process that renders
+    monkeypatch.setenv("FAKED_CORES", str(n_cores))
+    assert render(MARKED, RenderRequest(said("a"))) == "<|im_start|>user\na<|im_end|>\n"

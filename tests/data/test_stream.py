@@ -25,6 +25,7 @@ from pentameter.data.shards.stream import NoSource, is_stream, open_stream
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 WORDS = [f"word{n}" for n in range(50)] + ["the", "a", "of"]
@@ -92,6 +93,53 @@ def test_parts_join_to_the_text_wherever_they_end(folder, tmp_path):
     ends = [int(start) - 1 for start in train.document_starts[1:]]
     assert {int(train.tokens[at]) for at in ends} == {end}
     assert content(written(origin(folder), tmp_path / "anew", anew=True)) == content(whole)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "library"])
+@pytest.mark.parametrize("n_words", [200, 2_000, 20_000])
+def test_a_text_is_held_out_as_asked_however_long_its_passages(tmp_path, kind, n_words):
+    """One document, which a tokenizer of the library gets in pieces of four million characters."""
+    text = sentences(7, n_words)
+    (tmp_path / "long.txt").write_text(text)
+    tokenizer = (
+        BPE if kind == "bpe" else LibraryTokenizer(json.loads(BPE.to_tokenizer_json()), None)
+    )
+    of_text = origin_of(corpus_at(tmp_path / "long.txt"), tokenizer, Splitting(0.1, 0.05))
+    dataset = written(of_text, tmp_path / "stream")
+    shares = {name: split.n_bytes / len(text) for name, split in dataset.splits.items()}
+    assert abs(shares["val"] - 0.1) < 0.02
+    assert abs(shares["test"] - 0.05) < 0.02
+    assert sum(shares.values()) == 1
+    val, test, train = (
+        tokenizer.decode(dataset.split(name).tokens[:]) for name in ("val", "test", "train")
+    )
+    assert (val + test + train).replace("<|endoftext|>", "") == text
+    assert {each[:1] for each in (test, train)} == {" "}  # cut between words
+    assert content(written(of_text, tmp_path / "anew", anew=True)) == content(dataset)
+
+
+def test_short_documents_are_held_out_whole(folder, tmp_path):
+    """As by earlier versions, so that their runs go on: a document is less than 1 % of the text."""
+    val = written(origin(folder), tmp_path / "whole").split("val")
+    first = [json.loads(line)["text"] for line in (folder / "0.jsonl").read_text().splitlines()]
+    ends = [*val.document_starts[1:].tolist(), val.n_tokens]
+    texts = [BPE.decode(val.tokens[a : b - 1]) for a, b in zip([0, *ends], ends, strict=False)]
+    assert texts == first[: len(texts)]
+
+
+def test_a_stream_keeps_the_chat_template_of_its_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text(sentences(7, 2_000))
+    tokenizer = train_bpe([" ".join(WORDS)] * 9, 300)
+    for source in ("{{ messages }}", "another", None):
+        tokenizer.chat = None if source is None else ChatTemplate(source)
+        tokenizer.save(tmp_path / "tokenizer.json")
+        found = {}
+        for order in ("streamed", "shuffled"):
+            path, file = str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json")
+            dataset = open_dataset(DataConfig(path=path, tokenizer=file, order=order))
+            dataset.close()
+            found[order] = dataset.tokenizer.chat
+        assert found == dict.fromkeys(found, tokenizer.chat)
 
 
 def test_a_killed_preparation_goes_on_where_it_was(folder, tmp_path):

@@ -63,7 +63,7 @@ def recomputed(
     for position in range(len(text), len(text) + n_new):
         seen = text[-window_tokens(len(text), model.config.context_length) :]
         logits = model(torch.tensor([seen]))[0, -1:, : TOKENIZER.vocab_size].double().numpy()
-        uniforms = uniform_numbers(seed, sample + 1, np.array([position], dtype=np.int32))
+        uniforms = uniform_numbers(seed, range(sample + 1), np.array([position], dtype=np.int32))
         text.append(int(choose(logits, sampling, uniforms[sample])[0]))
     return text[len(prompt) :]
 

@@ -108,11 +108,11 @@ def test_wrong_settings_say_value_and_rule(arguments: dict[str, float], said: st
 
 def test_uniform_numbers_depend_on_seed_sample_and_position_alone() -> None:
     positions = np.arange(5, 500, dtype=np.int32)
-    all_of_them = uniform_numbers(3, 4, positions)
+    all_of_them = uniform_numbers(3, range(4), positions)
     assert all_of_them.shape == (4, 495)
     assert ((all_of_them > 0) & (all_of_them < 1)).all()
-    assert np.array_equal(uniform_numbers(3, 2, positions[7:9]), all_of_them[:2, 7:9])
+    assert np.array_equal(uniform_numbers(3, range(2), positions[7:9]), all_of_them[:2, 7:9])
     assert len(np.unique(all_of_them)) == all_of_them.size
-    assert not np.isin(uniform_numbers(4, 4, positions), all_of_them).any()
+    assert not np.isin(uniform_numbers(4, range(4), positions), all_of_them).any()
     # Mean of 1980 uniforms: standard deviation 0.2887 / √1980 = 0.0065.
     assert abs(all_of_them.mean() - 0.5) < 4 * 0.0065

@@ -162,6 +162,18 @@ def test_continuations_end_at_a_stop_and_do_not_depend_on_the_batch():
     assert found == ended[0][: ended[0].index(stop)]
 
 
+def test_drawn_continuations_depend_neither_on_the_batch_nor_on_other_questions():
+    contexts = [text(3, 1), text(3, 2), text(5, 3)]
+    drawn = {"until": ["zzz"], "max_gen_toks": 16, "do_sample": True, "temperature": 1.5}
+    asked = [(each, drawn) for each in contexts for _ in range(4)]  # `repeats: 4`
+    found = model_of(batch_size=1).generate_until(requests(*asked))
+    for first in (0, 4, 8):
+        assert len(set(found[first : first + 4])) == 4
+    for batch_size in (2, 3, 64):
+        assert model_of(batch_size=batch_size).generate_until(requests(*asked)) == found
+    assert model_of().generate_until(requests(*asked[4:6], asked[0])) == [*found[4:6], found[0]]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")

@@ -191,6 +191,17 @@ def test_models_and_health(client: TestClient) -> None:
     }
 
 
+@pytest.mark.parametrize("n_levels", [400, 480, 490, 500, 800, 985, 1600])
+def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> None:
+    deep = '{"a":' * n_levels + "1" + "}" * n_levels
+    body = f'{{"model":"talker","messages":[{{"role":"user","content":"a","x":{deep}}}]}}'
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code in ((200, 400) if n_levels < 490 else (400,))
+    if answer.status_code == 400:
+        assert "nested" in answer.json()["error"]["message"] or n_levels >= 985
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "status", "said", "param"),
     [

@@ -1,14 +1,17 @@
 """Runs on a blend of data sets: they go on exactly, and say what they read."""
 
+import functools
 import json
 
 import pytest
+from test_resuming import seal
 from tiny_runs import config, events, fit
 
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout
+from pentameter.report.run_data import open_run_data
 from pentameter.verify.data import chosen_steps, verify_data
 
 
@@ -46,6 +49,24 @@ def test_a_blended_run_goes_on_exactly(sections, tmp_path):
             tmp_path / "whole",
             sections={**sections, "data": {**sections["data"], "sources": changed}},
         )
+
+
+def test_a_run_that_drew_its_sources_alike_goes_on_so(sections, tmp_path, monkeypatch):
+    """It was begun by a version that had one key for all of them."""
+    earlier = functools.partial(training_batches, own_keys=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("pentameter.train.start.training_batches", earlier)
+        for name, steps in (("whole", 12), ("parts", 4)):
+            fit(tmp_path / name, sections={**sections, "train": {"steps": steps}})
+    seal(tmp_path / "parts" / "checkpoints" / "step-00000004", own_keys="absent")
+    for steps in (8, 12):  # what it saves now says so, too
+        fit(tmp_path / "parts", sections={**sections, "train": {"steps": steps}})
+    fit(tmp_path / "new", sections=sections)
+    losses = [[e["loss"] for e in events(tmp_path / n, "train")] for n in ("parts", "whole", "new")]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+    shown = open_run_data(tmp_path / "parts").batches.batch(10)
+    assert shown.hash() != open_run_data(tmp_path / "new").batches.batch(10).hash()
 
 
 def test_layouts_read_the_same_blend(sections):

@@ -29,7 +29,8 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     without_marks,
 )
-from pentameter.data.tokenizers.rendering import RenderRequest, ends_of_answers, render
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
@@ -138,6 +139,7 @@ def stream_tokens(
     sampling: Sampling,
     num_samples: int = 1,
     seed: int = 0,
+    samples: Sequence[int] | None = None,
     context_length: int | None = None,
 ) -> Iterator[Tokens]:
     """Return an iterator over new tokens: ids (B,) int64 per position, B = num_samples.
@@ -145,8 +147,8 @@ def stream_tokens(
     model: a GPT, or a module that maps tokens (B, T) to logits (B, T, V), which needs
     `context_length`, the tokens it can see. prompt: ids (n,), at least one, or (B, n), one prompt
     for each sample. vocab_size: ids from there on (padding) are never chosen. sampling:
-    temperature, top_k and top_p. seed: keys the draws. The model is in `eval()` until the iterator
-    ends.
+    temperature, top_k and top_p. seed, samples (B numbers; None for 0 … B - 1): key each
+    sample's draws. The model is in `eval()` until the iterator ends.
 
     Raises ConfigError at once for arguments out of range and an empty prompt, CorruptError if the
     logits are not finite.
@@ -173,7 +175,7 @@ def stream_tokens(
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
-            yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed)
+            yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed, samples)
         finally:
             model.train(was_training)
 
@@ -359,13 +361,16 @@ def _sampled(
     n_prompt: int,
     sampling: Sampling,
     seed: int,
+    samples: Sequence[int] | None = None,
 ) -> Iterator[Tokens]:
     """Fill the ids `text` (B, n), in place, column by column from n_prompt on, yielding each new
-    column (B,). `next_logits` maps the ids so far (B, t) to logits (B, V)."""
+    column (B,). `next_logits` maps the ids so far (B, t) to logits (B, V); `seed` and `samples` are
+    as for `stream_tokens`."""
     n_samples, n_total = text.shape
+    samples = range(n_samples) if samples is None else samples
     for start in range(n_prompt, n_total, _DRAWS_AT_ONCE):
         positions = np.arange(start, min(start + _DRAWS_AT_ONCE, n_total), dtype=np.int32)
-        draws = uniform_numbers(seed, n_samples, positions).T
+        draws = uniform_numbers(seed, samples, positions).T
         for n_tokens, uniforms in zip(positions.tolist(), draws, strict=True):
             chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
             text[:, n_tokens] = chosen

@@ -10,6 +10,7 @@ Shapes: B samples, V vocabulary (without padding).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,9 +107,9 @@ def choose(logits: Floats, sampling: Sampling, uniforms: Floats) -> Tokens:
     return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(axis=-1)
 
 
-def uniform_numbers(seed: int, n_samples: int, positions: npt.NDArray[np.int32]) -> Floats:
+def uniform_numbers(seed: int, samples: Iterable[int], positions: npt.NDArray[np.int32]) -> Floats:
     """Return uniform numbers (n_samples, n_positions) in (0, 1), float64, each keyed by (seed,
-    sample index, position in the text) alone."""
-    rows = [keyed.bits(keyed.make_key("sample", seed, row), positions) for row in range(n_samples)]
+    sample's number, position in the text) alone."""
+    rows = [keyed.bits(keyed.make_key("sample", seed, each), positions) for each in samples]
     words = np.stack(rows).view(np.uint32)
     return (words.astype(np.float64) + 0.5) / 2.0**32

@@ -6,7 +6,7 @@ Shapes: B batch rows, T tokens, D channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from pentameter import keyed
 from pentameter.config.messages import shown
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError
@@ -174,25 +175,36 @@ class HarnessModel(TemplateLM):
         """Return each context's continuation, without the text that ends it: the first stop text,
         end of text, or the task's maximum number of tokens.
 
-        Contexts with equally many tokens and the same settings run together. Once a text exceeds
-        context_length, the model sees only its last tokens (`window_tokens` says how many).
+        Contexts with equally many tokens and the same settings run together. A drawn text depends
+        on its context, its settings and how often both were asked for before, so that a task's
+        `repeats` differ, whichever texts run beside it. Once a text exceeds context_length, the
+        model sees only its last tokens (`window_tokens` says how many).
         """
         groups: dict[tuple[int, _Settings], list[int]] = defaultdict(list)
-        prompts = []
+        n_asked: Counter[tuple[str, _Settings]] = Counter()
+        prompts, samples = [], []
         for index, request in enumerate(requests):
             context, options = request.args
+            settings = _Settings.of(options)
             prompts.append(encode_prompt(self._tokenizer, context))
-            groups[len(prompts[-1]), _Settings.of(options)].append(index)
+            groups[len(prompts[-1]), settings].append(index)
+            samples.append(_sample(context, n_asked[context, settings]))
+            n_asked[context, settings] += 1
         found: dict[int, str] = {}
         for (_, settings), members in groups.items():
             for first in range(0, len(members), self._batch_size):
                 together = members[first : first + self._batch_size]
-                texts = self._continued(np.stack([prompts[each] for each in together]), settings)
+                texts = self._continued(
+                    np.stack([prompts[each] for each in together]),
+                    [samples[each] for each in together],
+                    settings,
+                )
                 found |= zip(together, texts, strict=True)
         return [found[index] for index in range(len(requests))]
 
-    def _continued(self, prompts: Ids, settings: _Settings) -> list[str]:
-        """Return one continuation for each of the prompts (B, n), as text without the stop text."""
+    def _continued(self, prompts: Ids, samples: Sequence[int], settings: _Settings) -> list[str]:
+        """Return one continuation for each of the prompts (B, n), as text without the stop text;
+        `samples` (B numbers) key the draws."""
         end = self._tokenizer.end_of_text
         pieces = [
             Detokenizer(self._tokenizer, prompt.tolist(), () if end is None else (end,))
@@ -206,6 +218,7 @@ class HarnessModel(TemplateLM):
             max_new_tokens=settings.max_new_tokens,
             sampling=settings.sampling,
             num_samples=len(prompts),
+            samples=samples,
         ):
             is_done = True
             for row, token in enumerate(tokens.tolist()):
@@ -214,6 +227,12 @@ class HarnessModel(TemplateLM):
             if is_done:
                 break
         return [settings.cut(text + each.flush()) for text, each in zip(texts, pieces, strict=True)]
+
+
+def _sample(context: str, n_before: int) -> int:
+    """Return the number of the sample that continues `context` after `n_before` others did."""
+    low, high = keyed.make_key("continuation", context, n_before)
+    return (high << 32) | (low & keyed.WORD)
 
 
 @dataclass(frozen=True)

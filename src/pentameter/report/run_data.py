@@ -90,7 +90,8 @@ def open_run_data(folder: Path, *, verify: bool = False) -> RunData:
             f"the tokens in {', '.join(map(str, paths))} are not those of the run in {folder} "
             f"(sha256 {dataset.hash[:16]}…, expected {str(data.get('hash'))[:16]}…); restore them"
         )
-    batches = training_batches(config, dataset.split("train"))
+    own_keys = data.get("own_keys", False) is True  # an earlier version says nothing
+    batches = training_batches(config, dataset.split("train"), own_keys=own_keys)
     branched_after = as_table(record.get("parent")).get("step")
     first_step = 1 + branched_after if isinstance(branched_after, int) else 1
     return RunData(config, dataset, batches, first_step)

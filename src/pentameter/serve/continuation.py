@@ -119,7 +119,7 @@ class Continuation:
         if number == 0:
             first = len(asked.prompt) + len(self.tokens)
             positions = np.arange(first, first + _DRAWS_AT_ONCE, dtype=np.int32)
-            self._uniforms = uniform_numbers(asked.seed, asked.sample + 1, positions)[asked.sample]
+            self._uniforms = uniform_numbers(asked.seed, [asked.sample], positions)[0]
         return float(self._uniforms[number])
 
     def push(self, token: int, logits: Floats) -> Piece:

@@ -23,7 +23,8 @@ from typing import TypeVar
 from pentameter.checkpoint.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
-from pentameter.data.tokenizers.rendering import Rendering, RenderRequest, ends_of_answers
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import Rendering, ends_of_answers
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
 from pentameter.serve.batching import Batcher

@@ -88,6 +88,9 @@ class RunFolder:
     reached: Reached | None = None
     """The last step that was recorded before this start, and when; None for a new run, and
     where no event says its time."""
+    own_keys: bool = True
+    """Whether each data set of a mixture is drawn by keys of its own; False for a run that an
+    earlier version began, which goes on as it was."""
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
 
@@ -268,8 +271,9 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder,
         if data_hash not in (None, now):
             raise ConfigError(
                 f"the data has changed since step {checkpoint.step} of {path} was saved "
-                f"(sha256 {data_hash[:16]}…, now {now[:16]}…); restore it, or start "
-                "anew with another --run-dir or --name"
+                f"(sha256 {data_hash[:16]}…, now {now[:16]}…), or an earlier version split it "
+                "otherwise (CHANGELOG.md); restore it, or start anew with another --run-dir or "
+                "--name"
             )
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
@@ -277,16 +281,17 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder,
     store.clean()
     _remove_unfinished(path, store.warnings)
     is_new = checkpoint is None or checkpoint is given
+    own_keys = record is None or record.own_keys
     data = {
         "hash": dataset.hash,
         "shards": [str(folder) for folder in dataset.folders],
         "batches": request.supplied.record(plan)["batches"],
+        "own_keys": own_keys,
     }
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
-    folder = RunFolder(
-        path, run_id, store.with_verification(Verification()), checkpoint, None, base_model
-    )
+    own_store = store.with_verification(Verification())
+    folder = RunFolder(path, run_id, own_store, checkpoint, None, base_model, own_keys=own_keys)
     return replace(folder, reached=_rewind(folder, record)), begins_with
 
 

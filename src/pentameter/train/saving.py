@@ -472,6 +472,7 @@ def _planned(
         {
             **state.to_json(),
             "data_hash": hash_of_read(run.dataset, run.plan, state.step),
+            "own_keys": run.folder.own_keys,
             **run.supplied.record(run.plan),
             "base_model": run.folder.base_model,
             **world.on_main(log_ends),

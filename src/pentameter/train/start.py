@@ -91,7 +91,7 @@ def start_run(
         plan=plan,
         supplied=request.supplied,
         dataset=dataset,
-        batches=batches,
+        batches=_as_begun(batches, request, dataset, folder),
         evaluations=evaluations,
         prompt=prompt,
         compute=compute,
@@ -127,6 +127,18 @@ def _with_batches(
     train = dataset.split("train")
     config = suited_to(train, config)
     return replace(request, config=config), training_batches(config, train)
+
+
+def _as_begun(
+    batches: TrainingBatches | CustomBatches,
+    request: RunRequest,
+    dataset: Dataset,
+    folder: RunFolder,
+) -> TrainingBatches | CustomBatches:
+    """Return the batches as the run in the folder began to read them."""
+    if folder.own_keys or not (isinstance(batches, TrainingBatches) and batches.mixture):
+        return batches
+    return training_batches(request.config, dataset.split("train"), own_keys=False)
 
 
 def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | CustomBatches) -> Plan:

@@ -128,16 +128,21 @@ class TrainState:
 @dataclass(frozen=True)
 class SavedRun:
     """A checkpoint's record of its run's logs and data: log sizes in bytes, metrics lines that the
-    disk had refused, and the sha256 of the tokens read so far (None if not recorded)."""
+    disk had refused, the sha256 of the tokens read so far (None if not recorded), and whether each
+    data set of a mixture is drawn by keys of its own, as `TrainingBatches` says."""
 
     metrics_bytes: Count = 0
     log_bytes: Count = 0
     metrics_unwritten: tuple[str, ...] = ()
     data_hash: str | None = None
+    own_keys: bool = False
 
 
 Kind = TypeVar("Kind", TrainState, SavedRun)
-_LATER = ("epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
+_LATER = (
+    "epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash",
+    "own_keys",
+)  # fmt: skip
 """Keys that checkpoints from earlier versions lack; they then have their defaults."""
 
 

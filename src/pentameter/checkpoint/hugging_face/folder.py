@@ -348,11 +348,14 @@ def _shards(weights: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
     """Assign tensors to files in order, file name → its tensors; each file has at most SHARD_BYTES,
     or a single tensor."""
     groups: list[dict[str, LazyTensor]] = [{}]
+    held = 0  # bytes in the last group
     for name, tensor in weights.items():
-        held = sum(map(_n_bytes, groups[-1].values()))
-        if held and held + _n_bytes(tensor) > SHARD_BYTES:
+        n_bytes = _n_bytes(tensor)
+        if held and held + n_bytes > SHARD_BYTES:
             groups.append({})
+            held = 0
         groups[-1][name] = tensor
+        held += n_bytes
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     stem = WEIGHTS.removesuffix(".safetensors")

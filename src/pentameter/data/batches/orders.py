@@ -26,13 +26,15 @@ Row = list[tuple[int, int]]
 @dataclass(eq=False)
 class Order(ABC):
     """A reading order: chooses the tokens from `split` for each row in a step's global batch of
-    `batch_size` rows, up to `context_length` + 1 each. `seed` draws random orders."""
+    `batch_size` rows, up to `context_length` + 1 each. `seed` draws random orders, and in a mixture
+    `source`, the data set's index."""
 
     split: TokenSplit
     _: KW_ONLY
     seed: int
     batch_size: int
     context_length: int
+    source: int = 0
 
     def __post_init__(self) -> None:  # noqa: B027 - some orders take any split
         """Raise ConfigError if the split is too short for this order."""
@@ -64,6 +66,12 @@ class Order(ABC):
         """Return the token spans of the rows with indices `numbers` (B,) in a step's global
         batch."""
 
+    def _key(self, name: str, *numbers: int) -> keyed.Key:
+        """Return the key for the random numbers called `name` and numbered, unlike that of any
+        other data set of a mixture."""
+        of_source = (self.source,) if self.source else ()  # as runs on one data set have it
+        return keyed.make_key(name, self.seed, *numbers, *of_source)
+
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
         """Return, for each row in a step, its epoch and its index within that epoch, (B,) each. A
         step may begin in one epoch and end in the next."""
@@ -76,7 +84,7 @@ class Order(ABC):
         chosen = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
             selected = epochs == epoch
-            key = keyed.make_key("epoch", self.seed, epoch)
+            key = self._key("epoch", epoch)
             chosen[selected] = keyed.permute(key, self.rows_per_epoch, indices[selected])
         return chosen
 
@@ -124,7 +132,7 @@ class Random(Windows):
 
         The bias from scaling is below n_tokens / 2^64.
         """
-        key = keyed.make_key("batch", self.seed, step)
+        key = self._key("batch", step)
         n_starts = self.split.n_tokens - self.context_length
         words = [
             keyed.bits(key, (2 * numbers + half).astype(np.int32)).astype(np.int64) & 0xFFFFFFFF
@@ -175,7 +183,7 @@ class Streamed(Windows):
         for epoch, block in np.unique(np.stack([epochs, blocks]), axis=1).T.tolist():
             selected = (epochs == epoch) & (blocks == block)
             first = block * block_rows
-            key = keyed.make_key("block", self.seed, epoch, block)
+            key = self._key("block", epoch, block)
             size = min(block_rows, n_rows - first)
             chosen[selected] = first + keyed.permute(key, size, offsets[selected])
         return chosen * self.context_length
@@ -312,7 +320,7 @@ class PackedDocuments(Sequential):
         text (n_documents,)."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
-            key = keyed.make_key("epoch", self.seed, epoch)
+            key = self._key("epoch", epoch)
             order = keyed.permute(key, n_documents, np.arange(n_documents, dtype=np.int64))
             self._laid_out = (epoch, order, np.cumsum(np.diff(self._bounds)[order]))
         return self._laid_out[1:]

@@ -139,8 +139,10 @@ class TrainingBatches:
 
     `order` is a `data.order`, a key in `orders.ORDERS`; with `packing`, `documents` fills rows with
     one document after another. `batch_size` counts the rows in the whole step, over all devices. A
-    split with several parts is read as a mixture by `weights`, one per part. Raises ConfigError for
-    a split that is too short, an unknown order, or one that does not suit the data.
+    split with several parts is read as a mixture by `weights`, one per part, each drawn by keys of
+    its own; without `own_keys`, as by earlier versions, all by the same, so that parts of equal
+    length are read alike. Raises ConfigError for a split that is too short, an unknown order, or
+    one that does not suit the data.
     """
 
     are_tokens = True
@@ -155,6 +157,7 @@ class TrainingBatches:
         context_length: int,
         packing: bool = False,
         weights: Sequence[float] = (),
+        own_keys: bool = True,
     ) -> None:
         kind = look_up(ORDERS, order, "data.order", "training")
         if packing and kind is DocumentRows:
@@ -179,8 +182,14 @@ class TrainingBatches:
         """Chooses the data set for each row, if the split has several parts; else None."""
         if split.parts:
             orders = [
-                kind(part, seed=seed, batch_size=ROWS_AT_ONCE, context_length=context_length)
-                for part in split.parts
+                kind(
+                    part,
+                    seed=seed,
+                    batch_size=ROWS_AT_ONCE,
+                    context_length=context_length,
+                    source=number if own_keys else 0,
+                )
+                for number, part in enumerate(split.parts)
             ]
             self.mixture = Mixture(orders, weights, seed)
         else:
@@ -269,9 +278,11 @@ def suited_to(split: TokenSplit, config: Config) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
-    """Return the batches that a run with this configuration trains on. Raises ConfigError if the
-    split is too short or does not suit `data.order`."""
+def training_batches(
+    config: Config, split: TokenSplit, *, own_keys: bool = True
+) -> TrainingBatches:
+    """Return the batches that a run with this configuration trains on; `own_keys` as for
+    TrainingBatches. Raises ConfigError if the split is too short or does not suit `data.order`."""
     data = suited_to(split, config).data
     return TrainingBatches(
         split,
@@ -281,4 +292,5 @@ def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
         batch_size=global_batch_size(config),
         context_length=config.model.context_length,
         weights=[source.weight for source in config.data.sources],
+        own_keys=own_keys,
     )

@@ -37,12 +37,8 @@ from pentameter.data.tokenizers.chat import (
     ids_and_texts,
     unescaped,
 )
-from pentameter.data.tokenizers.rendering import (
-    Documents,
-    Rendering,
-    RenderRequest,
-    n_characters_of,
-)
+from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
+from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
@@ -89,14 +85,19 @@ class ConversationContents(Contents):
     """Texts of the tokenizer's special tokens, which text in a message never becomes."""
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
+    has_several: bool
+    """True if a conversation is several documents, as with templates that rewrite earlier turns,
+    and the corpus has several splits."""
 
     @property
     def key(self) -> dict[str, Any]:
         """JSON values that identify the conversations in a cache; the template is included, because
         it is stored with the tokenizer, and the special tokens, because a tokenizer made from
-        conversations by an earlier version has none of them."""
+        conversations by an earlier version has none of them. Earlier versions also split the
+        documents of one conversation."""
         chat = None if self.chat is None else self.chat.to_json()
-        return {**super().key, "chat": chat, "special": [*self.special_texts]}
+        split = {"split": "conversations"} if self.has_several else {}
+        return {**super().key, "chat": chat, "special": [*self.special_texts], **split}
 
     def count(self) -> dict[str, int]:
         """Return the number of documents."""
@@ -105,7 +106,8 @@ class ConversationContents(Contents):
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which reads the files and renders the messages
         again."""
-        return _documents(self.conversations, self.chat, self.special_texts)
+        read = _documents(self.conversations, self.chat, self.special_texts)
+        return itertools.chain.from_iterable(read)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
         """Yield each document's text (an empty string if it is not in train) with the UTF-8 bytes
@@ -128,7 +130,8 @@ class ConversationContents(Contents):
 
 @dataclass(frozen=True)
 class ConversationPreparation(Preparation):
-    """Conversations, which are split by their position, or by the hash over each one's text."""
+    """Conversations, which are split by their position, or by the hash over each one's text. All
+    documents of a conversation, each a longer part of it, lie in one split."""
 
     corpus: Conversations
     chat: ChatTemplate | None = None
@@ -136,21 +139,23 @@ class ConversationPreparation(Preparation):
 
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
         digest, characters = hashlib.sha256(), set[str]()
-        n_bytes, splits = 0, bytearray()
-        for document in _documents(corpus, self.chat, self.special_texts):
-            digest.update(document.to_bytes())
-            text = document.text
-            characters |= {*text}
-            n_bytes += utf8_size(text)
+        n_bytes, n_documents, splits = 0, list[int](), list[int]()  # of each conversation
+        for documents in _documents(corpus, self.chat, self.special_texts):
+            for document in documents:
+                digest.update(document.to_bytes())
+                text = document.text
+                characters |= {*text}
+                n_bytes += utf8_size(text)
+            n_documents.append(len(documents))  # of which the last is the whole conversation
             splits.append(splitting.split_of(hashlib.sha256(text.encode()).digest()))
             self.progress(READING, n_bytes, max(corpus.n_bytes, n_bytes))
         if not splits:
             raise ConfigError(f"there is no conversation in {corpus.files[0]}; nothing to learn")
         if split != "train":
-            splits = bytearray([SPLITS.index(split)] * len(splits))
+            splits = [SPLITS.index(split)] * len(splits)
         elif not IS_BY_DOCUMENT[splitting.by]:
             counts = np.diff([0, *splitting.ends(len(splits))])
-            splits = bytearray(np.repeat(np.arange(3, dtype=np.uint8), counts).tobytes())
+            splits = np.repeat(np.arange(3), counts).tolist()
         return ConversationContents(
             name=corpus.name,
             sha256=digest.hexdigest(),
@@ -159,24 +164,27 @@ class ConversationPreparation(Preparation):
             chat=self.chat,
             special_texts=self.special_texts,
             conversations=corpus,
-            splits=bytes(splits),
+            splits=np.repeat(np.array(splits, np.uint8), n_documents).tobytes(),
+            has_several=max(n_documents) > 1 and len(set(splits)) > 1,
         )
 
 
 def _documents(
     conversations: Conversations, chat: ChatTemplate | None, special_texts: Sequence[str]
-) -> Iterator[Document]:
-    """Yield the conversations as documents, rendered by `chat`, up to `max_bytes` of text; a
-    document that would exceed it is left out. Raises ConfigError for messages without a template
-    (None), CorruptError for a record that is damaged or refused by the template."""
+) -> Iterator[list[Document]]:
+    """Yield each conversation's documents, at least one, rendered by `chat`, up to `max_bytes` of
+    text; a document that would exceed it is left out. Raises ConfigError for messages without a
+    template (None), CorruptError for a record that is damaged or refused by the template."""
     n_bytes = 0
     for documents, where in _rendered(conversations.records(), chat, special_texts):
-        for document in documents:
+        for number, document in enumerate(documents):
             check_encodable(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
             if conversations.max_bytes is not None and n_bytes > conversations.max_bytes:
+                if number:
+                    yield documents[:number]
                 return
-            yield document
+        yield documents
 
 
 def _rendered(

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from pentameter.data.shards.stream import (
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import UnseenCharacterError
-from pentameter.data.tokenizers.chunking import Chunker
+from pentameter.data.tokenizers.chunking import Chunker, chunks
 from pentameter.data.tokenizers.setting import build_tokenizer, load_tokenizer
 from pentameter.disk.atomic import FolderExistsError, read_json, write_atomic
 from pentameter.disk.lock import building
@@ -51,6 +51,11 @@ LARGEST_TOKENS = 1 << 26
 this: few files, and a quick start."""
 MOST_HELD_OUT_BYTES = 1 << 23
 """Maximum UTF-8 bytes held out per split from the text's start: training waits for them."""
+MOST_OVER = 0.01
+"""Greatest share of a text by which a held-out split may exceed its fraction: so it ends with a
+whole passage, where that is short, and where it was before a file was mended."""
+WORD_CHARACTERS = 1000
+"""Characters within which a passage that is cut is cut between two words."""
 LEARNED_BYTES = 1 << 26
 """UTF-8 bytes, from the start of the training split, on which a tokenizer is trained."""
 NICENESS = 10
@@ -85,15 +90,18 @@ class Origin:
     def key(self) -> dict[str, Any]:
         """JSON values that decide the tokens; the hash covers them."""
         text, splitting = self.text, self.splitting
+        fractions = [splitting.validation_fraction, splitting.test_fraction]
         names = [(split, file.name) for split, file in self.files]
         return {
             "name": text.name,
-            "stream": 1,  # raise it when parts must change for the same text and settings
+            # Raise it when parts must change for the same text and settings. At 1, held-out splits
+            # ended with whole passages, however long.
+            "stream": 2 if any(fractions) and not text.held_out else 1,
             "files": [[*name, key] for name, key in zip(names, self.keys, strict=True)],
             "contents": asdict(text.contents),
             "max_bytes": text.max_bytes,
             "tokenizer": known_by(self.tokenizer),
-            "held_out": [splitting.validation_fraction, splitting.test_fraction],
+            "held_out": fractions,
             "first_tokens": self.first_tokens,
         }
 
@@ -260,19 +268,22 @@ class Parts:
 
     def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
         """Yield the text's passages with a split set: val first, then test, then train. A held-out
-        split is its fraction of the text, at most MOST_HELD_OUT_BYTES, and empty if it is a
-        separate text. `n_bytes` is the bytes of text before the first passage."""
+        split is its fraction of the text (up to MOST_OVER more), at most MOST_HELD_OUT_BYTES, and
+        empty if it is a separate text. `n_bytes` is the bytes of text before the first passage."""
         text, splitting = self._origin.text, self._origin.splitting
         fractions = (splitting.validation_fraction, splitting.test_fraction)
         sizes = [min(int(each * text.n_bytes), MOST_HELD_OUT_BYTES) for each in fractions]
         val, held_out = (0, 0) if text.held_out else (sizes[0], sum(sizes))
+        # A power of two: it stays as it is when the text changes a little.
+        grain = 1 << max(0, int(text.n_bytes * MOST_OVER).bit_length() - 1)
         split = ""
-        for passage in passages:
-            before = split
-            if passage.text or not split:  # an empty one only ends its document
-                split = "val" if n_bytes < val else "test" if n_bytes < held_out else "train"
-            yield passage._replace(split=split, starts=passage.starts or split != before)
-            n_bytes += utf8_size(passage.text)
+        for whole in passages:
+            for passage in _cut(whole, n_bytes, (val, held_out), grain):
+                before = split
+                if passage.text or not split:  # an empty one only ends its document
+                    split = "val" if n_bytes < val else "test" if n_bytes < held_out else "train"
+                yield passage._replace(split=split, starts=passage.starts or split != before)
+                n_bytes += utf8_size(passage.text)
 
     def _encode(
         self, tokenizer: Tokenizer, start: Position
@@ -317,6 +328,22 @@ class Parts:
             state = {"is_starting": written.is_starting, "has_tokens": written.has_tokens}
             end = asdict(replace(after, **state))
             writer.finish({"stream": self._hash, "continues": goes_on, "end": end})
+
+
+def _cut(passage: Passage, start: int, ends: Sequence[int], grain: int) -> Iterator[Passage]:
+    """Yield a passage that begins at `start`, cut behind each of `ends` that it exceeds by more
+    than `grain`: at the next multiple of that, and the end of a word if one comes soon. All are
+    UTF-8 bytes of the whole text."""
+    for end in ends:
+        if end <= start or start + utf8_size(passage.text) - end <= grain:
+            continue
+        n_bytes = -(-end // grain) * grain - start
+        n = len(passage.text.encode()[:n_bytes].decode(errors="ignore")) + 1
+        text = next(chunks(passage.text[: n + WORD_CHARACTERS], n))
+        start += utf8_size(text)
+        yield passage._replace(text=text, ends=False)
+        passage = passage._replace(text=passage.text[len(text) :], starts=False)
+    yield passage
 
 
 def preparer() -> Callable[[tuple[Origin, Path] | None], bool]:

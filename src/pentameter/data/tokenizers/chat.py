@@ -36,12 +36,34 @@ CHATML_TEMPLATE = (
 
 # Noncharacters of Unicode, which no text has: marks of ours in what a template writes.
 BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
+_MARK_IN_REPR = re.compile(r"(?<!\\)((?:\\\\)*)\\ufdd3")  # a backslash stands there twice
 _MARKS = re.compile(f"[{BEGIN}{END}{APART}]")
 _SPECIAL = re.compile(r"<\|[\w.:/-]+\|>", re.ASCII)  # as most templates write special tokens
 _PLAIN = re.compile(r"[!-~]{2,}")  # reads the same in the alphabet of byte-level BPE
 
+FIELDS = frozenset({
+    "role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments",
+    "parameters", "description", "properties", "required", "enum", "items", "reasoning_content",
+    "text",
+})  # fmt: skip
+"""Keys of messages and tools, as OpenAI's interface has them."""
+
+MOST_LEVELS = 490
+"""Maximum levels of lists and objects in a message: Python's stack has 1,000, of which whoever
+counts, pickles or prints it takes one or two for each."""
+
 Segment = tuple[str, bool]
 """A text, and whether a model learns to write it."""
+
+
+class MarkedText(str):
+    """A text with marks in special tokens, which stay marks where it is printed within a list or an
+    object."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return _MARK_IN_REPR.sub(rf"\1{APART}", super().__repr__())
 
 
 class TemplateRefusalError(ConfigError):
@@ -97,28 +119,47 @@ def without_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def escaped(value: Any, special_tokens: Collection[str]) -> Any:
-    """Return a copy of a message or any JSON value, in whose texts each special token (a text in
-    `special_tokens`) has a mark behind its first character. So the text stays plain text, and
-    nothing a person wrote can end a turn or begin another. `unescaped` undoes it.
+def escaped(value: Any, special_tokens: Collection[str], n_levels: int = 0) -> Any:
+    """Return a copy of a message or any JSON value, in whose texts and keys a mark stands behind
+    the first character of each special token (a text in `special_tokens`). So the text stays plain
+    text, and nothing a person wrote can end a turn or begin another. `unescaped` undoes it. Keys in
+    FIELDS, by which templates look values up, stay as they are.
 
-    Raises TemplateRefusalError for a text with one of the noncharacters that serve as marks here.
+    Raises TemplateRefusalError for a text with one of the noncharacters that serve as marks here,
+    and for more than MOST_LEVELS levels, counted from `n_levels`.
     """
-    if isinstance(value, Mapping):
-        return {key: escaped(each, special_tokens) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [escaped(each, special_tokens) for each in value]
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        return _escaped_text(value, special_tokens)
+    if not isinstance(value, Mapping | Sequence):
         return value
-    if found := _MARKS.search(value):
+    if n_levels == MOST_LEVELS:
+        raise TemplateRefusalError(
+            f"a message is nested more than {MOST_LEVELS} levels deep; write what is within as text"
+        )
+    if isinstance(value, Mapping):
+        found = {}
+        for key, each in value.items():  # a comprehension would take a second frame for each level
+            name = key if key in FIELDS else _escaped_text(key, special_tokens)
+            found[name] = escaped(each, special_tokens, n_levels + 1)
+        return found
+    items = []
+    for each in value:
+        items.append(escaped(each, special_tokens, n_levels + 1))
+    return items
+
+
+def _escaped_text(text: str, special_tokens: Collection[str]) -> str:
+    """Return a text with a mark behind the first character of each special token, also where one
+    begins within another."""
+    if found := _MARKS.search(text):
         raise TemplateRefusalError(
             f"a message holds U+{ord(found[0]):04X}, a noncharacter, which marks answers here; "
             "leave it out"
         )
-    for token in special_tokens:
-        if token in value:
-            value = value.replace(token, token[0] + APART + token[1:])
-    return value
+    if held := [token for token in special_tokens if token in text]:
+        starts = rf"(?s)(?=(?:{'|'.join(map(re.escape, held))}))."
+        return MarkedText(re.sub(starts, rf"\g<0>{APART}", text))
+    return text
 
 
 def unescaped(text: str) -> str:
@@ -132,7 +173,9 @@ def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | in
     if not special_tokens:
         return [unescaped(text)] if text else []
     longest_first = sorted(special_tokens, key=len, reverse=True)
-    texts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    # Within a token of one character no mark can stand.
+    tokens = [re.escape(token) + f"(?!{APART})" * (len(token) == 1) for token in longest_first]
+    texts = re.split(f"({'|'.join(tokens)})", text)
     return [
         special_tokens[text] if number % 2 else unescaped(text)
         for number, text in enumerate(texts)

@@ -1,18 +1,134 @@
 """The tokenizer in a Hugging Face `tokenizer.json`, run by the `tokenizers` library that defines
-it."""
+it.
+
+The file comes with models from strangers, and says how texts are rewritten before they are encoded
+and after they are decoded: a few replacements that each double a letter make gigabytes of a word.
+So what they may make of a text is bounded before the library runs (`Growth`). Regular expressions
+the library bounds itself; it then panics, which is an error like any other here.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Content, End, Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import refuse_surrogates
 from pentameter.errors import ConfigError, CorruptError
+
+USUAL_GROWTH, MOST_CHARACTERS = 32, 1 << 24
+"""Characters that a normalizer or decoder may make of one, and how many more of a text. Unicode's
+normal forms make at most 18 of one."""
+
+_MOST_WEIGHTS = 1000  # of single characters, so that a file of many steps takes no long time
+
+# What makes a regular expression match no character, at least without its context.
+_MAY_BE_EMPTY = re.compile(r"[*?|^$(]|\\[bBAzZGK]|\{0?,|\{0\}|^$")
+
+
+class Growth:
+    """An upper bound for the characters that a normalizer or a decoder makes of a text, each a part
+    of a parsed `tokenizer.json`.
+
+    Every character has a weight: as many as at most become of it. They are found from the last step
+    to the first, at which what a text is replaced by shares its weight among the text's characters.
+    """
+
+    def __init__(self, steps: Any) -> None:
+        self._weights: dict[str, float] = {}
+        self._others = 1.0  # the weight of all other characters
+        self._always = 0.0  # what is added to every text
+        for step in reversed([*_flat(steps)]):
+            self._go_before(step)
+        self.of_one = self._always + self._largest()
+        """At most how many characters become of one."""
+
+    def of(self, texts: Iterable[str]) -> float:
+        """Return at most how many characters become of `texts`, each by itself."""
+        return sum(self._always + self._weight(text) for text in texts)
+
+    def _largest(self) -> float:
+        return max(self._others, *self._weights.values(), 0.0)
+
+    def _weight(self, text: str) -> float:
+        counts = Counter(text)
+        return sum(n * self._weights.get(each, self._others) for each, n in counts.items())
+
+    def _go_before(self, step: Any) -> None:
+        """Make weights after `step` those before it."""
+        match step:
+            case {"type": "Replace", "content": str(new), "pattern": {"String": str(old)}} if old:
+                share = self._weight(new) / len(old)
+                for each in old:
+                    self._weights[each] = max(share, self._weights.get(each, self._others))
+            case {"type": "Replace", "content": str(new), "pattern": Mapping() as pattern}:
+                weight = self._weight(new)
+                if _MAY_BE_EMPTY.search(str(pattern.get("Regex", ""))):  # between any two, too
+                    self._always += weight
+                    self._raise(weight, weight)
+                else:
+                    self._raise(weight, 0.0)
+            case {"type": "Prepend", "prepend": str(new)}:
+                self._always += self._weight(new)
+            case {"type": "Precompiled", "precompiled_charsmap": str(encoded)}:
+                self._raise(max(map(self._weight, _replacements(encoded))), 0.0)
+            case _:  # makes few characters of one, but perhaps one of any other
+                self._raise(self._largest(), 0.0)
+
+    def _raise(self, least: float, more: float) -> None:
+        """Give each character `more` weight, and `least` at least."""
+        if len(self._weights) > _MOST_WEIGHTS:
+            self._others, self._weights = self._largest(), {}
+        self._others = max(self._others + more, least)
+        for each, weight in self._weights.items():
+            self._weights[each] = max(weight + more, least)
+
+
+def _flat(steps: Any) -> Iterator[Any]:
+    """Yield the steps of a parsed normalizer or decoder in order, those of sequences within it
+    too."""
+    left = [steps]
+    while left:
+        match left.pop():
+            case {"type": "Sequence", "normalizers": list(within)}:
+                left += reversed(within)
+            case {"type": "Sequence", "decoders": list(within)}:
+                left += reversed(within)
+            case Mapping() as step:
+                yield step
+
+
+def _replacements(encoded: str) -> list[str]:
+    """Return what SentencePiece's compiled table, in Base64, replaces characters by: texts that end
+    with a zero byte, behind the size of an index and the index. One empty text for a damaged
+    table, which the library refuses."""
+    try:
+        table = base64.b64decode(encoded)
+    except (binascii.Error, ValueError):
+        return [""]
+    size = int.from_bytes(table[:4], "little")
+    return table[4 + size :].decode(errors="replace").split("\0")
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Raise ConfigError for an error of the library or a panic in it, which is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"the tokenizers library cannot {what}: {error!s:.300}") from error
 
 
 class LibraryTokenizer(LibraryBacked):
@@ -29,15 +145,21 @@ class LibraryTokenizer(LibraryBacked):
         """`content` is a parsed `tokenizer.json`, `end_of_text` the id that ends a document, or
         None.
 
-        Raises ConfigError if the library refuses the content, and for an id outside the vocabulary.
+        Raises ConfigError if the library refuses the content, for one that could make more than
+        MOST_CHARACTERS of one, and for an id outside the vocabulary.
         """
         import tokenizers  # here: a process that only counts characters need not load it
 
         self.content = dict(content)
-        try:
+        self._growths = {part: Growth(self.content.get(part)) for part in ("normalizer", "decoder")}
+        for part, growth in self._growths.items():
+            if growth.of_one > MOST_CHARACTERS:
+                raise ConfigError(
+                    f"its {part} may make {growth.of_one:.0f} characters of one; mend its "
+                    "replacements, or take another tokenizer"
+                )
+        with _library_errors("open it"):
             self._library = tokenizers.Tokenizer.from_str(json.dumps(self.content))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"the tokenizers library cannot open it: {error!s:.300}") from error
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True  # as ordinary text
@@ -95,13 +217,38 @@ class LibraryTokenizer(LibraryBacked):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
-        ConfigError for half a surrogate pair.
+        ConfigError for half a surrogate pair, and for a text that the normalizer could make far too
+        long.
 
         A text is never split into chunks: the file decides its token boundaries.
         """
         refuse_surrogates(texts)
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        self._check_growth("normalizer", texts)
+        with _library_errors("encode a text"):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Return the text for token ids (n_tokens,). Raises ConfigError for an id outside the
+        vocabulary, and for a text that the decoder could make far too long."""
+        if self._growths["decoder"].of_one > USUAL_GROWTH:
+            tokens = [self.token(number) or "" for number in self._checked(ids).tolist()]
+            self._check_growth("decoder", tokens)
+        with _library_errors("decode a text"):
+            return super().decode(ids)
+
+    def _check_growth(self, part: str, texts: Sequence[str]) -> None:
+        """Raise ConfigError if the normalizer or decoder (`part`) could make more of the texts
+        together than USUAL_GROWTH for each character and MOST_CHARACTERS."""
+        growth = self._growths[part]
+        if growth.of_one <= USUAL_GROWTH:
+            return
+        n_characters = sum(map(len, texts))
+        if (n := growth.of(texts)) > MOST_CHARACTERS + USUAL_GROWTH * n_characters:
+            raise ConfigError(
+                f"the tokenizer's {part} may make {n:.0f} characters of {n_characters}; give it a "
+                "shorter text, or take another tokenizer"
+            )
 
     def _fields(self) -> dict[str, Any]:
         return {"tokenizer": self.content, "end_of_text": self.end_of_text}

@@ -1,0 +1,434 @@
+"""The process that renders chat templates, within limits on time, memory and output.
+
+A template is a program that comes with a model from strangers. Jinja's sandbox keeps it from the
+machine, but not from looping, doubling a string or recursing without end. So a clean interpreter
+runs it: the kernel refuses memory beyond `MEMORY_BYTES`, and ends the process once one rendering
+has used its seconds of processor time.
+
+This file is all that the interpreter loads beside Jinja, and NumPy is not among it: OpenBLAS takes
+41 MB of address space for each core as it is loaded, which would be most of the limit on a machine
+with 22 of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn
+
+from pentameter.data.tokenizers.chat import (
+    APART,
+    BEGIN,
+    END,
+    Segment,
+    TemplateBoundsError,
+    TemplateRefusalError,
+    without_marks,
+)
+from pentameter.errors import ConfigError
+
+SECONDS, SECONDS_PER_MILLION = 1.0, 1.0
+"""Seconds of processor time for one rendering: a constant, and more for each million characters of
+messages. Today's templates take a tenth of a millisecond for a short conversation."""
+
+MEMORY_BYTES = 1 << 30
+"""Maximum address space of the rendering process, which starts with about 50 MB."""
+
+OUTPUT_CHARACTERS, OUTPUT_PER_CHARACTER = 1 << 20, 16
+"""Maximum characters that one rendering may write: a constant, and more for each character of
+messages."""
+
+LONGEST_REASON = 300
+"""Maximum characters quoted from a template's reason for refusing messages."""
+
+REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja file, or 'chatml')"
+
+
+@dataclass(frozen=True)
+class RenderRequest:
+    """One request: messages (dicts with role and content) to render. `tools` are the functions that
+    the model may call, as chat templates take them; None for none."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    targets: Sequence[int] = ()
+    """Indices of the messages that a model learns to write."""
+    add_generation_prompt: bool = False
+    """Whether the text ends with the beginning of an answer."""
+
+    @cached_property
+    def n_characters(self) -> int:
+        """Approximate size: characters in all texts, plus 8 for each other value."""
+        return n_characters_of(self.messages) + n_characters_of(self.tools)
+
+
+Documents = list[list[Segment]]
+"""The documents that a list of messages becomes, each a list of segments: (text, whether a model
+learns it)."""
+
+
+def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[RenderRequest]]], list[Any]]:
+    """Limit this process's memory to MEMORY_BYTES; return the function that answers its requests,
+    each ("text" or "documents", the template's source, its special tokens' texts, the messages to
+    render)."""
+    with suppress(ValueError, OSError):  # macOS knows no such bound
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, most))
+    return _answer
+
+
+def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -> list[Any]:
+    """Render each list of messages to a text or to documents, by the request's first value ("text"
+    or "documents"). Return the results in order; if the template refuses a list, its error takes
+    the result's place.
+
+    Raises ConfigError for an invalid template.
+    """
+    what, source, tokens, several = request
+    found: list[Any] = []
+    for asked in several:
+        one = _Rendered(*_compiled(source), tokens, asked)
+        try:
+            found.append(one.text() if what == "text" else one.documents())
+        except TemplateRefusalError as error:
+            found.append(error)
+        except MemoryError:
+            found.append(_memory_is_full())
+    return found
+
+
+@lru_cache(maxsize=1)
+def _compiled(source: str) -> tuple[Any, bool]:
+    """Compile a template's source; return the template, and whether `_keeps_no_state`. Raises
+    ConfigError if it is not valid Jinja."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    try:
+        with _seconds(SECONDS):
+            return environment.from_string(source), _keeps_no_state(environment.parse(source))
+    except MemoryError as error:
+        raise _memory_is_full() from error
+    # A break outside of a loop is a SyntaxError of the Python that Jinja writes.
+    except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"is not valid Jinja: {_reason(error)}; {REMEDY}") from error
+
+
+def _keeps_no_state(tree: Any) -> bool:
+    """Return True if what a parsed template writes in one turn of a loop depends neither on what it
+    wrote in another nor on whether another follows."""
+    from jinja2 import nodes
+
+    looks_back = {
+        id(each.node)
+        for each in tree.find_all(nodes.Getattr)
+        if each.attr in ("index", "index0", "first", "previtem")
+    }
+    stateful = any(
+        each.name in ("namespace", "cycler", "joiner")
+        or (each.name == "loop" and id(each) not in looks_back)
+        for each in tree.find_all(nodes.Name)
+    )
+    ahead = any(each.name in ("batch", "slice") for each in tree.find_all(nodes.Filter))
+    return not (stateful or ahead or any(each.else_ for each in tree.find_all(nodes.For)))
+
+
+@dataclass
+class _Reading:
+    """How a template has read messages while it wrote a text."""
+
+    n_written: int = 0
+    """Characters of the text so far; kept by who takes them."""
+    ends: list[int] = field(default_factory=list)
+    """How many there were as it asked for each message, and for one more."""
+    is_in_order: bool = True
+    """False once it has asked for a message out of order."""
+
+    def refused(self) -> TypeError:
+        """Record that a message was asked for out of order, and return the error to raise."""
+        self.is_in_order = False
+        return TypeError("this template reads messages out of order")
+
+
+class _Watched:
+    """Messages, from index `first` on, of which a template may read one after another, and what it
+    has read before, or the first. All else is recorded in `reading`, and refused. A template that
+    keeps to this, and no state, writes the same for fewer messages, up to where it asks for one
+    more."""
+
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], reading: _Reading, first: int = 0
+    ) -> None:
+        self._messages, self._reading, self._first = messages, reading, first
+
+    def __bool__(self) -> bool:
+        if self._first:
+            raise self._reading.refused()
+        return True
+
+    def __len__(self) -> int:
+        raise self._reading.refused()
+
+    def __getitem__(self, index: Any) -> Any:
+        n_read = len(self._reading.ends)
+        match index:
+            case slice(start=int(first), stop=None, step=None) if n_read == 0 and first >= 0:
+                return _Watched(self._messages, self._reading, self._first + first)
+            case int() if index >= 0 and index + self._first < max(1, n_read):
+                return self._messages[index + self._first]
+        raise self._reading.refused()
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        reading = self._reading
+        if reading.ends:
+            raise reading.refused()
+        reading.ends += [reading.n_written] * self._first
+        for message in self._messages[self._first :]:
+            reading.ends.append(reading.n_written)
+            yield message
+        reading.ends.append(reading.n_written)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """One request (`asked`), rendered by a compiled template with the special tokens' texts
+    (`tokens`)."""
+
+    template: Any
+    keeps_no_state: bool
+    tokens: Mapping[str, str]
+    asked: RenderRequest
+
+    def text(self) -> str:
+        """Render all messages to text."""
+        return self._render(self.asked.messages, asks=self.asked.add_generation_prompt)
+
+    def documents(self) -> Documents:
+        """Return the messages as documents in segments (text, whether a model learns it). It is one
+        document if the template marks all answers, or never rewrites an earlier turn; else one
+        document per answer."""
+        messages, targets = self.asked.messages, self.asked.targets
+        whole = self.text()
+        role = messages[targets[0]]["role"]
+        if BEGIN in whole and len(targets) == sum(each["role"] == role for each in messages):
+            return [_between_marks(whole)]
+        if (found := self._spans_at_once(whole)) is not None:
+            return [_segments(whole, found)]
+        whole = without_marks(whole)
+        spans, texts = [], []
+        for number in targets:
+            text = without_marks(self._render(messages[: number + 1]))
+            spans.append((self._before(number, text), len(text)))
+            texts.append(whole if whole.startswith(text) else text)  # whose text is the same so far
+        if all(text is whole for text in texts):
+            return [_segments(whole, spans)]
+        return [
+            [(text[:before], False), (text[before:end], True)]
+            for text, (before, end) in zip(texts, spans, strict=True)
+        ]
+
+    def _spans_at_once(self, whole: str) -> list[tuple[int, int]] | None:
+        """Return the spans of the answers in `whole`, all messages rendered, in time linear in
+        their number; None if they can only be told by rendering the messages up to each answer."""
+        messages, targets = self.asked.messages, self.asked.targets
+        if not self.keeps_no_state or BEGIN in whole:
+            return None
+        reading = _Reading()
+        try:
+            again = self._render(messages, reading=reading)
+            prompted = self._render(messages, asks=True)
+        except TemplateRefusalError:
+            return None
+        ends = reading.ends
+        if not reading.is_in_order or len(ends) != len(messages) + 1 or again != whole:
+            return None
+        rest, prompt = whole[ends[-1] :], prompted[ends[-1] :]
+        spans = []
+        for number in targets:
+            turn = whole[ends[number] : ends[number + 1]] + rest
+            fitting = [each for each in (prompt, rest) if turn.startswith(each)]
+            if not fitting or not whole.startswith(rest, ends[number + 1]):
+                return None
+            start = ends[number] + len(fitting[0]) if number else 0
+            spans.append((start, ends[number + 1] + len(rest)))
+        for number, (start, end) in {targets[0]: spans[0], targets[-1]: spans[-1]}.items():
+            text = self._render(messages[: number + 1])
+            if text != whole[:end] or self._before(number, text) != start:
+                return None
+        return spans if prompted.startswith(whole[: ends[-1]]) else None
+
+    def _before(self, number: int, text: str) -> int:
+        """Return the number of characters in `text` before its last message, the answer with index
+        `number`. Raises TemplateRefusalError if the template writes the messages before it
+        differently once it follows."""
+        if number == 0:
+            return 0
+        for asks in (True, False):
+            before = without_marks(self._render(self.asked.messages[:number], asks=asks))
+            if text.startswith(before):
+                return len(before)
+        raise TemplateRefusalError(
+            "rewrites what stands before an answer once the answer follows, so its beginning "
+            "cannot be told; mark answers in the template with {% generation %} … "
+            "{% endgeneration %}"
+        )
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        asks: bool = False,
+        reading: _Reading | None = None,
+    ) -> str:
+        """Return `messages` rendered to text, marks included; with `asks`, followed by the
+        beginning of an answer. `reading` records how the template reads them.
+
+        Raises TemplateBoundsError for too long an output or too little memory, TemplateRefusalError
+        for any error in the template. If it takes too much processor time, the process ends.
+        """
+        n_characters = self.asked.n_characters
+        longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
+        values: dict[str, Any] = {
+            "tools": self.asked.tools,
+            "documents": None,
+            "add_generation_prompt": asks,
+        }
+        values["messages"] = messages if reading is None else _Watched(messages, reading)
+        reading = reading or _Reading()
+        written: list[str] = []
+        try:
+            with _seconds(SECONDS + SECONDS_PER_MILLION * n_characters / 1e6):
+                for chunk in self.template.generate(**values, **self.tokens):
+                    written.append(chunk)
+                    reading.n_written += len(chunk)
+                    if reading.n_written > longest:
+                        raise TemplateBoundsError(
+                            f"writes more than {longest:,} characters for {n_characters:,} of "
+                            f"messages; {REMEDY}"
+                        )
+                return "".join(written)
+        except MemoryError as error:
+            raise _memory_is_full() from error
+        except TemplateRefusalError:
+            raise
+        except Exception as error:  # a template can raise any that Python has
+            raise TemplateRefusalError(f"refuses it: {_reason(error)}") from error
+
+
+def _memory_is_full() -> TemplateBoundsError:
+    """Build the error for a template that takes more than MEMORY_BYTES."""
+    return TemplateBoundsError(f"takes more than {MEMORY_BYTES >> 20:,} MiB of memory; {REMEDY}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's message, truncated to LONGEST_REASON characters; its type's name if it has
+    none."""
+    return f"{error}"[:LONGEST_REASON] or type(error).__name__
+
+
+@contextmanager
+def _seconds(seconds: float) -> Iterator[None]:
+    """Context manager that ends this process, by SIGPROF, if its block uses more than `seconds` of
+    processor time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _generation() -> Any:
+    """Return the Jinja extension class for `{% generation %}`; imports Jinja only when called."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """Puts a `{% generation %}` block's output between BEGIN and END."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            """Parse a block into a call to `_marked`."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = nodes.CallBlock(self.call_method("_marked"), [], [], body)
+            return call.set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    return Generation
+
+
+def _refuse(message: object) -> NoReturn:
+    """Raise Jinja's TemplateError: the `raise_exception` that templates refuse messages with."""
+    from jinja2 import TemplateError
+
+    raise TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    indent: int | str | None = None,
+    ensure_ascii: bool = False,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON: the filter `tojson` in templates, with the arguments that it has in
+    transformers; unlike Jinja's, it escapes no HTML."""
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    # The mark in an escaped special token stays one: it is taken out of the rendered text.
+    foreign = re.compile(rf"[^\x00-\x7f{APART}]")
+    return foreign.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+
+
+def n_characters_of(value: Any) -> int:
+    """Return a JSON value's approximate size: the characters in its texts and keys, plus 8 for
+    every other value."""
+    n_characters, left = 0, [value]
+    while left:  # rather than a call for each level, of which there may be many
+        value = left.pop()
+        if isinstance(value, str):
+            n_characters += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence):
+            left += value
+        else:
+            n_characters += 8
+    return n_characters
+
+
+def _between_marks(text: str) -> list[Segment]:
+    """Split a rendered text into segments; text between BEGIN and END is learned."""
+    segments = []
+    for marked in text.split(BEGIN):
+        answer, is_marked, rest = marked.partition(END)
+        segments += [(answer, True), (rest, False)] if is_marked else [(answer, False)]
+    return [segment for segment in segments if segment[0]]
+
+
+def _segments(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Split a text into segments: the `spans`, in order as (start, stop) in characters, are
+    learned, the text between them is not. Empty segments are left out."""
+    segments, end = [], 0
+    for start, stop in spans:
+        segments += [(text[end:start], False), (text[start:stop], True)]
+        end = stop
+    segments.append((text[end:], False))
+    return [segment for segment in segments if segment[0]]
