@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pentameter.checkpoint.custom_optimizer import FILE_NAME
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
@@ -47,6 +48,7 @@ from pentameter.checkpoint.state_dicts import (
     load_optimizer_state,
     model_state,
     optimizer_state,
+    optimizer_values,
 )
 from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
@@ -311,7 +313,7 @@ class RunCheckpoints:
         run, world = self.run, self.run.world
         world.progress.note(doing, run.state.step)
         world.agreed(run.folder.check_there)
-        tensors = tensors_to_save(run.engine, run.optimizer)
+        tensors = world.agreed(lambda: tensors_to_save(run.engine, run.optimizer))
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
@@ -471,6 +473,7 @@ def _planned(
                 run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
             ).encode(),
             "tokenizer.json": run.dataset.tokenizer.to_bytes(),
+            **optimizer_values(run.optimizer, run.engine.named_parameters(), world),
         },
         layout=run.plan.layout.degrees(),
         world=world,
@@ -488,6 +491,8 @@ def tensors_to_save(engine: Engine, optimizer: AnyOptimizer) -> dict[str, dict[s
     model = model_state(engine.models)
     named = dict(engine.named_parameters())
     copies = named.keys() - {name for name, _ in engine.owned_parameters()}
+    if engine.mesh.coordinates["pipeline"]:
+        copies |= {""}  # what a custom optimizer keeps beside its states is the first stage's
     return {
         "model": {name: tensor for name, tensor in model.items() if name not in copies},
         "optimizer": optimizer_state(optimizer, named.items(), copies),
@@ -502,9 +507,11 @@ def load_tensors(
     load_model_state(engine.models, checkpoint.tensors("model"), world)
     for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
         part.state.clear()  # else the memory would have to hold two states
-    load_optimizer_state(
-        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
-    )
+    values = None
+    if checkpoint.manifest.record(FILE_NAME) is not None:
+        values = checkpoint.read(FILE_NAME)
+    named, stored = engine.named_parameters(), checkpoint.tensors("optimizer")
+    load_optimizer_state(optimizer, named, stored, world, values)
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
@@ -530,5 +537,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    low, high = torch.aminmax(tensor)
+    # Extremes of eight bits are not implemented.
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     return bool((torch.isfinite(low) & torch.isfinite(high)).item())

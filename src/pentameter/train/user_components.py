@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pentameter.checkpoint.custom_optimizer import note_as_made
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, Int64
@@ -68,6 +69,7 @@ class UserComponents:
                 "optimizer= was given the parameters that learn, and returned an optimizer of "
                 f"{len(held)} others; it is to hold those of its groups"
             )
+        note_as_made(made, dict(named))
         return made
 
     def record(self, plan: Plan) -> dict[str, str | None]:
