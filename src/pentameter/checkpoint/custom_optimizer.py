@@ -144,14 +144,15 @@ def _packed_part(
         n_objects = len(packer.objects)
         tree = packer.pack(value, where, of)
         if len(packer.objects) > n_objects:
-            packer.refuse(f"a {packer.objects[-1]}", where, of)
+            place, name = packer.objects[-1]
+            packer.refuse(f"a {name}", place, of)
         return tree
 
     def changed(values: Mapping[str, Any], before: Mapping[str, _Noted], where: str) -> Tree:
         return {
             key: kept(value, f"{where}{key}")
             for key, value in values.items()
-            if _has_changed(value, before.get(key), packer)
+            if _has_changed(value, before.get(key), packer, f"{where}{key}")
         }
 
     names = {id(parameter): name for name, parameter in packer.held.items()}
@@ -178,11 +179,11 @@ def _packed_part(
     }
 
 
-def _has_changed(value: Any, before: _Noted | None, packer: Packer) -> bool:
-    """Return True if a value is to be saved: it has tensors, or is not what it was `before`, None
-    for a new one. An object of another class is not."""
+def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) -> bool:
+    """Return True if the value at `where` is to be saved: it has tensors, or is not what it was
+    `before`, None for a new one. An object of another class is not."""
     alone = Packer(packer.whose, packer.held)
-    tree = alone.pack(value, "attribute")
+    tree = alone.pack(value, where)
     if isinstance(tree, dict) and "object" in tree:
         return False
     return bool(alone.tensors) or before is None or before.tree != tree
@@ -327,7 +328,7 @@ class CustomLoad:
         packer = Packer(self._whose, self._held)
         for key, value in present.items():
             noted = before.get(key)
-            if key in saved or not before or not _has_changed(value, noted, packer):
+            if key in saved or not before or not _has_changed(value, noted, packer, key):
                 continue
             if noted is None:
                 del into[key]

@@ -47,8 +47,8 @@ class Packer:
     whose: str
     held: Held
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    """The classes of values that cannot be kept."""
+    objects: list[tuple[str, str]] = field(default_factory=list)
+    """Where values are that cannot be kept, and their classes."""
 
     def __post_init__(self) -> None:
         self._known: dict[int, tuple[Tree, torch.Tensor]] = {
@@ -92,8 +92,9 @@ class Packer:
         if (kind := _SEQUENCES.get(type(value))) is not None:
             ordered = sorted(value, key=repr) if kind == "set" else value
             return {kind: items(enumerate(ordered))}
-        self.objects.append(f"{type(value).__module__}.{type(value).__qualname__}")
-        return {"object": self.objects[-1]}
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        self.objects.append((where, name))
+        return {"object": name}
 
     def refuse(self, what: str, where: str, of: str | None) -> NoReturn:
         """Raise ConfigError: the optimizer keeps at `where` what cannot be saved, in words."""
@@ -126,8 +127,8 @@ class Packer:
         return next(iter(self.held.values()), None) if of is None else self.held[of]
 
     def _form(self, value: Any, where: str, of: str | None) -> str:
-        """Return how a tensor lies: `whole`, `sharded` as its parameter is, or `replicated` on that
-        one's mesh."""
+        """Return how a tensor lies: as its parameter does (`like`), `whole` in this process, or
+        `replicated` on that one's mesh."""
         parameter: Any = None if of is None else self.held[of]
         is_cut = parameter is not None and is_distributed(parameter)
         if not is_distributed(value):
@@ -135,13 +136,14 @@ class Packer:
                 self.refuse(f"a {type(value).__qualname__}, whose content is unknown", where, of)
             if is_cut and value.ndim and value.shape != parameter.shape:
                 self._refuse_shape(value, where, of)
-            return "whole"
+            is_like = parameter is not None and not is_cut and value.shape == parameter.shape
+            return "like" if is_like else "whole"
         if is_cut and hasattr(value.to_local(), "__tensor_flatten__"):
             kind = type(value.to_local()).__qualname__
             self.refuse(f"parts that are each a {kind}, which cannot be cut anew", where, of)
         if is_cut and value.device_mesh == parameter.device_mesh:
             if (value.shape, value.placements) == (parameter.shape, parameter.placements):
-                return "sharded"
+                return "like"
             if all(each.is_replicate() for each in value.placements):
                 return "replicated"
         self._refuse_shape(value, where, of)
@@ -201,9 +203,9 @@ class Unpacker:
         stored = self.stored[name]
         shape, dtype = tuple(stored.shape), stored.dtype
         beside: Any = next(iter(self.held.values())) if of is None else self.held[of]
-        if form == "sharded":
+        if form == "like":
             check_fits(name, stored, beside.shape)
-            if is_distributed(beside):
+            if is_distributed(beside) or not leaf["on_host"]:
                 return torch.empty_like(beside.detach(), dtype=dtype)
         device = "cpu" if leaf["on_host"] else beside.device
         empty = torch.empty(shape, dtype=dtype, device=device)

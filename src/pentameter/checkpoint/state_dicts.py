@@ -132,8 +132,8 @@ def load_optimizer_state(
     if values is not None and len(parts) == 1 and _slots(parts[0][0]) is None:
         from pentameter.checkpoint.custom_optimizer import CustomLoad
 
-        custom, held = parts[0][0], dict(parts[0][1])
-        load = world.agreed(lambda: CustomLoad(custom, held, tensors, values))
+        custom, named = parts[0]
+        load = world.agreed(lambda: CustomLoad(custom, dict(named), tensors, values))
         _fill("optimizer", load.names, load.tensors, tensors, world)
         world.agreed(load.apply)
         return

@@ -135,16 +135,19 @@ def _prepared(
     while True:
         route = record.route(step)
         last = route.steps[-1]
-        wanted = [route.base, last if record.saves_result_of(last) else 0]
+        begun = route.base if record.has_checkpoint(route.base) else None
+        wanted = [begun, last if record.saves_result_of(last) else None]
         opened: list[Checkpoint | None] = []
         try:
             for number in wanted:
                 opened.append(None)
-                if number:
+                if number is not None:
                     opened[-1] = record.open_checkpoint(number)
         except CorruptError as error:
             say(f"passed over a checkpoint: {error}")
-            record = record.without(wanted[len(opened) - 1], error)
+            damaged = wanted[len(opened) - 1]
+            assert damaged is not None  # it was opened
+            record = record.without(damaged, error)
             continue
         base, saved = opened
         return record, route, base, saved

@@ -125,9 +125,10 @@ class RunCheckpoints:
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
         self.run, self._log_ends = run, log_ends
         self.on_saved: Callable[[CheckpointMetrics], None] = lambda _: None
-        self.last_step = run.state.step
-        """The step of the newest committed checkpoint, 0 if there is none."""
-        self._left_step = 0  # last_step at the latest rollback
+        self.last_step = run.state.step if run.folder.holds_checkpoint else None
+        """The step of the folder's newest committed checkpoint, None if there is none."""
+        self._begun_step = run.state.step
+        self._left_step: int | None = None  # last_step at the latest rollback
         self._is_owed = False
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
@@ -136,7 +137,7 @@ class RunCheckpoints:
 
     def __str__(self) -> str:
         """Return a clause that says from which step the same command would resume."""
-        if self.last_step == 0:
+        if self.last_step is None:
             return "there is no checkpoint, so the same command starts again"
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
@@ -150,7 +151,7 @@ class RunCheckpoints:
         and the run ends here, or `checkpoint.on_error` asks for it; earlier checkpoints stay.
         """
         ends = complete or interrupted
-        _note_rollback_step(self.run, self.last_step)
+        _note_rollback_step(self.run, self._begun_step)
         is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
         if self._pending is not None and (is_due or ends or self._pending.all_have_written()):
             self._commit(may_fail=is_due and ends, beside=not ends)
@@ -187,7 +188,8 @@ class RunCheckpoints:
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
         due = due or state.step % settings.interval == 0 or state.step in state.guard.rollback_steps
-        if not due or (state.step == self.last_step and not new_best):
+        is_saved = state.step in (self._begun_step, self.last_step)  # a branch's in another folder
+        if not due or (is_saved and not new_best):
             return False
         self._is_owed = state.consecutive_skips > 0 and not (complete or new_best)
         return not self._is_owed
@@ -258,7 +260,7 @@ class RunCheckpoints:
         weights was finite. Older checkpoints may then be removed."""
         if self._pending is not None:
             self._pending.is_proved = True
-        if self.last_step not in (0, self._left_step, self.run.state.proved_step):
+        if self.last_step not in (None, self._left_step, self.run.state.proved_step):
             self.run.state.proved_step = self.last_step
             self.old.prune(beside=self._is_asynchronous)
 
@@ -287,7 +289,7 @@ class RunCheckpoints:
         self.old.await_removals()
         self.commit_pending()
         proved, store = self.run.state.proved_step, self.run.folder.store
-        if proved is not None and proved < self.last_step:
+        if proved is not None and self.last_step is not None and proved < self.last_step:
             with suppress(StorageError):
                 if self.run.world.on_main(lambda: store.discard_after(proved)):
                     self.run.copies.discard_after(proved)
@@ -323,15 +325,15 @@ class RunCheckpoints:
         return pending
 
 
-def _note_rollback_step(run: TrainingRun, last_step: int) -> None:
+def _note_rollback_step(run: TrainingRun, begun_step: int) -> None:
     """Add this step to those that the run may roll back to, if it is a multiple of
-    `guard.rollback_interval` and its own update stands. `last_step` is that of the newest
-    checkpoint. Whether this step can be saved plays no part: what a run does must not depend on its
+    `guard.rollback_interval` and its own update stands. `begun_step` is that at which this start
+    began. Whether this step can be saved plays no part: what a run does must not depend on its
     disk."""
     state, interval = run.state, run.config.guard.rollback_interval
     if interval is None or state.step % interval or state.consecutive_skips:
         return
-    if state.step == last_step:  # resumed here: the saved state says whether it is one
+    if state.step == begun_step:  # the saved state says whether it is one
         return
     if all(last != state.step for _, last in state.guard.undone):
         state.guard.rollback_steps.append(state.step)
