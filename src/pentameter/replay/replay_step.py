@@ -89,7 +89,8 @@ def replay_step(
     )
     made_with = base or world.on_main(record.open_any_checkpoint)
     if made_with is not None:
-        UserComponents().check_same(made_with, plan)  # a run of the user's code is refused
+        # A run of the user's code is refused.
+        UserComponents().check_same(made_with, plan, with_schedule=True)
     compute = choose_compute(plan, world)
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)
