@@ -190,3 +190,33 @@ def test_the_way_to_a_step_passes_over_what_rollbacks_have_undone(trained):
     begun = replace(record, begins_with="the weights of elsewhere", checkpoints=(12, 24))
     with pytest.raises(ConfigError, match="no checkpoint before it is left"):
         RunRecord.route(begun, 9)
+
+
+def test_a_checkpoint_at_step_0_is_one(trained, tmp_path, capsys):
+    model, run = trained / "checkpoints" / "step-00000012", tmp_path / "tuned"
+    chosen = {
+        "checkpoint": {"interval": 6, "keep_last": 9, "keep_best": True},
+        "train": {"eval_interval": 12},
+        "model": {"qkv_bias": True},
+    }
+    fit(run, sections=chosen, init_from=model)
+    saved = [event["step"] for event in events(run, "checkpoint")]
+    assert saved == [0, 6, 12]
+    assert read_record(run).checkpoints == (0, 6, 12)
+    assert replayed(capsys, run, 1)["from_step"] == 0
+    with pytest.raises(CorruptError, match="it is damaged"):
+        read_record(run).without(0, CorruptError("it is damaged")).route(1)
+
+
+def test_a_run_that_gives_up_after_step_0_says_what_there_is(trained, tmp_path, monkeypatch):
+    model, run = trained / "checkpoints" / "step-00000012", tmp_path / "tuned"
+    chosen = {
+        "checkpoint": {"keep_best": True, "interval": 100},
+        "train": {"eval_interval": 100},
+        "model": {"qkv_bias": True},
+    }
+    spoil(monkeypatch, set(range(12)), set())
+    with pytest.raises(TrainingFailedError, match="the last checkpoint is step 0"):
+        fit(run, sections=chosen, init_from=model)
+    with pytest.raises(TrainingFailedError, match="there is no checkpoint, so the same command"):
+        fit(tmp_path / "new", sections=chosen)

@@ -3,8 +3,10 @@
 import errno
 import hashlib
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,7 +238,7 @@ def test_giving_up_during_a_write_keeps_what_is_good(tmp_path, slow_disk):
 
 
 def test_without_memory_for_the_copy_the_remedy_is_named(tmp_path, monkeypatch):
-    def mmap(*arguments):
+    def mmap(*arguments, **options):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     run = tmp_path / "run"
@@ -296,3 +298,19 @@ def test_what_a_process_takes_on_its_host_while_it_saves(tmp_path):
     held = plan_state_bytes(plan)
     assert needed == held.snapshot_bytes + plan_memory(plan, "fp32").total_bytes
     assert plan_state_bytes(make_plan(plan.config)).snapshot_bytes == 3 * held.weights_bytes
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here"
+)
+def test_a_snapshot_s_memory_may_have_large_pages():
+    buffer = save_phases._host_buffer(2**23, pinned=False)
+    address = buffer.data_ptr()
+    entries = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (entry,) = (
+        each
+        for each in entries
+        if int(each.split("-")[0], 16) <= address < int(each.split("-")[1].split()[0], 16)
+    )
+    assert " rw-p " in entry.splitlines()[0]  # shared memory has a setting of its own
+    assert " hg" in entry[entry.index("VmFlags") :]

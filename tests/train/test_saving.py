@@ -273,7 +273,7 @@ def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
         config=config(),
         state=state,
         world=World(),
-        folder=SimpleNamespace(store=store),
+        folder=SimpleNamespace(store=store, holds_checkpoint=True),
         copies=SimpleNamespace(steps_in_use={25}),
     )
     RunCheckpoints(run, dict).old.prune()

@@ -99,7 +99,8 @@ def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
 
     if pinned or not n_bytes:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
-    memory = mmap.mmap(-1, n_bytes)
+    # Private, as memory that processes share has its own setting for large pages, mostly off.
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # another system, or a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -19,8 +19,8 @@ from pentameter.checkpoint.lazy_tensors import (
     few,
     name_differences,
 )
-from pentameter.errors import ConfigError, CorruptError
-from pentameter.parallel.local_shards import common_region, is_distributed
+from pentameter.errors import CorruptError
+from pentameter.parallel.local_shards import common_region
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
@@ -66,18 +66,22 @@ def optimizer_state(
     """Return `PARAMETER.SLOT` → tensor for the optimizer's state, detached but not copied.
 
     `named_parameters` gives each parameter that the optimizer holds its name. The state of
-    parameters named in `without` is left out: another rank saves it. The result is empty before the
-    first step, and for SGD without momentum. The optimizers in a joint optimizer may keep different
+    parameters named in `without` is left out: another rank saves it; so is, with "" in it, what a
+    custom optimizer keeps outside of its parameters' states. The result is empty before the first
+    step, and for SGD without momentum. The optimizers in a joint optimizer may keep different
     slots.
 
     Raises ValueError if an optimizer of a known kind has state for some parameters and none for
     others, because such a state could not be loaded again. Raises ConfigError if a custom optimizer
-    keeps a tensor that differs in shape from its sharded parameter.
+    keeps what cannot be saved (see `custom_optimizer.py`).
     """
-    import torch
-
     tensors: dict[str, torch.Tensor] = {}
     for part, held in _held(optimizer, named_parameters):
+        if _slots(part) is None:
+            from pentameter.checkpoint.custom_optimizer import custom_tensors
+
+            tensors |= custom_tensors(part, dict(held), without)
+            continue
         slots_of: dict[str, frozenset[str]] = {}
         for name, parameter in held:
             slots = {
@@ -86,24 +90,26 @@ def optimizer_state(
                 if value is not None  # SGD keeps None while momentum is off
             }
             slots_of[name] = frozenset(slots)
-            if name in without:
-                continue
-            for slot, value in slots.items():
-                if not isinstance(value, torch.Tensor):
-                    value = torch.tensor(value)  # noqa: PLW2901
-                if is_distributed(parameter) and value.ndim and value.shape != parameter.shape:
-                    raise ConfigError(
-                        f"{type(part).__name__} keeps {slot} of shape {tuple(value.shape)} for "
-                        f"{name} of shape {tuple(parameter.shape)}, of which each process has a "
-                        "part: such a state cannot be shared out; set parallel.zero to 0 and "
-                        "parallel.tensor to 1, or use an optimizer whose state has its parameters' "
-                        "shapes"
-                    )
-                tensors[f"{name}.{slot}"] = value.detach()
-        if _slots(part) is not None and len(set(slots_of.values())) > 1:
+            if name not in without:
+                tensors |= {f"{name}.{slot}": value.detach() for slot, value in slots.items()}
+        if len(set(slots_of.values())) > 1:
             without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
             raise ValueError(f"optimizer state is uneven; not (fully) present for: {few(without)}")
     return tensors
+
+
+def optimizer_values(
+    optimizer: AnyOptimizer, named_parameters: NamedParameters, world: World | None = None
+) -> dict[str, bytes]:
+    """Return the files, name → content, with what a custom optimizer keeps beside tensors, of all
+    ranks in `world` (None: this process alone); none for an optimizer of a known kind. Collective.
+    Raises ConfigError if ranks differ in what they have in common, or something cannot be saved."""
+    ((part, held), *others) = _held(optimizer, named_parameters)
+    if others or _slots(part) is not None:
+        return {}
+    from pentameter.checkpoint.custom_optimizer import FILE_NAME, custom_values
+
+    return {FILE_NAME: custom_values(part, dict(held), World() if world is None else world)}
 
 
 def load_optimizer_state(
@@ -111,8 +117,10 @@ def load_optimizer_state(
     named_parameters: NamedParameters,
     tensors: Tensors,
     world: World | None = None,
+    values: bytes | None = None,
 ) -> None:
-    """Load copies of `tensors`, keyed `PARAMETER.SLOT`, into the optimizer.
+    """Load copies of `tensors`, keyed `PARAMETER.SLOT`, into the optimizer; and into a custom one
+    the `values` beside them, which checkpoints of earlier versions lack (None).
 
     State is sharded like its parameter. Collective: each rank in `world` (None: this process alone)
     fills its own shards. Raises CorruptError, before anything is changed, if a parameter lacks
@@ -121,6 +129,14 @@ def load_optimizer_state(
     """
     world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
+    if values is not None and len(parts) == 1 and _slots(parts[0][0]) is None:
+        from pentameter.checkpoint.custom_optimizer import CustomLoad
+
+        custom, named = parts[0]
+        load = world.agreed(lambda: CustomLoad(custom, dict(named), tensors, values))
+        _fill("optimizer", load.names, load.tensors, tensors, world)
+        world.agreed(load.apply)
+        return
     slots_of = world.agreed(lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
     parameter_of = {
         f"{name}.{slot}": (parameter, _slots(part) is None)
@@ -258,13 +274,14 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     import torch
 
     from pentameter.optim.expert_muon import ExpertMuon
+    from pentameter.optim.sharded_muon import ShardedMuon
 
-    groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    groups, kind = optimizer.param_groups, type(optimizer)  # a user's subclass may keep more
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
         extra = {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else set()
         return {"step", "exp_avg", "exp_avg_sq"} | extra
-    if isinstance(optimizer, torch.optim.Muon | ExpertMuon):
+    if kind in (torch.optim.Muon, ShardedMuon, ExpertMuon):
         return {"momentum_buffer"}
-    if isinstance(optimizer, torch.optim.SGD):
+    if kind is torch.optim.SGD:
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
     return None

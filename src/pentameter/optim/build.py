@@ -140,9 +140,13 @@ def _one_rule(
 
 
 def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
-    """Set the learning rate in every parameter group, for the next step on."""
+    """Set the learning rate in every parameter group, for the next step on; in a tensor, where a
+    custom optimizer has it in one, as compiled updates want."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def can_step_unless(optimizer: AnyOptimizer) -> bool:

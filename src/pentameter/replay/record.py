@@ -41,8 +41,8 @@ class StepNumbers:
 @dataclass(frozen=True)
 class Route:
     """The steps to make so that one is computed again: `steps` in order, from the weights of the
-    checkpoint at step `base` (0: the initial weights). They are not consecutive where a rollback
-    lies between them. The last one is recorded, so that it can be compared."""
+    checkpoint at step `base` (0, and there is none: the initial weights). They are not consecutive
+    where a rollback lies between them. The last one is recorded, so that it can be compared."""
 
     base: int
     steps: tuple[int, ...]
@@ -96,7 +96,7 @@ class RunRecord:
         while base is None:
             steps.insert(0, self._step_before(steps[0]))
             base = self._weights_before(steps[0])
-        if base == 0:
+        if base == 0 and not self.has_checkpoint(0):
             self._check_beginning(step)
         while not self.is_recorded(steps[-1]):
             if steps[-1] in self.rollbacks:  # what follows does not begin with it
@@ -108,6 +108,10 @@ class RunRecord:
         """Return True if the run has logged the step's numbers, skipped it, or saved its
         weights."""
         return step in self.numbers or self.saves_result_of(step)
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Return True if there is a checkpoint at `step`, as far as is known not a damaged one."""
+        return step in self._intact
 
     def saves_result_of(self, step: int) -> bool:
         """Return True if a checkpoint holds the weights that this step left: one at this step, at

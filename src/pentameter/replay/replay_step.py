@@ -97,7 +97,8 @@ def replay_step(
         lambda: record.open_any_checkpoint(verification.check), "verifying", step
     )
     if made_with is not None:
-        UserComponents().check_same(made_with, plan)  # a run of the user's code is refused
+        # A run of the user's code is refused.
+        UserComponents().check_same(made_with, plan, with_schedule=True)
     compute = choose_compute(plan, world)
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)
@@ -144,16 +145,19 @@ def _prepared(
     while True:
         route = record.route(step)
         last = route.steps[-1]
-        wanted = [route.base, last if record.saves_result_of(last) else 0]
+        begun = route.base if record.has_checkpoint(route.base) else None
+        wanted = [begun, last if record.saves_result_of(last) else None]
         opened: list[Checkpoint | None] = []
         try:
             for number in wanted:
                 opened.append(None)
-                if number:
+                if number is not None:
                     opened[-1] = record.open_checkpoint(number, check)
         except CorruptError as error:
             passed_over.append(error)
-            record = record.without(wanted[len(opened) - 1], error)
+            damaged = wanted[len(opened) - 1]
+            assert damaged is not None  # it was opened
+            record = record.without(damaged, error)
             continue
         base, saved = opened
         return record, route, base, saved, passed_over

@@ -136,7 +136,7 @@ class Replay:
         )
         (update,) = read([update])
         if is_fp16:
-            state.loss_scale.update(finite=update.made)
+            state.loss_scale.update(finite=update.is_finite)
         return StepNumbers(update.loss.mean, float(update.grad_norm), update.made)
 
     def _rate(self, step: int) -> float:

@@ -36,7 +36,7 @@ class Boundary:
     _new_best: bool = field(default=False, init=False)
     """True if the evaluation at this boundary found a new best model."""
     _has_lost_a_sample: bool = field(default=False, init=False)
-    _last_saved: int = field(default=0, init=False)
+    _last_saved: int | None = field(default=None, init=False)
     """The step of the newest checkpoint at the boundary before."""
 
     def evaluate_if_due(self) -> None:
@@ -147,7 +147,7 @@ class Boundary:
         )
         self.checkpoints.say_warnings()
         self.tell_of_copies()
-        if end is None and self.checkpoints.last_step > self._last_saved:
+        if end is None and self.checkpoints.last_step != self._last_saved:
             self._refuse_failed_copy()
         self._last_saved = self.checkpoints.last_step
 

@@ -104,7 +104,7 @@ class Trainer:
             )
         for hook in hooks:
             check_hook(hook)
-        supplied = UserComponents(model_source(model), optimizer, batches)
+        supplied = UserComponents(model_source(model), optimizer, batches, schedule)
         if init_from is not None and model is not None:
             raise ConfigError(
                 f"init_from={str(init_from)!r} is a model for the built-in one's weights; a module "
@@ -135,7 +135,7 @@ class Trainer:
             force,
             Verification(self.world),
         )
-        self._hooks, self._schedule, self._quiet = tuple(hooks), schedule, quiet
+        self._hooks, self._quiet = tuple(hooks), quiet
 
     def fit(self) -> RunEnd:
         """Train until all steps are made, `train.patience` is used up or a hook stops the run, and
@@ -185,13 +185,17 @@ class Trainer:
                 raise InterruptedRunError(
                     f"{what}, which is saved; the same command continues{also}"
                 )
-            raise InterruptedRunError(f"{what}, whose update was skipped; {checkpoints}{also}")
+            if run.state.consecutive_skips:
+                what += ", whose update was skipped"
+            else:
+                what = f"stopped by {end.reason} before its first step"
+            raise InterruptedRunError(f"{what}; {checkpoints}{also}")
 
     def _rate(self) -> Callable[[int], float]:
         """Return a function from the step, 0-based, to its learning rate: the user's, else the
         configured."""
         config = self.run.config
-        return self._schedule or partial(
+        return self._request.supplied.schedule or partial(
             learning_rate, optimizer=config.optimizer, schedule=config.schedule
         )
 
@@ -297,6 +301,7 @@ class _Loop:
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm
             self._checkpoints.checks.before_update()
+            run.supplied.seed_update(run.config.seed, state.step)
             update = update_weights(
                 run.engine,
                 run.optimizer,
@@ -343,7 +348,7 @@ class _Loop:
             state.tokens += int(update.loss.n_targets)
             state.train_seconds += throughput.step_seconds
             if run.compute.precision == "fp16":
-                state.loss_scale.update(finite=update.made)
+                state.loss_scale.update(finite=update.is_finite)
             if update.made:
                 state.consecutive_skips = 0
                 self._checkpoints.prove()

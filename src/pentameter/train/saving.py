@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pentameter.checkpoint.custom_optimizer import FILE_NAME
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
@@ -47,6 +48,7 @@ from pentameter.checkpoint.state_dicts import (
     load_optimizer_state,
     model_state,
     optimizer_state,
+    optimizer_values,
 )
 from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
@@ -123,9 +125,10 @@ class RunCheckpoints:
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
         self.run, self._log_ends = run, log_ends
         self.on_saved: Callable[[CheckpointMetrics], None] = lambda _: None
-        self.last_step = run.state.step
-        """The step of the newest committed checkpoint, 0 if there is none."""
-        self._left_step = 0  # last_step at the latest rollback
+        self.last_step = run.state.step if run.folder.holds_checkpoint else None
+        """The step of the folder's newest committed checkpoint, None if there is none."""
+        self._begun_step = run.state.step
+        self._left_step: int | None = None  # last_step at the latest rollback
         self._is_owed = False
         self._pending: _PendingSave | None = None
         self._buffers = HostBuffers()
@@ -134,7 +137,7 @@ class RunCheckpoints:
 
     def __str__(self) -> str:
         """Return a clause that says from which step the same command would resume."""
-        if self.last_step == 0:
+        if self.last_step is None:
             return "there is no checkpoint, so the same command starts again"
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
@@ -148,7 +151,7 @@ class RunCheckpoints:
         and the run ends here, or `checkpoint.on_error` asks for it; earlier checkpoints stay.
         """
         ends = complete or interrupted
-        _note_rollback_step(self.run, self.last_step)
+        _note_rollback_step(self.run, self._begun_step)
         is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
         if self._pending is not None and (is_due or ends or self._pending.all_have_written()):
             self._commit(may_fail=is_due and ends, beside=not ends)
@@ -185,7 +188,8 @@ class RunCheckpoints:
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
         due = due or state.step % settings.interval == 0 or state.step in state.guard.rollback_steps
-        if not due or (state.step == self.last_step and not new_best):
+        is_saved = state.step in (self._begun_step, self.last_step)  # a branch's in another folder
+        if not due or (is_saved and not new_best):
             return False
         self._is_owed = state.consecutive_skips > 0 and not (complete or new_best)
         return not self._is_owed
@@ -256,7 +260,7 @@ class RunCheckpoints:
         weights was finite. Older checkpoints may then be removed."""
         if self._pending is not None:
             self._pending.is_proved = True
-        if self.last_step not in (0, self._left_step, self.run.state.proved_step):
+        if self.last_step not in (None, self._left_step, self.run.state.proved_step):
             self.run.state.proved_step = self.last_step
             self.old.prune(beside=self._is_asynchronous)
 
@@ -286,7 +290,7 @@ class RunCheckpoints:
         self.old.await_removals()
         self.commit_pending()
         proved, store = self.run.state.proved_step, self.run.folder.store
-        if proved is not None and proved < self.last_step:
+        if proved is not None and self.last_step is not None and proved < self.last_step:
             with suppress(StorageError):
                 discarded = store.verification.on_main(
                     lambda: store.discard_after(proved), "removing", self.last_step
@@ -315,7 +319,7 @@ class RunCheckpoints:
         run, world = self.run, self.run.world
         world.progress.note(doing, run.state.step)
         world.agreed(run.folder.check_there)
-        tensors = tensors_to_save(run.engine, run.optimizer)
+        tensors = world.agreed(lambda: tensors_to_save(run.engine, run.optimizer))
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
@@ -325,15 +329,15 @@ class RunCheckpoints:
         return pending
 
 
-def _note_rollback_step(run: TrainingRun, last_step: int) -> None:
+def _note_rollback_step(run: TrainingRun, begun_step: int) -> None:
     """Add this step to those that the run may roll back to, if it is a multiple of
-    `guard.rollback_interval` and its own update stands. `last_step` is that of the newest
-    checkpoint. Whether this step can be saved plays no part: what a run does must not depend on its
+    `guard.rollback_interval` and its own update stands. `begun_step` is that at which this start
+    began. Whether this step can be saved plays no part: what a run does must not depend on its
     disk."""
     state, interval = run.state, run.config.guard.rollback_interval
     if interval is None or state.step % interval or state.consecutive_skips:
         return
-    if state.step == last_step:  # resumed here: the saved state says whether it is one
+    if state.step == begun_step:  # the saved state says whether it is one
         return
     if all(last != state.step for _, last in state.guard.undone):
         state.guard.rollback_steps.append(state.step)
@@ -483,6 +487,7 @@ def _planned(
                 run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
             ).encode(),
             "tokenizer.json": run.dataset.tokenizer.to_bytes(),
+            **optimizer_values(run.optimizer, run.engine.named_parameters(), world),
         },
         layout=run.plan.layout.degrees(),
         world=world,
@@ -500,6 +505,8 @@ def tensors_to_save(engine: Engine, optimizer: AnyOptimizer) -> dict[str, dict[s
     model = model_state(engine.models)
     named = dict(engine.named_parameters())
     copies = named.keys() - {name for name, _ in engine.owned_parameters()}
+    if engine.mesh.coordinates["pipeline"]:
+        copies |= {""}  # what a custom optimizer keeps beside its states is the first stage's
     return {
         "model": {name: tensor for name, tensor in model.items() if name not in copies},
         "optimizer": optimizer_state(optimizer, named.items(), copies),
@@ -514,9 +521,11 @@ def load_tensors(
     load_model_state(engine.models, checkpoint.tensors("model"), world)
     for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
         part.state.clear()  # else the memory would have to hold two states
-    load_optimizer_state(
-        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
-    )
+    values = None
+    if checkpoint.manifest.record(FILE_NAME) is not None:
+        values = checkpoint.read(FILE_NAME)
+    named, stored = engine.named_parameters(), checkpoint.tensors("optimizer")
+    load_optimizer_state(optimizer, named, stored, world, values)
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
@@ -542,5 +551,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    low, high = torch.aminmax(tensor)
+    # Extremes of eight bits are not implemented.
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     return bool((torch.isfinite(low) & torch.isfinite(high)).item())

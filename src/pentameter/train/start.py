@@ -208,7 +208,9 @@ def _build(
     its own shards, whichever layout wrote the checkpoint. Collective."""
     world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
     if checkpoint is not None:
-        supplied.check_same(checkpoint, plan)
+        start_step = plan.config.schedule.start_step
+        has_schedule = folder.holds_checkpoint and checkpoint.step > start_step
+        supplied.check_same(checkpoint, plan, with_schedule=has_schedule)
     engine, optimizer = build_engine(plan, compute, world, supplied)
     if folder.initial_weights is not None:
         folder.initial_weights.load_into(engine.models)
@@ -216,8 +218,8 @@ def _build(
         return engine, optimizer, TrainState()
     state, _ = saved_state(checkpoint)
     load_tensors(engine, optimizer, checkpoint, world)
-    if checkpoint.manifest.run_id != folder.run_id:  # whose other checkpoints are elsewhere
-        state.guard.rollback_steps = []
+    if not folder.holds_checkpoint:
+        return engine, optimizer, state.for_branch()
     if state.last_eval_step == state.step:  # it showed the saved weights known good
         state.proved_step = state.step
     if state.step == plan.config.schedule.start_step:  # extended at this step: patience starts anew

@@ -91,6 +91,20 @@ class TrainState:
     epoch: EpochSums = field(default_factory=EpochSums)
     guard: GuardState = field(default_factory=GuardState)
 
+    def for_branch(self) -> TrainState:
+        """Return the state with which another run begins at this checkpoint. What belongs to its
+        weights is kept: step, tokens, time, loss scale, and what the latest steps were like. What
+        belongs to the other run's folder, aims and limits begins anew: its best and its patience,
+        the checkpoints to return to, what is done at this step already."""
+        return TrainState(
+            step=self.step,
+            tokens=self.tokens,
+            train_seconds=self.train_seconds,
+            loss_scale=self.loss_scale,
+            epoch=self.epoch,
+            guard=GuardState(self.guard.losses, self.guard.norms),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the state as state.json holds it: every field, and `best`, the best evaluation's
         {step, loss} or None."""

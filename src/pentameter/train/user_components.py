@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from pentameter.checkpoint.custom_optimizer import note_as_made
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, Int64
 from pentameter.data.batches.tree import Tree, map_leaves, named_leaves
 from pentameter.errors import ConfigError
+from pentameter.keyed import WORD, bits, make_key
 from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
 from pentameter.optim.sharded_muon import ShardedMuon
 from pentameter.parallel.sources.gpt_source import GPTSource
@@ -37,12 +39,13 @@ OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class UserComponents:
-    """The user's own model (`source`), optimizer and batches. The configured one is used for each
-    that is absent: None, or GPTSource for the model."""
+    """The user's own model (`source`), optimizer, batches and learning rate of a step, 0-based. The
+    configured one is used for each that is absent: None, or GPTSource for the model."""
 
     source: ModelSource = field(default_factory=GPTSource)
     optimizer: OptimizerFunction | None = None
     batches: BatchFunction | None = None
+    schedule: Callable[[int], float] | None = None
 
     def build_optimizer(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan
@@ -68,28 +71,44 @@ class UserComponents:
                 "optimizer= was given the parameters that learn, and returned an optimizer of "
                 f"{len(held)} others; it is to hold those of its groups"
             )
+        note_as_made(made, dict(named))
         return made
+
+    def seed_update(self, seed: int, step: int) -> None:
+        """Seed PyTorch's generator before the update of a step, 0-based, by a user's optimizer,
+        which may round at random: the draws are the same in every process, and after a resume."""
+        if self.optimizer is not None:
+            word = bits(make_key("update", seed, step), np.zeros(1, dtype=np.int32))[0]
+            torch.manual_seed(int(word) & WORD)
 
     def record(self, plan: Plan) -> dict[str, str | None]:
         """Return the names of the user's functions, None for those not given, which a checkpoint
         records for `check_same`."""
-        optimizer = None if self.optimizer is None else _name(self.optimizer)
-        batches = None if self.batches is None else _name(self.batches)
-        return {"built_by": plan.built_by, "optimizer": optimizer, "batches": batches}
+        names = {
+            key: None if function is None else _name(function)
+            for key in ("optimizer", "batches", "schedule")
+            for function in [getattr(self, key)]
+        }
+        return {"built_by": plan.built_by, **names}
 
-    def check_same(self, checkpoint: Checkpoint, plan: Plan) -> None:
+    def check_same(
+        self, checkpoint: Checkpoint, plan: Plan, *, with_schedule: bool = False
+    ) -> None:
         """Raise ConfigError if the checkpoint was made with the user's own model, optimizer or
-        batches and this run is not, or vice versa. Names are not compared: a function may move, and
-        two may have the same name."""
-        arguments = {"built_by": "model", "optimizer": "optimizer", "batches": "batches"}
+        batches and this run is not, or vice versa; `with_schedule` also if its learning rates were
+        the user's. Names are not compared: a function may move, and two may have the same name.
+        Checkpoints of earlier versions do not say of a schedule whose it was."""
+        is_asked = with_schedule and "schedule" in checkpoint.state
         for key, here in self.record(plan).items():
-            there = checkpoint.state.get(key)
+            if key == "schedule" and not is_asked:
+                continue
+            there, argument = checkpoint.state.get(key), "model" if key == "built_by" else key
             if (there is None) != (here is None):
                 was = "the configuration's" if there is None else there
                 now = "the configuration's" if here is None else here
                 raise ConfigError(
-                    f"{checkpoint.path / STATE_NAME}: the run's {arguments[key]} was {was}, and is "
-                    f"now to be {now}; give Trainer the same {arguments[key]}=, or another run_dir"
+                    f"{checkpoint.path / STATE_NAME}: the run's {argument} was {was}, and is "
+                    f"now to be {now}; give Trainer the same {argument}=, or another run_dir"
                 )
 
 
