@@ -47,6 +47,7 @@ from pentameter.disk.atomic import (
     sync,
     temporary_name,
 )
+from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.world import World
 
@@ -71,11 +72,15 @@ class _StepFolders:
     each appears and disappears whole.
 
     After a crash at any moment, readers and the next process find only whole checkpoints. Each
-    content is hashed once. `warnings` gets a line for each damaged checkpoint.
+    content is hashed once. `warnings` gets a line for each damaged checkpoint. `fence` is asked
+    before a folder appears or disappears.
     """
 
-    def __init__(self, folder: Path, run_id: str, warnings: list[str]) -> None:
+    def __init__(
+        self, folder: Path, run_id: str, warnings: list[str], fence: Fence | None = None
+    ) -> None:
         self._folder, self._run_id, self._warnings = folder, run_id, warnings
+        self._fence = fence
         self._verified: dict[Path, bytes] = {}
 
     def own(self) -> Iterator[Candidate]:
@@ -122,6 +127,8 @@ class _StepFolders:
                 )
                 if aside.is_dir():  # left by a crash between the two renames below, long ago
                     self.discard(aside)
+            self.check_ours()
+            if aside is not None:
                 os.rename(target, aside)
             self._verified.pop(target, None)
             try:
@@ -136,6 +143,11 @@ class _StepFolders:
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 self.discard(aside)
+
+    def check_ours(self) -> None:
+        """Raise RunFolderInUseError if another process has taken over the run folder."""
+        if self._fence is not None:
+            self._fence.check()
 
     def receive(self, step: int, fill: Callable[[Path], object]) -> None:
         """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
@@ -162,6 +174,7 @@ class _StepFolders:
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
         """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
         appears half removed, then call `remove` on that."""
+        self.check_ours()
         self._verified.pop(folder, None)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
         with storage_errors(folder, "remove"):
@@ -171,19 +184,22 @@ class _StepFolders:
 
 class CheckpointStore:
     """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
-    writes to it holds the run's lock.
+    writes to it holds the run's lock, and gives its `fence`: once another one has taken over, no
+    checkpoint appears, is replaced or removed any more, but RunFolderInUseError is raised.
 
     Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
     `warnings` collects one line for each damaged checkpoint that was passed over.
     """
 
-    def __init__(self, folder: Path, *, run_id: str, config_hash: str) -> None:
+    def __init__(
+        self, folder: Path, *, run_id: str, config_hash: str, fence: Fence | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
         self.config_hash = config_hash
         self.warnings: list[str] = []
         self._exchanged = Exchanged()
-        self._folders = _StepFolders(self.folder, run_id, self.warnings)
+        self._folders = _StepFolders(self.folder, run_id, self.warnings, fence)
 
     def save(
         self,
@@ -331,6 +347,7 @@ class CheckpointStore:
         step gets its name back if that save was never committed.
         """
         removed = []
+        self._folders.check_ours()
         with storage_errors(self.folder, "list"):
             names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         for name in names:

@@ -35,6 +35,10 @@ _PUTS_WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "m
 Result = TypeVar("Result")
 
 
+def any_writer() -> None:
+    """Do nothing: the default check, for a folder that one process alone writes to."""
+
+
 class _UnequalError(Exception):
     """An object is not there, or not what was written; that may pass."""
 
@@ -43,7 +47,8 @@ class RemoteFolder:
     """The folder at a URL. Names of objects in it are relative and may contain `/`.
 
     Errors are StorageError after the last attempt and for one that will not pass (permission), with
-    the URL without secrets. `pauses` are the seconds between attempts, and may be changed.
+    the URL without secrets. `pauses` are the seconds between attempts, and may be changed; so may
+    `check_writer`, which is called before each object is written or removed, and may raise.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,6 +56,7 @@ class RemoteFolder:
         installed, and for a scheme that is unknown or cannot be written."""
         self.url = url.rstrip("/")
         self.pauses: Sequence[float] = START_PAUSES
+        self.check_writer: Callable[[], None] = any_writer
         if not has_folders(url):
             raise ConfigError(
                 f"{shown_url(url)}: nothing can be written over HTTP; name an object store "
@@ -102,6 +108,7 @@ class RemoteFolder:
     def _put(self, name: str, record: FileRecord, write: Callable[[str], object]) -> None:
         """Call `write` with a path until what lies under `name` reads back as `record` says. A file
         system with folders gets it under a temporary name, which is renamed."""
+        self.check_writer()
         path = self._at(name)
 
         def attempt() -> None:
@@ -161,6 +168,7 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Remove an object; one that is gone is fine."""
+        self.check_writer()
 
         def ask() -> None:
             with suppress(FileNotFoundError, KeyError):

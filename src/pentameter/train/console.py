@@ -73,8 +73,7 @@ class Console:
     def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
         """Begin to log to the file `path`, first with all lines printed so far.
 
-        `check_folder` is called before a file that somebody removed is written again; it raises
-        StorageError if the folder is no longer the run's, and then nothing is written.
+        `check_folder` is called before each write, as a LogFile does.
         """
         with suppress(OSError):  # LogFile warns about it, once
             path.parent.mkdir(exist_ok=True)

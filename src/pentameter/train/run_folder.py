@@ -31,6 +31,7 @@ from pentameter.disk.atomic import (
     storage_errors,
     write_atomic,
 )
+from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
@@ -82,6 +83,8 @@ class RunFolder:
     where no event says its time."""
     opened: tuple[int, int] | None = None
     """The folder's device number and inode, as this rank sees it."""
+    fence: Fence | None = None
+    """Tells whether this run, by rank 0's process, still holds the folder's lock."""
 
     @property
     def holds_checkpoint(self) -> bool:
@@ -104,6 +107,19 @@ class RunFolder:
                 "command continues"
             ) from error
 
+    def check_ours(self) -> None:
+        """Raise StorageError unless `path` still leads to this run's folder, RunFolderInUseError
+        if another process has taken it over; called before anything is written there."""
+        self.check_there()
+        if self.fence is not None:
+            self.fence.check()
+
+    def check_not_replaced(self) -> None:
+        """Raise RunFolderInUseError if another process has taken the folder over. A folder that is
+        not there, which may come back, says nothing."""
+        with suppress(StorageError):
+            self.check_ours()
+
     def log_path_of(self, rank: int) -> Path:
         """Return the path of a rank's log: log.txt for rank 0, else logs/rank-00001.txt, for
         example."""
@@ -121,7 +137,7 @@ class RunFolder:
 
     def write_sample(self, step: int, text: str) -> None:
         """Write a text sampled at `step` to samples/step-….txt. Raises StorageError."""
-        self.check_there()
+        self.check_ours()
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
@@ -129,6 +145,7 @@ class RunFolder:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Write environment.json: `environment` (versions and devices) for this start, and those of
         earlier starts, which the file held before. Raises StorageError."""
+        self.check_ours()
         path = self.path / "environment.json"
         record = {**environment, "earlier_starts": _earlier_starts(path)}
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
@@ -145,17 +162,20 @@ def _earlier_starts(path: Path) -> list[Any]:
     return []
 
 
-def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+def open_run_folder(
+    request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None = None
+) -> RunFolder:
     """Create the run folder, or rewind it to the checkpoint to resume from, and return it open.
 
-    Collective: rank 0 does it and broadcasts the result. The caller holds the folder's lock. Raises
+    Collective: rank 0 does it and broadcasts the result. The caller holds the folder's lock, whose
+    `fence` is asked from then on before anything is written. Raises
     ConfigError, with the differences, if the folder holds another run or one on other data; nothing
     has been changed then. It also raises ConfigError if a rank does not see the folder, since each
     rank writes its shards of a checkpoint there.
     """
 
     def open_it() -> tuple[RunFolder, bool]:
-        folder = _open(request, plan, dataset)
+        folder = _open(request, plan, dataset, fence)
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
     folder, is_begun_from_weights = request.world.on_main(open_it)
@@ -219,7 +239,7 @@ def refuse_links(path: Path) -> None:
             raise ConfigError(f"{entry} is a folder, a pipe or a device, and no file; remove it")
 
 
-def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+def _open(request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None) -> RunFolder:
     """Create or rewind the folder, on rank 0: first make every check that may refuse it, then
     change it."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
@@ -237,7 +257,7 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
         _check_resumes(request, identity, parent)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
-        path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
+        path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config), fence=fence
     )
     checkpoint = store.latest()
     if checkpoint is None:
@@ -269,7 +289,7 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     }
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
-    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
+    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model, fence=fence)
     return replace(folder, reached=_rewind(folder, record))
 
 
