@@ -60,14 +60,21 @@ POLL_SECONDS = 0.05
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
-def run_local(program: Program, n_processes: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
+def run_local(
+    program: Program,
+    n_processes: int,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    look: Callable[[], None] = lambda: None,
+) -> None:
     """Run `program` as `n_processes` processes, and return when all are done.
 
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
     stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
     When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again,
     then they are killed. If after a stop signal every process exceeds its current action's timeout
-    (30 s at least), those that hang print their stacks, and all are killed.
+    (30 s at least), those that hang print their stacks, and all are killed. `look` is called every
+    POLL_SECONDS.
 
     Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
     process was killed. Call it in the main thread.
@@ -80,6 +87,7 @@ def run_local(program: Program, n_processes: int, *, grace_seconds: float = GRAC
         stack.callback(workers.end)
         workers.start(program, [Launched(rank, n_processes) for rank in range(n_processes)])
         while not workers.have_ended():
+            look()
             time.sleep(POLL_SECONDS)
         failures = workers.failures
     if failures:
@@ -122,7 +130,13 @@ def respawn(
 
 
 def check_launch(
-    config: Config, n_processes: int, place: Place | None, *, oversubscribe: bool, check_fit: bool
+    config: Config,
+    n_processes: int,
+    place: Place | None,
+    *,
+    oversubscribe: bool,
+    check_fit: bool,
+    local_size: int | None = None,
 ) -> None:
     """Raise ConfigError if the processes of a run could not train together: too few cores for them,
     with `check_fit` too little host memory for training on CPUs, or a layout that does not fit
@@ -134,6 +148,7 @@ def check_launch(
     n_processes: all processes in the run.
     place: from `find_place` if a launcher started them; then cores and memory are not checked. None
         if `--nproc` will start them on this machine.
+    local_size: how many of them this machine will start; None for all.
     oversubscribe: any number of processes per core will do.
     """
     from pentameter.estimating.plan_estimates import plan_state_bytes
@@ -141,16 +156,16 @@ def check_launch(
     from pentameter.planning.layout_checks import check_layout
     from pentameter.planning.plan import make_plan, needs_data
 
+    local_size = place.local_size if place is not None else local_size or n_processes
     if place is None:
-        check_processes(n_processes, oversubscribe=oversubscribe)
-    local_size = n_processes if place is None else place.local_size
+        check_processes(local_size, oversubscribe=oversubscribe)
     check_layout(make_layout(config.parallel, n_processes), config, local_size)
     if needs_data(config):
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)
     on_gpu = config.train.device in ("auto", "cuda") and Path("/dev/nvidia0").exists()
     if check_fit and place is None and n_processes > 1 and not on_gpu:
-        check_memory(n_processes, plan_state_bytes(plan).state_bytes)
+        check_memory(local_size, plan_state_bytes(plan).state_bytes)
 
 
 class Workers:

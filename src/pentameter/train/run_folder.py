@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -31,6 +30,7 @@ from pentameter.disk.atomic import (
     storage_errors,
     write_atomic,
 )
+from pentameter.disk.held_folder import HeldFolder
 from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.plan_estimates import plan_record
@@ -81,8 +81,8 @@ class RunFolder:
     reached: Reached | None = None
     """The last step that was recorded before this start, and when; None for a new run, and
     where no event says its time."""
-    opened: tuple[int, int] | None = None
-    """The folder's device number and inode, as this rank sees it."""
+    opened: HeldFolder | None = None
+    """The folder as this rank sees it."""
     fence: Fence | None = None
     """Tells whether this run, by rank 0's process, still holds the folder's lock."""
 
@@ -94,18 +94,9 @@ class RunFolder:
         return found is not None and found.path.is_relative_to(self.path.resolve())
 
     def check_there(self) -> None:
-        """Raise StorageError unless `path` still leads to this run's folder. After an unmount, an
-        empty mount point has the same name, and files would be written there."""
-        with suppress(OSError):
-            if _device_and_inode(self.path) == self.opened:
-                return
-        if not _holds(self.path, self.run_id):  # it may, mounted a second time
-            reason = "it is not the folder that this run has opened, which is not there any more"
-            error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
-            raise StorageError(
-                f"cannot write to {self.path}: {error.strerror} Bring it back, and the same "
-                "command continues"
-            ) from error
+        """Raise StorageError unless `path` still leads to this run's folder."""
+        if self.opened is not None:
+            self.opened.check(lambda: _holds(self.path, self.run_id))
 
     def check_ours(self) -> None:
         """Raise StorageError unless `path` still leads to this run's folder, RunFolderInUseError
@@ -180,7 +171,7 @@ def open_run_folder(
 
     folder, is_begun_from_weights = request.world.on_main(open_it)
     _check_other_writers(folder, request.world)
-    folder = replace(folder, opened=_device_and_inode(folder.path))
+    folder = replace(folder, opened=HeldFolder.at(folder.path))
     if not is_begun_from_weights:
         return folder
     assert request.init_from is not None  # the path that the weights come from
@@ -208,11 +199,6 @@ def _check_other_writers(folder: RunFolder, world: World) -> None:
             f"{', '.join(without)}: every process writes its part of a checkpoint, so choose a "
             "folder on a file system that all machines share"
         )
-
-
-def _device_and_inode(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
 
 
 def _holds(path: Path, run_id: str) -> bool:
