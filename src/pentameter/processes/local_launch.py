@@ -55,6 +55,9 @@ GRACE_SECONDS = 4.0
 """Seconds in which the other processes may end by themselves after one failed, and again after
 SIGTERM."""
 
+SUSPEND_SECONDS = 10.0
+"""Seconds from Ctrl-Z in which the processes may pause by themselves, between two steps."""
+
 POLL_SECONDS = 0.05
 # Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
@@ -188,6 +191,7 @@ class Workers:
         self._hurried_at: float | None = None
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
+        self._suspends_until: float | None = None
 
     def start(self, program: Program, processes: Sequence[Launched]) -> None:
         """Start `program` once for each of `processes`; no further ones once a stop signal has
@@ -349,8 +353,27 @@ class Workers:
 
     def on_suspend(self, number: int, frame: FrameType | None) -> None:
         """Handle Ctrl-Z: suspend all workers, then this process; resume the workers when it is
-        resumed. They have sessions of their own and would go on."""
+        resumed. They have sessions of their own and would go on.
+
+        They are asked first: between two steps none waits for another. Suspended elsewhere, those
+        that wait would find on waking that their time is over. A second Ctrl-Z does not wait."""
+        if self._suspends_until is not None:
+            self._suspends_until = 0.0
+            return
+        self._suspends_until = time.monotonic() + SUSPEND_SECONDS
+        self._send(signal.SIGTSTP)
+        while not (paused := all(is_stopped(child.pid) for child in self._running.values())):
+            if time.monotonic() > self._suspends_until:
+                break
+            time.sleep(POLL_SECONDS)
+        if not paused and len(self._running) > 1:
+            print(
+                "pentameter: suspended within a step; after parallel.timeout_seconds the processes "
+                "will have lost each other",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         self._send(signal.SIGSTOP)
+        self._suspends_until = None  # the next request may come before we have gone on
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
