@@ -85,7 +85,7 @@ def run_local(
     with ExitStack() as stack:
         workers = Workers(stack.enter_context(scratch_folder()), grace_seconds)
         stack.enter_context(handling_stop_signals(workers.on_signal))
-        suspend = signal.signal(signal.SIGTSTP, workers.on_suspend)
+        suspend = signal.signal(signal.SIGTSTP, Suspension(workers).on_signal)
         stack.callback(signal.signal, signal.SIGTSTP, suspend)
         stack.callback(workers.end)
         workers.start(program, [Launched(rank, n_processes) for rank in range(n_processes)])
@@ -191,7 +191,11 @@ class Workers:
         self._hurried_at: float | None = None
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
-        self._suspends_until: float | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank → process id of the processes that run."""
+        return {rank: child.pid for rank, child in self._running.items()}
 
     def start(self, program: Program, processes: Sequence[Launched]) -> None:
         """Start `program` once for each of `processes`; no further ones once a stop signal has
@@ -277,7 +281,7 @@ class Workers:
                 self._kill()
             elif not self._ended_by_us:
                 self._ended_by_us = True
-                self._send(signal.SIGTERM)
+                self.send(signal.SIGTERM)
             elif now > failed_at + 2 * self._grace_seconds:
                 self._kill()
         if hurried_at is not None and now > hurried_at + self._grace_seconds:
@@ -310,7 +314,7 @@ class Workers:
     def _show_stacks(self) -> list[int]:
         """Ask the running processes for their stacks, print on stderr those of the ranks that the
         others seem to wait for, and return these ranks."""
-        pids = {rank: child.pid for rank, child in self._running.items()}
+        pids = self.pids
         if not pids:
             return []
         stopped = [rank for rank, pid in pids.items() if is_stopped(pid)]
@@ -349,35 +353,10 @@ class Workers:
         """Handle a stop signal: forward it to all workers."""
         self.received_at = self.received_at or time.monotonic()
         self.received.append(signal.Signals(number))
-        self._send(signal.Signals(number))
+        self.send(signal.Signals(number))
 
-    def on_suspend(self, number: int, frame: FrameType | None) -> None:
-        """Handle Ctrl-Z: suspend all workers, then this process; resume the workers when it is
-        resumed. They have sessions of their own and would go on.
-
-        They are asked first: between two steps none waits for another. Suspended elsewhere, those
-        that wait would find on waking that their time is over. A second Ctrl-Z does not wait."""
-        if self._suspends_until is not None:
-            self._suspends_until = 0.0
-            return
-        self._suspends_until = time.monotonic() + SUSPEND_SECONDS
-        self._send(signal.SIGTSTP)
-        while not (paused := all(is_stopped(child.pid) for child in self._running.values())):
-            if time.monotonic() > self._suspends_until:
-                break
-            time.sleep(POLL_SECONDS)
-        if not paused and len(self._running) > 1:
-            print(
-                "pentameter: suspended within a step; after parallel.timeout_seconds the processes "
-                "will have lost each other",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        self._send(signal.SIGSTOP)
-        self._suspends_until = None  # the next request may come before we have gone on
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._send(signal.SIGCONT)
-
-    def _send(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all workers."""
         for child in self._children:
             child.send_signal(number)
 
@@ -391,6 +370,41 @@ class Workers:
         self._ended_by_us = True
         for child in self._children:
             child.close()
+
+
+class Suspension:
+    """What Ctrl-Z does to a launcher: it suspends all `workers`, then the launcher, and resumes
+    them when that is resumed. They have sessions of their own and would go on.
+
+    They are asked first: between two steps none waits for another. Suspended elsewhere, those that
+    wait would find on waking that their time is over. A second Ctrl-Z does not wait.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._until: float | None = None  # monotonic seconds, while the workers are asked
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTSTP."""
+        if self._until is not None:
+            self._until = 0.0
+            return
+        self._until = time.monotonic() + SUSPEND_SECONDS
+        self._workers.send(signal.SIGTSTP)
+        while not (paused := all(map(is_stopped, self._workers.pids.values()))):
+            if time.monotonic() > self._until:
+                break
+            time.sleep(POLL_SECONDS)
+        if not paused and len(self._workers.pids) > 1:
+            print(
+                "pentameter: suspended within a step; after parallel.timeout_seconds the processes "
+                "will have lost each other",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._workers.send(signal.SIGSTOP)
+        self._until = None  # the next request may come before we have gone on
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._workers.send(signal.SIGCONT)
 
 
 def _unreported(rank: int, code: int, progress: Note) -> Failure:
