@@ -396,3 +396,14 @@ def test_a_lock_that_cannot_be_read_says_nothing(path, monkeypatch):
                 with pytest.raises(StorageError, match="cannot read"):
                     lock.fence.check()
         lock.fence.check()
+
+
+def test_another_rank_may_see_the_lock_released_and_not_taken_over(path, no_flock, monkeypatch):
+    first, second = frozen_and_replaced(path, monkeypatch)
+    with pytest.raises(RunFolderInUseError, match="has taken over"):
+        replace(first.fence, is_owner=False).check()
+    fence = replace(second.fence, is_owner=False)
+    second.release()
+    fence.check()
+    first._stop.set()
+    first.release()

@@ -91,14 +91,18 @@ class Fence:
 
     path: Path
     owner: Owner
+    is_owner: bool = True
+    """False in another process than the owner, which may see the lock released at the run's end."""
 
     def check(self) -> None:
-        """Raise RunFolderInUseError if the lock names another owner, or is gone, since whoever
-        took it may have ended; StorageError if it cannot be read."""
+        """Raise RunFolderInUseError if the lock names another owner, and in the owner also if it is
+        gone, since whoever took it may have ended; StorageError if it cannot be read."""
         if (owner := self._now()) == self.owner:
             return
         folder = self.path.parent
         if owner is None:
+            if not self.is_owner:
+                return
             raise RunFolderInUseError(
                 f"{self.path} is gone, so another process may have written to {folder}, and this "
                 "one ends; the same command goes on from the last checkpoint"

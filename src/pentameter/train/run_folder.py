@@ -171,7 +171,8 @@ def open_run_folder(
 
     folder, is_begun_from_weights = request.world.on_main(open_it)
     _check_other_writers(folder, request.world)
-    folder = replace(folder, opened=HeldFolder.at(folder.path))
+    own_fence = fence and replace(fence, is_owner=request.world.is_main)
+    folder = replace(folder, opened=HeldFolder.at(folder.path), fence=own_fence)
     if not is_begun_from_weights:
         return folder
     assert request.init_from is not None  # the path that the weights come from

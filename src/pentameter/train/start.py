@@ -83,10 +83,11 @@ def start_run(
         require_trackers(plan.config.log)  # only rank 0 has any
         return stack.enter_context(RunLock(request.run_dir / "run.lock")).fence
 
-    fence = world.on_main(lock)  # after all checks that need no folder
-    folder = open_run_folder(request, plan, dataset, fence)
+    # After all checks that need no folder.
+    folder = open_run_folder(request, plan, dataset, fence=world.on_main(lock))
     engine, optimizer, state = _build(request, plan, compute, folder)
     console.open_log(folder.log_path_of(world.rank), folder.check_ours)
+    stack.callback(console.close_log)  # while the lock is held
     run = TrainingRun(
         plan=plan,
         supplied=request.supplied,
