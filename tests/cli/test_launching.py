@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from pentameter.cli import launching
 from pentameter.cli.launching import newest_checkpoint, parse_nodes
 from pentameter.cli.main import main
 from pentameter.errors import ConfigError
+from pentameter.machine import cores
+from pentameter.processes import local_launch, node_launch
+from pentameter.processes.failure import Failure, WorkerFailedError
 
 
 def test_numbers_of_nodes():
@@ -52,3 +58,82 @@ def test_the_newest_checkpoint(tmp_path):
     for name in ("step-00000005", "step-00000010", "step-00000015.tmp-1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path) == "step-00000010"
+
+
+def test_many_machines_are_checked_against_this_ones_share_of_them(monkeypatch, tmp_path):
+    """Without --layout best, too."""
+    asked = []
+    monkeypatch.setattr(cores, "usable_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(local_launch, "check_memory", lambda n, state_bytes: asked.append(n))
+    monkeypatch.setattr(node_launch, "run_on_nodes", lambda *arguments: asked.append("begun"))
+    monkeypatch.chdir(tmp_path)
+    layout = ["--parallel.data", "32", "--train.batch_size", "64", "--data.corpus", "grammar"]
+    assert main(["train", "quickstart", "--nodes", "8", "--nproc", "4", *layout]) == 0
+    assert asked[-1] == "begun"
+    assert set(asked[:-1]) <= {4}
+
+
+class Runs:
+    """What `--respawn` starts: the first run saves a checkpoint, then `happens`, and it is lost."""
+
+    def __init__(self, folder, happens):
+        self.folder, self._happens = folder, happens
+        self.resumes = []
+
+    def run(self, program, n_processes, *, look):
+        (resume,) = [each for each in program.arguments if each.startswith("--resume")]
+        self.resumes.append(resume)
+        if len(self.resumes) > 1:
+            return
+        self.folder.mkdir()
+        look()
+        (self.folder / "checkpoints" / "step-00000005").mkdir(parents=True)
+        time.sleep(1.1 * launching.LOOK_SECONDS)
+        look()
+        self._happens()
+        raise WorkerFailedError(Failure(0, 70, "killed by SIGKILL", 0.0, killed=True))
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "extend"])
+@pytest.mark.parametrize("is_away", [False, True])
+def test_who_follows_a_checkpoint_never_begins_anew(monkeypatch, tmp_path, resume, is_away, capsys):
+    """Also if the run folder was moved, or its disk unmounted, meanwhile."""
+    folder = tmp_path / "run"
+    runs = Runs(folder, lambda: is_away and folder.rename(tmp_path / "elsewhere"))
+    monkeypatch.setattr(launching, "run_local", runs.run)
+    monkeypatch.setattr(launching, "Preloaded", Program)
+    options = ["--run-dir", str(folder), "--respawn", "3", "--resume", resume]
+    code = main(["train", "quickstart", *options])
+    if is_away:
+        assert code == 74
+        assert "was its disk unmounted?" in capsys.readouterr().err
+        assert not folder.exists()
+        assert runs.resumes == [f"--resume={resume}"]
+    else:
+        assert code == 0
+        after = "extend" if resume == "extend" else "must"
+        assert runs.resumes == [f"--resume={resume}", f"--resume={after}"]
+
+
+def test_a_node_that_follows_a_checkpoint_never_begins_anew(monkeypatch, tmp_path):
+    started = []
+
+    def run(program, n_processes, folder, rules, progress, prepare):
+        for has_checkpoint in (False, True):
+            prepare(has_checkpoint)
+            started.append([each for each in program.arguments if each.startswith("--resume")])
+
+    monkeypatch.setattr(node_launch, "run_on_nodes", run)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", "--nodes", "1", "--resume", "auto"]) == 0
+    assert started == [["--resume=auto"], ["--resume=must"]]
+
+
+class Program:
+    """A program that is not started."""
+
+    def __init__(self, *arguments):
+        self.arguments = []
+
+    def close(self):
+        pass

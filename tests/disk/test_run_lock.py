@@ -323,3 +323,87 @@ def test_clocks_are_not_asked(path, monkeypatch, hold):
         assert is_held(path)
         with pytest.raises(RunFolderInUseError), quick(path):
             pass
+
+
+# -- an owner that stood still, and was replaced -------------------------------------------------
+
+
+def frozen_and_replaced(path, monkeypatch):
+    """Return two locks: of an owner on another machine that stands still, and of its successor."""
+    own = current_owner()
+    monkeypatch.setattr(lock_module, "current_owner", lambda: replace(own, boot="a", token="1"))
+    first = RunLock(path, beat_seconds=1000)
+    first.acquire()
+    monkeypatch.setattr(lock_module, "current_owner", lambda: replace(own, boot="b", token="2"))
+    second = quick(path)
+    second.acquire()
+    return first, second
+
+
+def test_a_fence_tells_an_owner_that_it_was_replaced(path, no_flock, monkeypatch):
+    first, second = frozen_and_replaced(path, monkeypatch)
+    second.fence.check()
+    named = f"process {os.getpid()} on .* has taken over {re.escape(str(path.parent))}"
+    with pytest.raises(RunFolderInUseError, match=named) as caught:
+        first.fence.check()
+    assert caught.value.exit_code == 73
+    first.release()
+    assert path.exists()  # it is the other's
+    fence = second.fence
+    second.release()
+    with pytest.raises(RunFolderInUseError, match=r"run\.lock is gone"):
+        fence.check()
+
+
+def test_a_late_beat_of_a_replaced_owner_is_not_seen(path, no_flock, monkeypatch):
+    """Also of one that was frozen after it had looked."""
+    first, second = frozen_and_replaced(path, monkeypatch)
+    lock_module._write_record(first._fd, first.fence.owner, 7)
+    second.fence.check()
+    assert json.loads(path.read_text())["token"] == "2"
+    first._stop.set()
+    first.release()
+    second.release()
+
+
+def test_a_replaced_owner_beats_no_more(path, no_flock, monkeypatch):
+    own = current_owner()
+    with quick(path) as lock:
+        lock_module._write_record(lock._fd, replace(own, boot="b"), 3)  # as earlier versions did
+        lock._thread.join(10)
+        assert not lock._thread.is_alive()
+        assert json.loads(path.read_text())["beat"] == 3
+    assert path.exists()
+
+
+def test_a_fence_reads_no_half_written_beat_as_another_owner(path):
+    with RunLock(path, beat_seconds=0.0001) as lock:
+        for _ in range(3000):
+            lock.fence.check()
+
+
+def test_a_lock_that_cannot_be_read_says_nothing(path, monkeypatch):
+    from pentameter.errors import StorageError
+
+    with quick(path) as lock:
+        with monkeypatch.context() as patched:
+            for number in (errno.EIO, errno.ESTALE):
+
+                def fail(*arguments, number=number):
+                    raise OSError(number, os.strerror(number))
+
+                patched.setattr(os, "pread", fail)
+                with pytest.raises(StorageError, match="cannot read"):
+                    lock.fence.check()
+        lock.fence.check()
+
+
+def test_another_rank_may_see_the_lock_released_and_not_taken_over(path, no_flock, monkeypatch):
+    first, second = frozen_and_replaced(path, monkeypatch)
+    with pytest.raises(RunFolderInUseError, match="has taken over"):
+        replace(first.fence, is_owner=False).check()
+    fence = replace(second.fence, is_owner=False)
+    second.release()
+    fence.check()
+    first._stop.set()
+    first.release()

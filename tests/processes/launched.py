@@ -85,6 +85,22 @@ def outlive(folder: str) -> None:
         Path(folder, f"signal-{world.rank}").write_text(signals.received)
 
 
+def step(folder: str) -> None:
+    """Make short steps, for which rank 0 waits, until there is a file `go`; 2 s are too long."""
+    import torch
+    import torch.distributed as dist
+
+    world = joined_world("cpu", find_place(), timeout_seconds=2)
+    with StopSignals() as signals, world as world:
+        signals.nothing_to_lose = False
+        word = None
+        while signals.agree(world, word, step_seconds=0.1) is None:
+            Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+            time.sleep(0.1 * world.rank)
+            dist.all_reduce(torch.ones(1))
+            word = "enough" if Path(folder, "go").exists() else None
+
+
 def freeze(folder: str, how: str) -> None:
     """Rank 1 hangs in its second step, asleep or stopped; rank 0 waits for it."""
     import torch

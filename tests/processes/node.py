@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from pentameter.cli import main as cli
+from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.processes.attempts import Rules
 from pentameter.processes.node_launch import run_on_nodes
@@ -17,10 +19,12 @@ from pentameter.processes.worker import watch_launcher
 
 
 def work(folder: Path) -> None:
-    """Note who this is, wait, and end as a run does: well, stopped and saved, or refused."""
+    """Note who this is, wait, and end as a run does: well, stopped and saved, or refused. Rank 0
+    holds the run folder."""
     watch_launcher()
     stopped: list[int] = []
-    with handling_stop_signals(lambda number, frame: stopped.append(number)):
+    lock = RunLock(folder / "run.lock") if os.environ["RANK"] == "0" else nullcontext()
+    with lock, handling_stop_signals(lambda number, frame: stopped.append(number)):
         here = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PENTAMETER_STORE"
         who = folder / f"pid-{os.getpid()}"
         who.with_suffix(".new").write_text(" ".join(os.environ[name] for name in here))

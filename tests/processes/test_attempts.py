@@ -97,6 +97,16 @@ def test_too_many_losses_without_a_checkpoint_end_the_run():
     assert decide(lost, nodes("a"), progress="step-6").n_lost == 1
 
 
+def test_the_end_after_too_many_losses_has_the_code_of_the_last_one():
+    present = at_work(nodes("a"))
+    held = {"state": "lost", "exit_code": 73, "message": "in use by process 7 on b"}
+    present["a"] = replace(present["a"], **held)
+    over = decide(running("a", n_lost=2), present)
+    failed = decide(over, present)
+    assert (failed.state, failed.exit_code) == ("failed", 73)
+    assert "in use by process 7 on b" in failed.reason
+
+
 def test_an_error_that_would_come_again_ends_the_run():
     present = at_work(nodes("a", "b"))
     present["b"] = replace(present["b"], state="failed", message="too large", exit_code=2)
@@ -159,3 +169,7 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
     assert read_attempt(tmp_path) == running("a", "b", reason="x")
     (tmp_path / "attempt.json").write_text("{")
     assert read_attempt(tmp_path) == Attempt()
+    before = running("a")
+    assert read_attempt(tmp_path, before) == before
+    (tmp_path / "attempt.json").unlink()  # or all of the folder is away
+    assert read_attempt(tmp_path, before) == before

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from pentameter.errors import ConfigError
 from pentameter.processes.failure import LostProcessError, spelled
 from pentameter.processes.join import Meeting, absent_ranks, loss_behind, open_store
 from pentameter.processes.place import Place
@@ -150,3 +151,12 @@ def test_ranks_in_words():
     assert spelled([3]) == "rank 3"
     assert spelled([1, 2, 5]) == "ranks 1, 2 and 5"
     assert spelled(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_a_port_that_was_taken_loses_one_attempt_of_nodes_and_not_the_run():
+    """The launchers choose another for the next one; who sets MASTER_PORT is told."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        for source, error in (("--nodes", LostProcessError), ("environment", ConfigError)):
+            with pytest.raises(error, match="is in use on this machine"):
+                open_store(Place(0, 2, 0, 1, where, source), 5)

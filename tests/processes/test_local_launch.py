@@ -65,6 +65,13 @@ def wait_for(*files: Path) -> list[int]:
     return [int(file.read_text()) if "pid" in file.name else 0 for file in files]
 
 
+def wait_until_suspended(*pids: int) -> None:
+    deadline = time.monotonic() + 30
+    while {Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -291,13 +298,23 @@ def test_suspending_the_launcher_suspends_its_workers(launch, tmp_path):
     launcher = launch("launch", 2, "obey", tmp_path)
     pids = [launcher.pid, *wait_for(tmp_path / "pid-0", tmp_path / "pid-1")]
     launcher.send_signal(signal.SIGTSTP)
-    deadline = time.monotonic() + 20
-    while {Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids} != {"T"}:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_suspended(*pids)
     launcher.send_signal(signal.SIGCONT)
     launcher.send_signal(signal.SIGTERM)
     assert end(launcher)[0] == 75
+
+
+@LINUX_ONLY
+def test_a_pause_may_be_longer_than_processes_wait_for_each_other(launch, tmp_path):
+    launcher = launch("launch", 2, "step", tmp_path)
+    pids = [launcher.pid, *wait_for(tmp_path / "pid-0", tmp_path / "pid-1")]
+    for _ in range(3):  # the next one at once
+        launcher.send_signal(signal.SIGTSTP)
+        wait_until_suspended(*pids)
+        time.sleep(4.0)
+        launcher.send_signal(signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert end(launcher) == (0, "", "")
 
 
 @pytest.mark.parametrize(

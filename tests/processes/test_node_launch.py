@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pentameter.disk.lock import RunLock
+from pentameter.processes.attempts import Attempt, write_attempt
+
 NODE = Path(__file__).with_name("node.py")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its interfaces")
@@ -98,3 +101,67 @@ def test_an_error_ends_all_launchers_with_its_code(nodes):
     for launcher in both:
         assert launcher.wait(60) == 2
         assert "pentameter: the number must be even" in launcher.stderr.read()
+
+
+def test_a_launcher_that_stands_still_keeps_its_run_while_another_comes(nodes):
+    """Its processes train on; when it goes on, the other one is taken in, and nothing is lost."""
+    first = nodes.start()
+    two = nodes.wait_for(2, {})
+    first.send_signal(signal.SIGSTOP)
+    second = nodes.start()
+    assert "trains this run, and its launcher is silent: waiting" in second.stderr.readline()
+    time.sleep(1.0)
+    assert nodes.at_work() == two
+    first.send_signal(signal.SIGCONT)
+    nodes.wait_for(4, two)
+    (nodes.folder / "go").touch()
+    assert [first.wait(60), second.wait(60)] == [0, 0]
+    said = first.communicate()[1] + second.communicate()[1]
+    assert "taking in 1 node" in said
+    assert "the attempt is over: stopped" in said  # at a step's end, and not for a loss
+    assert "gone" not in said
+
+
+def test_a_folder_that_another_process_holds_is_tried_again_and_then_refused(nodes):
+    """As after an attempt whose processes may be there still."""
+    write_attempt(nodes.folder / "nodes", Attempt(1, "running", ("lost",), (2,)))
+    with RunLock(nodes.folder / "run.lock"):
+        launcher = nodes.start()
+        assert launcher.wait(120) == 73
+    said = launcher.stderr.read()
+    assert "lost 4 times without a new checkpoint" in said
+    assert f"in use by process {os.getpid()} " in said
+
+
+def test_a_launcher_whose_run_folder_is_gone_makes_no_other(nodes, tmp_path):
+    """As after an unmount: at its path there is an empty folder, the mount point, or nothing."""
+    for mount_point in (False, True):
+        nodes.folder = tmp_path / f"run-{mount_point}"
+        nodes.folder.mkdir()
+        launcher = nodes.start()
+        there = nodes.wait_for(2, {})
+        nodes.folder.rename(tmp_path / f"elsewhere-{mount_point}")
+        if mount_point:
+            nodes.folder.mkdir()
+        assert launcher.wait(60) == 74
+        assert "was its disk unmounted?" in launcher.stderr.read()
+        assert not nodes.folder.exists() or not list(nodes.folder.iterdir())
+        deadline = time.monotonic() + 20
+        while any(Path("/proc", str(pid)).exists() for pid in there):
+            assert time.monotonic() < deadline, "a process outlives its launcher"
+            time.sleep(0.05)
+
+
+def test_a_run_folder_that_comes_back_soon_is_gone_on_in(nodes, tmp_path):
+    nodes.folder = tmp_path / "run"
+    nodes.folder.mkdir()
+    launcher = nodes.start()
+    two = nodes.wait_for(2, {})
+    nodes.folder.rename(tmp_path / "elsewhere")
+    time.sleep(1.0)
+    (tmp_path / "elsewhere").rename(nodes.folder)
+    time.sleep(1.0)
+    assert nodes.at_work() == two
+    (nodes.folder / "go").touch()
+    assert launcher.wait(60) == 0
+    assert "attempt 2" not in launcher.stderr.read()

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pentameter.errors import StorageError
+from pentameter.report.event_reader import read_events
 from pentameter.report.page import render_page
 from pentameter.report.reading import MAX_SAMPLE_CHARACTERS, read_run
 
@@ -132,3 +133,28 @@ fields = ("step", "loss", "tokens", "split", "path", "bytes", "reason", "grad_no
 def test_no_event_whatever_it_holds_stops_the_report(tmp_path, events):
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(e) for e in events))
     assert "</html>" in render_page(read_run(tmp_path))
+
+
+def test_what_two_writers_left_double_is_read_once(make_run, run_events, run_end):
+    """As an earlier version did where a frozen process was replaced, and thawed."""
+    more = [
+        {"event": "experts", "step": step, "layer": layer, "entropy": 0.5}
+        for step in range(10, 410, 10)
+        for layer in (0, 1)
+    ]
+    more += [
+        {"event": "eval", "step": step, "split": split, "loss": 1.0}
+        for step in range(50, 450, 50)
+        for split in ("val", "code")
+    ]
+    more += [{"event": "checkpoint", "step": step, "bytes": 7} for step in range(50, 450, 50)]
+    more += [{"event": "skip", "step": 130, "reason": "loss nan"}]
+    events = sorted([*run_events(400), *more], key=lambda event: event["step"])
+    folder = make_run([*events, run_end])
+    once = read_events(folder).events
+    ahead, behind = events[: len(events) // 2], events[len(events) // 2 :]
+    late = [each for pair in zip(behind, ahead[1:], strict=False) for each in pair]
+    double = [*ahead, *late, *behind, run_end]
+    lines = "".join(json.dumps(event) + "\n" for event in double)
+    (folder / "metrics.jsonl").write_text(lines)
+    assert read_events(folder).events == once

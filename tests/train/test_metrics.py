@@ -25,7 +25,7 @@ def fail(warning):
 
 
 def recorder(path):
-    folder = SimpleNamespace(metrics_path=path, check_there=lambda: None, checkpoint=None)
+    folder = SimpleNamespace(metrics_path=path, check_ours=lambda: None, checkpoint=None)
     return EventLog(load_config("grammar"), folder, 0, World(), SimpleNamespace(say=fail))
 
 

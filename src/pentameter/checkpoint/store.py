@@ -49,6 +49,7 @@ from pentameter.disk.atomic import (
     sync,
     temporary_name,
 )
+from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.world import World
 
@@ -74,14 +75,19 @@ class _StepFolders:
 
     After a crash at any moment, readers and the next process find only whole checkpoints. What
     this process wrote is known to be valid, and `verification` hashes the rest once. `warnings`
-    gets a line for each damaged checkpoint.
+    gets a line for each damaged checkpoint. `fence` is asked before a folder appears or disappears.
     """
 
     def __init__(
-        self, folder: Path, run_id: str, warnings: list[str], verification: Verification
+        self,
+        folder: Path,
+        run_id: str,
+        warnings: list[str],
+        verification: Verification,
+        fence: Fence | None,
     ) -> None:
         self._folder, self._run_id, self._warnings = folder, run_id, warnings
-        self._verification = verification
+        self._verification, self._fence = verification, fence
         self._written: dict[Path, bytes] = {}  # manifests of what this process has published
         self._told: set[str] = set()
 
@@ -133,6 +139,8 @@ class _StepFolders:
                 )
                 if aside.is_dir():  # left by a crash between the two renames below, long ago
                     self.discard(aside, self.remove)
+            self.check_ours()
+            if aside is not None:
                 os.rename(target, aside)
             self._forget(target)
             try:
@@ -147,6 +155,11 @@ class _StepFolders:
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 self.discard(aside)
+
+    def check_ours(self) -> None:
+        """Raise RunFolderInUseError if another process has taken over the run folder."""
+        if self._fence is not None:
+            self._fence.check()
 
     def receive(self, step: int, fill: Callable[[Path], object]) -> None:
         """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
@@ -174,6 +187,7 @@ class _StepFolders:
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
         """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
         appears half removed, then call `remove` on that."""
+        self.check_ours()
         self._forget(folder)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
         with storage_errors(folder, "remove"):
@@ -182,6 +196,7 @@ class _StepFolders:
 
     def clean(self) -> list[str]:
         """Do what `CheckpointStore.clean` promises."""
+        self.check_ours()
         replaced = {
             each.path: self._folder / step_folder_name(each.step)
             for each in list_checkpoints(self._folder)
@@ -223,7 +238,8 @@ class _StepFolders:
 
 class CheckpointStore:
     """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
-    writes to it holds the run's lock.
+    writes to it holds the run's lock, and gives its `fence`: once another one has taken over, no
+    checkpoint appears, is replaced or removed any more, but RunFolderInUseError is raised.
 
     Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
     `warnings` collects one line for each damaged checkpoint that was passed over. In a run of
@@ -238,6 +254,7 @@ class CheckpointStore:
         run_id: str,
         config_hash: str,
         verification: Verification | None = None,
+        fence: Fence | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
@@ -245,7 +262,8 @@ class CheckpointStore:
         self.warnings: list[str] = []
         self.verification = Verification() if verification is None else verification
         self._exchanged = Exchanged()
-        self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification)
+        self._fence = fence
+        self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification, fence)
 
     def with_verification(self, verification: Verification) -> CheckpointStore:
         """Return this store, with its warnings so far, for the ranks of `verification`."""
@@ -254,6 +272,7 @@ class CheckpointStore:
             run_id=self.run_id,
             config_hash=self.config_hash,
             verification=verification,
+            fence=self._fence,
         )
         store.warnings += self.warnings
         return store

@@ -7,6 +7,9 @@ decides if `flock` does not reach: another machine on a shared disk, or a file s
 The owner raises a counter in the record (its beat) every two seconds. A newcomer watches whether
 that counter still moves, and compares no file times, so a clock that jumps changes nothing.
 `is_held` asks the same without taking the lock.
+
+An owner that stood still for longer (a frozen machine, a suspended process) is replaced, and does
+not know it when it goes on. So whoever writes into the folder asks the lock's `Fence` before.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from pentameter.disk.atomic import (
     make_folder,
     open_regular,
     refuse_existing,
+    storage_error,
     storage_errors,
     sync,
     temporary_name,
@@ -42,6 +46,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBAD
 _SCRATCH, _IN_USE = "pentameter-", "in-use.lock"  # a scratch folder's name begins so; its lock
 BEAT_SECONDS = 2.0
 _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the new one
+_FENCE_READINGS, _FENCE_PAUSE_SECONDS = 3, 0.01  # a beat written meanwhile may be seen half
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,55 @@ def current_owner() -> Owner:
     )
 
 
+@dataclass(frozen=True)
+class Fence:
+    """Keeps a process that was replaced while it stood still from writing beside its successor:
+    tells whether the RunLock at `path` is still its `owner`'s. Any process of the run may ask."""
+
+    path: Path
+    owner: Owner
+    is_owner: bool = True
+    """False in another process than the owner, which may see the lock released at the run's end."""
+
+    def check(self) -> None:
+        """Raise RunFolderInUseError if the lock names another owner, and in the owner also if it is
+        gone, since whoever took it may have ended; StorageError if it cannot be read."""
+        if (owner := self._now()) == self.owner:
+            return
+        folder = self.path.parent
+        if owner is None:
+            if not self.is_owner:
+                return
+            raise RunFolderInUseError(
+                f"{self.path} is gone, so another process may have written to {folder}, and this "
+                "one ends; the same command goes on from the last checkpoint"
+            )
+        raise RunFolderInUseError(
+            f"{owner} has taken over {folder}, while this process stood still or after somebody "
+            f"removed {self.path.name}, so this one ends; let that one train, or end it and give "
+            "the same command again"
+        )
+
+    def _now(self) -> Owner | None:
+        for _ in range(_FENCE_READINGS):
+            try:
+                if (seen := _record_at(self.path)) is not None:
+                    return seen[0]
+            except CorruptError as error:
+                if isinstance(cause := error.__cause__, OSError) and cause.errno == errno.EIO:
+                    raise storage_error(self.path, "read", cause) from cause
+                return None  # a link, or a folder
+            time.sleep(_FENCE_PAUSE_SECONDS)
+        return None
+
+
 class RunLock:
     """Context manager that owns the folder containing `path` (`…/run.lock`); creates the folder.
 
     Entering raises RunFolderInUseError, naming the owner, if another process holds it. A dead
     owner's lock is taken over: at once if the owner was on this machine, after `stale_seconds`
     without a beat if it was on another. A thread raises the counter in the file (the beat) every
-    `beat_seconds`, until the context ends.
+    `beat_seconds`, until the context ends or another process has taken over.
     """
 
     def __init__(
@@ -106,6 +153,12 @@ class RunLock:
     def __exit__(self, *exception: object) -> None:
         self.release()
 
+    @property
+    def fence(self) -> Fence:
+        """The Fence of the lock, which is held."""
+        assert self._owner is not None
+        return Fence(self.path, self._owner)
+
     def acquire(self) -> None:
         """Take the lock and start its beat. Raises RunFolderInUseError if another process holds it,
         StorageError if the file cannot be written."""
@@ -122,19 +175,24 @@ class RunLock:
                     raise self._in_use(moved)
                 watched = remote
         self._stop.clear()
-        self._thread = threading.Thread(target=self._beat, args=[self._owner], daemon=True)
+        self._thread = threading.Thread(target=self._beat, args=[self.fence], daemon=True)
         self._thread.start()
 
     def release(self) -> None:
         """Release the lock, remove its file and end the beat; does nothing if the lock is not held.
-        In a forked child, the parent's lock stays."""
+        In a forked child the parent's lock stays, and that of a process that has taken over."""
         if self._owner is None:
             return
         if self._owner.pid == os.getpid():
             self._stop.set()
             if self._thread is not None:
                 self._thread.join()
-            _release_file(self._fd, self.path)
+            try:
+                self.fence.check()
+            except (RunFolderInUseError, StorageError):
+                _unlock(self._fd)
+            else:
+                _release_file(self._fd, self.path)
         else:
             os.close(self._fd)
         self._owner, self._fd = None, -1
@@ -168,10 +226,13 @@ class RunLock:
                     raise self._in_use(record)
                 if record != watched:
                     return record
+                # It may only be frozen: leave it that file, so that no late beat of it is seen.
+                os.unlink(self.path)
+                return None
             _write_record(fd, me, 0)
             if locked is None:  # the last writer wins: does ours still stand after a moment?
                 time.sleep(0.2)
-                record = _read_record(fd)
+                record = _record_at(self.path)
                 if record is None or record[0] != me:
                     raise self._in_use(record)
             self._owner, self._fd, fd = me, fd, -1
@@ -187,12 +248,17 @@ class RunLock:
             "wait for it, end it, or use another --run-dir"
         )
 
-    def _beat(self, owner: Owner) -> None:
+    def _beat(self, fence: Fence) -> None:
         beat = 0
         while not self._stop.wait(self.beat_seconds):
             beat += 1
-            with suppress(OSError):  # a full disk must not end the run; the lock itself holds
-                _write_record(self._fd, owner, beat)
+            # A full disk must not end the run; the lock itself holds.
+            with suppress(OSError, StorageError):
+                try:
+                    fence.check()
+                except RunFolderInUseError:
+                    return  # told to whoever writes next
+                _write_record(self._fd, fence.owner, beat)
 
 
 def owner_of(path: Path) -> Owner | None:
@@ -271,6 +337,10 @@ def _release_file(fd: int, path: Path) -> None:
     with suppress(OSError):
         if _is_same_file(fd, path):
             os.unlink(path)
+    _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)  # children may have inherited the file
     os.close(fd)
@@ -390,7 +460,8 @@ def _is_same_file(fd: int, path: Path) -> bool:
 
 
 def _write_record(fd: int, owner: Owner, beat: int) -> None:
-    text = json.dumps({"beat": beat, **asdict(owner)}, indent=1) + "\n"
+    # The beat comes last: it may get longer, and what is read meanwhile has the owner whole.
+    text = json.dumps({**asdict(owner), "beat": beat}, indent=1) + "\n"
     os.pwrite(fd, text.encode().ljust(_RECORD_BYTES), 0)
     os.fsync(fd)
 

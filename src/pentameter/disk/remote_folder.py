@@ -50,6 +50,10 @@ SAY_AFTER_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
+def any_writer() -> None:
+    """Do nothing: the default check, for a folder that one process alone writes to."""
+
+
 class _UnequalError(Exception):
     """An object is not there, or not what was written; that may pass."""
 
@@ -130,7 +134,8 @@ class RemoteFolder:
     """The folder at a URL. Names of objects in it are relative and may contain `/`.
 
     Errors are StorageError after the last attempt and for one that will not pass (permission), with
-    the URL without secrets. `pauses` are the seconds between attempts, and may be changed.
+    the URL without secrets. `pauses` are the seconds between attempts, and may be changed; so may
+    `check_writer`, which is called before each object is written or removed, and may raise.
     """
 
     def __init__(self, url: str) -> None:
@@ -139,6 +144,7 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self.pauses: Sequence[float] = START_PAUSES
         self.attempts = Attempts()
+        self.check_writer: Callable[[], None] = any_writer
         self._depth = 0  # of requests within one another
         if not has_folders(url):
             raise ConfigError(
@@ -209,6 +215,7 @@ class RemoteFolder:
         """Call `write` with a path until what lies under `name` reads back as `record` says; after
         each failure `check_source` raises an error if that is no wonder. A file system with folders
         gets it under a temporary name, which is renamed."""
+        self.check_writer()
         path = self._at(name)
 
         def attempt() -> None:
@@ -275,6 +282,7 @@ class RemoteFolder:
 
     def remove(self, name: str, pauses: Sequence[float] | None = None) -> None:
         """Remove an object; one that is gone is fine. `pauses` replaces the folder's own."""
+        self.check_writer()
 
         def ask() -> None:
             with suppress(FileNotFoundError, KeyError):

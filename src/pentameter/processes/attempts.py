@@ -57,13 +57,13 @@ class Rules:
     n_restarts: int
 
 
-def read_attempt(folder: Path) -> Attempt:
-    """Return the attempt that the folder of nodes names; a finished one numbered 0 if there is none
-    or it is damaged."""
+def read_attempt(folder: Path, before: Attempt | None = None) -> Attempt:
+    """Return the attempt that the folder of nodes names. If there is none, or it cannot be read at
+    the moment, return `before`, the one read last, or without it a finished one numbered 0."""
     with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
         record = json.loads(read_regular(folder / f"{ATTEMPT}.json", max_bytes=_RECORD_BYTES))
         return Attempt(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
-    return Attempt()
+    return before or Attempt()
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
@@ -118,7 +118,8 @@ def _judged(now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled:
     if ours and len(ours) == len(members) and all(node.state == "done" for node in ours):
         return replace(now, state="complete")
     if (reason := _loss(now, members)) is not None:
-        code = TrainingFailedError.exit_code
+        codes = (node.exit_code for node in ours if node.state == "lost" and node.exit_code)
+        code = next(codes, TrainingFailedError.exit_code)
         return replace(now, state="over", reason=reason, exit_code=code)
     if any(node.state in ("stopped", "leaving") for node in ours):
         return now if _running(now, present) else replace(now, state="over", reason="stopped")

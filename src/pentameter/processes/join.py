@@ -357,7 +357,7 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
     return it, with keys separate from any earlier attempt's. Collective.
 
     Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
-    and ConfigError if the port is in use.
+    and ConfigError if the port is in use; LostProcessError if the launchers of `--nodes` chose it.
     """
     import torch.distributed as dist
 
@@ -372,9 +372,10 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
         name = _agree(store, place, where, deadline)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"the port of {where} is in use on this machine; set MASTER_PORT to another"
-            ) from error
+            taken = f"the port of {where} is in use on this machine"
+            if place.source == "--nodes":  # the next attempt has another
+                raise LostProcessError(taken) from error
+            raise ConfigError(f"{taken}; set MASTER_PORT to another") from error
         if lost_process(error) is None:
             raise
         raise _did_not_come(place, where, timeout_seconds, None) from error

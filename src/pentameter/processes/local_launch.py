@@ -55,19 +55,29 @@ GRACE_SECONDS = 4.0
 """Seconds in which the other processes may end by themselves after one failed, and again after
 SIGTERM."""
 
+SUSPEND_SECONDS = 10.0
+"""Seconds from Ctrl-Z in which the processes may pause by themselves, between two steps."""
+
 POLL_SECONDS = 0.05
 # Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
-def run_local(program: Program, n_processes: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
+def run_local(
+    program: Program,
+    n_processes: int,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    look: Callable[[], None] = lambda: None,
+) -> None:
     """Run `program` as `n_processes` processes, and return when all are done.
 
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
     stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
     When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again,
     then they are killed. If after a stop signal every process exceeds its current action's timeout
-    (30 s at least), those that hang print their stacks, and all are killed.
+    (30 s at least), those that hang print their stacks, and all are killed. `look` is called every
+    POLL_SECONDS.
 
     Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
     process was killed. Call it in the main thread.
@@ -75,11 +85,12 @@ def run_local(program: Program, n_processes: int, *, grace_seconds: float = GRAC
     with ExitStack() as stack:
         workers = Workers(stack.enter_context(scratch_folder()), grace_seconds)
         stack.enter_context(handling_stop_signals(workers.on_signal))
-        suspend = signal.signal(signal.SIGTSTP, workers.on_suspend)
+        suspend = signal.signal(signal.SIGTSTP, Suspension(workers).on_signal)
         stack.callback(signal.signal, signal.SIGTSTP, suspend)
         stack.callback(workers.end)
         workers.start(program, [Launched(rank, n_processes) for rank in range(n_processes)])
         while not workers.have_ended():
+            look()
             time.sleep(POLL_SECONDS)
         failures = workers.failures
     if failures:
@@ -122,7 +133,13 @@ def respawn(
 
 
 def check_launch(
-    config: Config, n_processes: int, place: Place | None, *, oversubscribe: bool, check_fit: bool
+    config: Config,
+    n_processes: int,
+    place: Place | None,
+    *,
+    oversubscribe: bool,
+    check_fit: bool,
+    local_size: int | None = None,
 ) -> None:
     """Raise ConfigError if the processes of a run could not train together: too few cores for them,
     with `check_fit` too little host memory for training on CPUs, or a layout that does not fit
@@ -134,6 +151,7 @@ def check_launch(
     n_processes: all processes in the run.
     place: from `find_place` if a launcher started them; then cores and memory are not checked. None
         if `--nproc` will start them on this machine.
+    local_size: how many of them this machine will start; None for all.
     oversubscribe: any number of processes per core will do.
     """
     from pentameter.estimating.plan_estimates import plan_state_bytes
@@ -141,16 +159,16 @@ def check_launch(
     from pentameter.planning.layout_checks import check_layout
     from pentameter.planning.plan import make_plan, needs_data
 
+    local_size = place.local_size if place is not None else local_size or n_processes
     if place is None:
-        check_processes(n_processes, oversubscribe=oversubscribe)
-    local_size = n_processes if place is None else place.local_size
+        check_processes(local_size, oversubscribe=oversubscribe)
     check_layout(make_layout(config.parallel, n_processes), config, local_size)
     if needs_data(config):
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)
     on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and has_gpu_file())
     if check_fit and place is None and n_processes > 1 and not on_gpu:
-        check_memory(n_processes, plan_state_bytes(plan).state_bytes)
+        check_memory(local_size, plan_state_bytes(plan).state_bytes)
 
 
 class Workers:
@@ -173,6 +191,11 @@ class Workers:
         self._hurried_at: float | None = None
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank → process id of the processes that run."""
+        return {rank: child.pid for rank, child in self._running.items()}
 
     def start(self, program: Program, processes: Sequence[Launched]) -> None:
         """Start `program` once for each of `processes`; no further ones once a stop signal has
@@ -258,7 +281,7 @@ class Workers:
                 self._kill()
             elif not self._ended_by_us:
                 self._ended_by_us = True
-                self._send(signal.SIGTERM)
+                self.send(signal.SIGTERM)
             elif now > failed_at + 2 * self._grace_seconds:
                 self._kill()
         if hurried_at is not None and now > hurried_at + self._grace_seconds:
@@ -291,7 +314,7 @@ class Workers:
     def _show_stacks(self) -> list[int]:
         """Ask the running processes for their stacks, print on stderr those of the ranks that the
         others seem to wait for, and return these ranks."""
-        pids = {rank: child.pid for rank, child in self._running.items()}
+        pids = self.pids
         if not pids:
             return []
         stopped = [rank for rank, pid in pids.items() if is_stopped(pid)]
@@ -330,16 +353,10 @@ class Workers:
         """Handle a stop signal: forward it to all workers."""
         self.received_at = self.received_at or time.monotonic()
         self.received.append(signal.Signals(number))
-        self._send(signal.Signals(number))
+        self.send(signal.Signals(number))
 
-    def on_suspend(self, number: int, frame: FrameType | None) -> None:
-        """Handle Ctrl-Z: suspend all workers, then this process; resume the workers when it is
-        resumed. They have sessions of their own and would go on."""
-        self._send(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._send(signal.SIGCONT)
-
-    def _send(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all workers."""
         for child in self._children:
             child.send_signal(number)
 
@@ -353,6 +370,41 @@ class Workers:
         self._ended_by_us = True
         for child in self._children:
             child.close()
+
+
+class Suspension:
+    """What Ctrl-Z does to a launcher: it suspends all `workers`, then the launcher, and resumes
+    them when that is resumed. They have sessions of their own and would go on.
+
+    They are asked first: between two steps none waits for another. Suspended elsewhere, those that
+    wait would find on waking that their time is over. A second Ctrl-Z does not wait.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._until: float | None = None  # monotonic seconds, while the workers are asked
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTSTP."""
+        if self._until is not None:
+            self._until = 0.0
+            return
+        self._until = time.monotonic() + SUSPEND_SECONDS
+        self._workers.send(signal.SIGTSTP)
+        while not (paused := all(map(is_stopped, self._workers.pids.values()))):
+            if time.monotonic() > self._until:
+                break
+            time.sleep(POLL_SECONDS)
+        if not paused and len(self._workers.pids) > 1:
+            print(
+                "pentameter: suspended within a step; after parallel.timeout_seconds the processes "
+                "will have lost each other",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._workers.send(signal.SIGSTOP)
+        self._until = None  # the next request may come before we have gone on
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._workers.send(signal.SIGCONT)
 
 
 def _unreported(rank: int, code: int, progress: Note) -> Failure:

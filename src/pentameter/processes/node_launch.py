@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from pentameter.disk.lock import scratch_folder
+from pentameter.disk.lock import Owner, is_held, owner_of, scratch_folder
 from pentameter.errors import (
     InterruptedRunError,
     PentameterError,
@@ -34,7 +34,7 @@ from pentameter.processes.failure import first_failure
 from pentameter.processes.local_launch import POLL_SECONDS, Workers
 from pentameter.processes.place import STORE
 from pentameter.processes.program import Launched, Program
-from pentameter.processes.roll import Node, Roll, free_port, own_address
+from pentameter.processes.roll import GONE_SECONDS, Node, Roll, own_address
 from pentameter.processes.stop_signals import handling_stop_signals
 
 SETTLE_SECONDS = 1.5
@@ -55,19 +55,24 @@ def run_on_nodes(
     folder: Path,
     rules: Rules,
     progress: Callable[[], str],
+    prepare: Callable[[bool], None] = lambda has_checkpoint: None,
 ) -> None:
     """Run `program` as `n_processes` processes on this machine, together with the launchers of
-    other machines that call this with the same `folder`, and return when the run is complete.
+    other machines that call this with the same `folder`, in the run folder, and return when the run
+    is complete.
 
-    progress: returns the newest checkpoint's name. Raises RunFailedError if a process failed in a
-    way that another attempt would not cure, or too many attempts were lost; InterruptedRunError
-    after a stop signal.
+    progress: returns the newest checkpoint's name, "" without one. prepare: called before the
+    processes of an attempt are started, with True if the run has had a checkpoint.
+
+    Raises RunFailedError if a process failed in a way that another attempt would not cure, or too
+    many attempts were lost; StorageError if the run folder is not there any more;
+    InterruptedRunError after a stop signal.
     """
     address, interface = own_address()
     with ExitStack() as stack:
         roll = Roll(folder, address, n_processes)
         stack.callback(roll.close)
-        launcher = _Launcher(program, folder, roll, rules, progress, interface)
+        launcher = _Launcher(program, folder, roll, rules, progress, prepare, interface)
         stack.enter_context(handling_stop_signals(launcher.on_signal))
         stack.callback(launcher.end)
         while not launcher.is_done():
@@ -84,14 +89,18 @@ class _Launcher:
         roll: Roll,
         rules: Rules,
         progress: Callable[[], str],
+        prepare: Callable[[bool], None],
         interface: str,
     ) -> None:
         self._program, self._folder, self._roll = program, folder, roll
-        self._rules, self._progress, self._interface = rules, progress, interface
-        self._before = read_attempt(folder)  # an earlier command's
-        self._said = self._before
-        self._mine = Attempt()  # the one whose processes were started last
+        self._rules, self._interface = rules, interface
+        self._progress, self._prepare = progress, prepare
+        self._before = read_attempt(folder)  # an earlier command's, or one that is at work
+        self._read = self._said = self._before
+        self._away_since: float | None = None
+        self._waits_for: Owner | None = None
         self._workers: Workers | None = None
+        self._mine = Attempt()  # the one whose processes were started last
         self._files = ExitStack()
         self._received: list[int] = []
         self._present: dict[str, Node] = {}
@@ -99,14 +108,17 @@ class _Launcher:
 
     def is_done(self) -> bool:
         """Decide, if it is this node's turn to, and follow the attempt. Return True once the run is
-        complete. Raises RunFailedError and InterruptedRunError."""
+        complete. Raises RunFailedError, StorageError and InterruptedRunError."""
         self._look()
-        now = read_attempt(self._folder)
+        now = self._read = read_attempt(self._folder, self._read)
+        if not self._is_folder_there():
+            return False
         if next(iter(self._present), None) == self._roll.me.name and self._roll.knows_all():
             now = self._decided(now)
         if now != self._said:
             self._said = now
-            self._say(now)
+            if now.members and now.members[0] == self._roll.me.name:  # for all nodes
+                _say(now)
         if self._workers is not None:
             self._follow(self._workers, now)
         elif self._received:
@@ -130,6 +142,18 @@ class _Launcher:
         if before != {name: (node.reaches, node.state) for name, node in self._present.items()}:
             self._changed_at = time.monotonic()
 
+    def _is_folder_there(self) -> bool:
+        """Return False while the run folder is away; raise StorageError if it stays so."""
+        try:
+            self._roll.check_folder()
+        except StorageError:
+            self._away_since = self._away_since or time.monotonic()
+            if time.monotonic() > self._away_since + GONE_SECONDS:
+                raise
+            return False
+        self._away_since = None
+        return True
+
     def _decided(self, now: Attempt) -> Attempt:
         """Return the attempt that follows `now`, written for all nodes. A run that an earlier
         command ended begins anew."""
@@ -137,28 +161,23 @@ class _Launcher:
             if now != self._before:
                 return now
             now = Attempt(now.number)
+        if not self._present.keys() & {*now.members}:
+            hosts = self._roll.silent_hosts()
+            if (holder := holder_at_work(now, hosts, self._folder.parent)) is not None:
+                if holder != self._waits_for:
+                    _print(f"{holder} trains this run, and its launcher is silent: waiting for it")
+                self._waits_for = holder
+                return now
         settled = time.monotonic() > self._changed_at + SETTLE_SECONDS
+        progress = self._progress() or now.progress  # a moment without an answer forgets nothing
         following = next_attempt(
-            now, self._present, self._rules, settled=settled, progress=self._progress()
+            now, self._present, self._rules, settled=settled, progress=progress
         )
         if following != now:
             with contextlib.suppress(StorageError):  # tried again at the next turn
                 write_attempt(self._folder, following)
                 return following
         return now
-
-    def _say(self, now: Attempt) -> None:
-        """Print what has become of the run's nodes: the first of them does, for all."""
-        if not now.members or now.members[0] != self._roll.me.name:
-            return
-        words = {"over": "the attempt is over", "stopping": "saving"}.get(now.state)
-        if now.state == "running":
-            n, n_nodes = sum(now.n_processes), len(now.members)
-            words = f"attempt {now.number}: {n} process{'es' if n > 1 else ''} on "
-            words += f"{n_nodes} node{'s' if n_nodes > 1 else ''}"
-        if words:
-            why = f": {now.reason}" if now.reason else ""
-            print(f"pentameter: {words}{why}", file=sys.stderr, flush=True)
 
     def _start(self, now: Attempt) -> None:
         """Start this node's processes of the attempt `now`."""
@@ -171,6 +190,7 @@ class _Launcher:
             "GLOO_SOCKET_IFNAME": self._interface,
             "NCCL_SOCKET_IFNAME": self._interface,
         }
+        self._prepare(bool(now.progress))
         workers = Workers(self._files.enter_context(scratch_folder()))
         self._workers = workers
         workers.start(
@@ -193,21 +213,22 @@ class _Launcher:
             return
         failures = workers.failures
         self.end()
-        store_port = free_port(self._roll.me.address)
+        self._roll.renew_store_port()
         if is_over or not failures:
-            self._roll.update(state="idle" if is_over else "done", store_port=store_port)
+            self._roll.update(state="idle" if is_over else "done")
             return
         first = first_failure(failures)
-        is_again = self._mine.number > self._before.number + 1
+        # A process of an earlier attempt, also of one that was at work when this launcher came,
+        # may hold the folder still.
+        before = self._before
+        is_again = self._mine.number > before.number + (before.is_final or before.number == 0)
         state = "failed"
         if first.exit_code == InterruptedRunError.exit_code:
             state = "stopped"
         elif first.is_loss or (is_again and first.exit_code == RunFolderInUseError.exit_code):
-            state = "lost"  # a process of an earlier attempt may hold the folder still
+            state = "lost"
         message = f"rank {first.rank} {first.message}" if first.killed else first.message
-        self._roll.update(
-            state=state, message=message, exit_code=first.exit_code, store_port=store_port
-        )
+        self._roll.update(state=state, message=message, exit_code=first.exit_code)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to the processes; this node leaves when they have
@@ -222,3 +243,32 @@ class _Launcher:
             self._workers.end()
             self._workers = None
         self._files.close()
+
+
+def _say(now: Attempt) -> None:
+    """Print what has become of the run's nodes."""
+    words = {"over": "the attempt is over", "stopping": "saving"}.get(now.state)
+    if now.state == "running":
+        n, n_nodes = sum(now.n_processes), len(now.members)
+        words = f"attempt {now.number}: {n} process{'es' if n > 1 else ''} on "
+        words += f"{n_nodes} node{'s' if n_nodes > 1 else ''}"
+    if words:
+        _print(f"{words}: {now.reason}" if now.reason else words)
+
+
+def _print(words: str) -> None:
+    print(f"pentameter: {words}", file=sys.stderr, flush=True)
+
+
+def holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
+    """Return the process that holds the run folder, and trains, while nothing is heard of any
+    launcher of the attempt `now`: one stands still, and will take others in when it goes on. None
+    if there is no such process.
+
+    silent_hosts: hosts of launchers that may stand still.
+    """
+    if now.state not in ("running", "stopping"):
+        return None
+    owner = owner_of(run_folder / "run.lock")
+    is_theirs = owner is not None and owner.host in silent_hosts
+    return owner if is_theirs and is_held(run_folder / "run.lock") else None

@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pentameter.disk.atomic import read_regular, temporary_name
+from pentameter.disk.atomic import make_folder, read_regular, temporary_name
+from pentameter.disk.held_folder import HeldFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 BEAT_SECONDS = 0.5
@@ -33,7 +34,7 @@ GONE_SECONDS = 4.0
 """Seconds without a new beat, or without an answer to a ping, after which a node is gone or out of
 reach. Links that lose a fifth of all messages lose sixteen pings in a row once in 10⁷ times."""
 
-FORGOTTEN_SECONDS = 60.0
+FORGOTTEN_SECONDS = 600.0
 """Seconds without a new beat after which a node's file is removed."""
 
 _RECORD_BYTES = 1 << 16
@@ -69,26 +70,32 @@ class Node:
 
 
 class Roll:
-    """The nodes in `folder`, with this one among them, from construction to `close`. A thread
-    writes this node's file, reads the others', and sends and answers pings."""
+    """The nodes in `folder`, in the run folder, with this one among them, from construction to
+    `close`. A thread writes this node's file, reads the others', and sends and answers pings. What
+    cannot be read or written for a moment changes nothing: a node is gone by its silence alone, or
+    when its launcher has removed its file."""
 
     def __init__(self, folder: Path, address: str, n_processes: int) -> None:
         """Raises StorageError if the folder cannot be written, ConfigError if `address` is not this
         machine's."""
         self._folder = folder
+        make_folder(folder)
+        self._held = HeldFolder.at(folder.parent)
         self._answering = _udp_socket(address)
+        self._store = _held_port(address)
         self._me = Node(
             name=uuid.uuid4().hex,
             host=socket.gethostname(),
             address=address,
             ping_port=self._answering.getsockname()[1],
-            store_port=free_port(address),
+            store_port=_port(self._store),
             n_processes=n_processes,
         )
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[Node, float, bool]] = {}  # node, when its beat changed, was it?
         self._pings: dict[str, _Ping] = {}
         self._closing = threading.Event()
+        self._listened_at = time.monotonic()  # when the thread's latest turn began
         self._write()
         self._read_others()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -107,10 +114,21 @@ class Roll:
             with contextlib.suppress(StorageError):
                 self._write()
 
+    def check_folder(self) -> None:
+        """Raise StorageError unless the run folder is still the one that was there at first."""
+        self._held.check(self._path(self._me.name).exists)
+
+    def renew_store_port(self) -> None:
+        """Have another port for the next attempt's store: processes of the last one may hold its
+        own still."""
+        self._store.close()
+        self._store = _held_port(self._me.address)
+        self.update(store_port=_port(self._store))
+
     def present(self) -> dict[str, Node]:
         """Return the nodes that are there, by name, this one among them: their beat has changed
         within GONE_SECONDS, and no other one's ping was refused."""
-        now = time.monotonic()
+        now = self._heard_until()
         with self._lock:
             there = {
                 name: node
@@ -121,10 +139,19 @@ class Roll:
         refused = {name for node in there.values() for name in node.refused_by}
         return {name: node for name, node in sorted(there.items()) if name not in refused}
 
+    def silent_hosts(self) -> set[str]:
+        """Return the hosts of the nodes whose files are there, that are not present, and whose
+        machines do not say that the launcher is gone: it may be frozen, and its processes train."""
+        present = self.present()
+        with self._lock:
+            silent = [node for node, _, _ in self._seen.values() if node.name not in present]
+        refused = {name for name, ping in self._pings.copy().items() if ping.is_refused}
+        return {node.host for node in silent if node.name not in refused}
+
     def knows_all(self) -> bool:
         """Return False while there is a file of which this node, which has just come, does not know
         yet whether a living one writes it."""
-        now = time.monotonic()
+        now = self._heard_until()
         with self._lock:
             return all(
                 is_beating or now > changed + GONE_SECONDS
@@ -137,26 +164,44 @@ class Roll:
         self._thread.join(2 * GONE_SECONDS)
         self._remove_files_of(self._me.name)
         self._answering.close()
+        self._store.close()
         for ping in self._pings.values():
             ping.close()
 
     def _remove_files_of(self, name: str) -> None:
         """Remove a node's file, and those that it was writing when it was killed."""
-        for path in (self._path(name), *self._folder.glob(f"{name}.json.tmp-*")):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(OSError):
+            for path in (self._path(name), *self._folder.glob(f"{name}.json.tmp-*")):
+                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
 
     def _write(self) -> None:
+        self.check_folder()
         path = self._path(self._me.name)
         replace_file(path, json.dumps(asdict(self._me)).encode())
+
+    def _heard_until(self) -> float:
+        """Return the monotonic time until which this node has listened: it may have stood still
+        itself since, and nobody else was silent then."""
+        return min(time.monotonic(), self._listened_at + BEAT_SECONDS)
+
+    def _pass_over_own_silence(self, now: float) -> None:
+        """Count for nobody the time since the thread's latest turn, if this was too long ago."""
+        if (seconds := now - self._heard_until()) > 0:
+            with self._lock:
+                for name, (node, changed, is_beating) in self._seen.items():
+                    self._seen[name] = node, changed + seconds, is_beating
+            for ping in self._pings.values():
+                ping.answered_at += seconds
+        self._listened_at = now
 
     def _beat(self) -> None:
         next_beat = next_ping = 0.0
         while not self._closing.is_set():
             now = time.monotonic()
+            self._pass_over_own_silence(now)
             if now >= next_ping:
                 next_ping = now + PING_SECONDS
                 for ping in list(self._pings.values()):
@@ -186,14 +231,12 @@ class Roll:
 
     def _read_others(self) -> None:
         now = time.monotonic()
-        found: dict[str, Node] = {}
-        for path in self._folder.glob("*.json"):
-            if path.stem in (self._me.name, ATTEMPT):
-                continue
-            with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
-                record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
-                node = Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
-                found[path.stem] = node
+        try:
+            names = {path.stem for path in self._folder.glob("*.json")} - {self._me.name, ATTEMPT}
+        except OSError:
+            return
+        found = {name: node for name in names if (node := _node_at(self._path(name))) is not None}
+        is_there = os.path.lexists(self._path(self._me.name))
         with self._lock:
             for name, node in found.items():
                 before = self._seen.get(name)
@@ -202,14 +245,17 @@ class Roll:
                 elif before[0] != node:
                     self._seen[name] = node, now, True
             for name, (_, changed, _) in list(self._seen.items()):
-                if name not in found or now > changed + FORGOTTEN_SECONDS:
+                # Else all of the folder may be away.
+                has_left = is_there and _is_removed(self._path(name))
+                if has_left or now > changed + FORGOTTEN_SECONDS:
                     del self._seen[name]
                     self._remove_files_of(name)
-        for name in self._pings.keys() - found.keys():
+            seen = {name: node for name, (node, _, _) in self._seen.items()}
+        for name in self._pings.keys() - seen.keys():
             self._pings.pop(name).close()
-        for name in found.keys() - self._pings.keys():
-            with contextlib.suppress(OSError):  # no route: out of reach
-                self._pings[name] = _Ping(self._me.address, found[name])
+        for name in seen.keys() - self._pings.keys():
+            with contextlib.suppress(OSError, TypeError, OverflowError):  # no route, no address
+                self._pings[name] = _Ping(self._me.address, seen[name])
 
 
 class _Ping:
@@ -219,7 +265,8 @@ class _Ping:
         self.socket = _udp_socket(address)
         self.socket.connect((node.address, node.ping_port))  # so that a refusal is told
         self._name = node.name.encode()
-        self._answered_at = -GONE_SECONDS
+        self.answered_at = -GONE_SECONDS
+        """When it answered last, in monotonic seconds of this node's listening."""
         self.is_refused = False
 
     def send(self) -> None:
@@ -230,7 +277,7 @@ class _Ping:
 
     def _take(self) -> None:
         if self.socket.recv(64) == self._name:
-            self._answered_at = time.monotonic()
+            self.answered_at = time.monotonic()
             self.is_refused = False
 
     def _attempt(self, work: object) -> None:
@@ -242,7 +289,7 @@ class _Ping:
             pass  # no route, a full buffer: as good as lost
 
     def is_answered(self) -> bool:
-        return time.monotonic() < self._answered_at + GONE_SECONDS
+        return time.monotonic() < self.answered_at + GONE_SECONDS
 
     def close(self) -> None:
         self.socket.close()
@@ -254,12 +301,31 @@ ATTEMPT = "attempt"
 _TUPLES = ("reaches", "refused_by")
 
 
+def _node_at(path: Path) -> Node | None:
+    """Return the node that a file describes; None if it is damaged or cannot be read."""
+    with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
+        record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
+        return Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+    return None
+
+
+def _is_removed(path: Path) -> bool:
+    """Return True if a file is certainly not there."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a small file in one rename, unsynced, since nothing needs it after a power failure.
     Raises StorageError."""
     part = path.with_name(temporary_name(path.name))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
@@ -284,12 +350,19 @@ def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
         del group[max(missed, key=lambda name: (missed[name], name))]
 
 
-def free_port(address: str) -> int:
-    """Return a TCP port on which nothing listens at `address`."""
-    with socket.socket() as tried:
-        tried.bind((address, 0))
-        port: int = tried.getsockname()[1]
-        return port
+def _held_port(address: str) -> socket.socket:
+    """Return a socket bound to a free TCP port of `address`. While it is open, a process of ours
+    may listen there, and the system gives the port to nobody else: not to an outgoing connection,
+    either."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
+
+
+def _port(held: socket.socket) -> int:
+    port: int = held.getsockname()[1]
+    return port
 
 
 def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from pentameter.errors import InterruptedRunError
+from pentameter.processes.place import LAUNCH_FOLDER
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: from a person, a scheduler, or a terminal that closes."""
@@ -30,6 +31,25 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> I
     block runs, and restore the earlier handlers afterwards. Signals that this process was started
     to ignore stay ignored. Main thread only."""
     previous = {number: signal.signal(number, handler) for number in minded_stop_signals()}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@contextmanager
+def handling_suspension(handler: Callable[[bool], None]) -> Iterator[None]:
+    """Context manager: while the block runs in a process of a launcher, call `handler` with True
+    when that asks for a pause (SIGTSTP, Ctrl-Z), with False when the process goes on (SIGCONT).
+    Elsewhere SIGTSTP suspends at once, as ever. Main thread only."""
+    if LAUNCH_FOLDER not in os.environ:
+        yield
+        return
+    previous = {
+        signal.SIGTSTP: signal.signal(signal.SIGTSTP, lambda number, frame: handler(True)),
+        signal.SIGCONT: signal.signal(signal.SIGCONT, lambda number, frame: handler(False)),
+    }
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -25,6 +26,11 @@ EVENTS = (
     *SESSIONS, "train", "experts", "ranks", "eval", "checkpoint", "copy", "skip", "rollback",
 )  # fmt: skip
 """Kinds of events that are kept; hooks may record others."""
+ONCE_A_STEP = {
+    "train": (), "experts": ("layer",), "ranks": (), "eval": ("split",), "checkpoint": (),
+    "skip": (), "rollback": (),
+}  # fmt: skip
+"""Kinds of events that a run records once for each step, and for each value of these fields."""
 MOST_BYTES = 2**29
 """Largest metrics.jsonl that is read all at once: well over a million lines."""
 LONGEST_LINE_BYTES = 2**20
@@ -151,9 +157,30 @@ class EventReader:
         if kind not in EVENTS:
             return
         kept = self.events.setdefault("session" if kind in SESSIONS else kind, [])
-        kept.append(event)
+        kept[_position(kept, event)] = [event]
         if self._follows and len(kept) > MOST_EVENTS:
             kept[:] = _thinned(kept)
+
+
+def _position(kept: Sequence[dict[str, Any]], event: dict[str, Any]) -> slice:
+    """Return which of `kept`, the events of its kind by step, an event replaces; an empty slice
+    where it is to be inserted: at the end. But two processes of an earlier version may have written
+    a run's events beside each other; then it belongs to its step, and replaces what says the
+    same."""
+    fields, step = ONCE_A_STEP.get(event["event"]), _step(event)
+    if fields is None or not kept or not step <= _step(kept[-1]):
+        return slice(len(kept), len(kept))
+    end = bisect.bisect_right(kept, step, key=_step)
+    for index in range(end - 1, -1, -1):
+        if _step(kept[index]) != step:
+            break
+        if all(event.get(field) == kept[index].get(field) for field in fields):
+            return slice(index, index + 1)
+    return slice(end, end)
+
+
+def _step(event: dict[str, Any]) -> float:
+    return number(event.get("step"))
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -7,10 +7,12 @@ those that are still to do.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pentameter.disk.lock import BEAT_SECONDS
 from pentameter.errors import CorruptError, StorageError
 from pentameter.generation.loop import sample_text
 from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
@@ -38,6 +40,16 @@ class Boundary:
     _has_lost_a_sample: bool = field(default=False, init=False)
     _last_saved: int | None = field(default=None, init=False)
     """The step of the newest checkpoint at the boundary before."""
+    _looked_at: float = field(default=0.0, init=False)
+    """When the run folder's lock was looked at last, in monotonic seconds."""
+
+    def check_ours_if_due(self) -> None:
+        """On rank 0, as often as the lock beats, raise RunFolderInUseError if another process has
+        taken over the run folder."""
+        now = time.monotonic()
+        if self.run.world.is_main and now >= self._looked_at + BEAT_SECONDS:
+            self._looked_at = now
+            self.run.folder.check_not_replaced()
 
     def evaluate_if_due(self) -> None:
         """Every `train.eval_interval` steps and after the last one, evaluate every split, update

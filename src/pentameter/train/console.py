@@ -67,14 +67,12 @@ class Console:
         if error is not None and not self._world.is_main:  # rank 0's is printed, see `failure`
             lines = [str(error)] if isinstance(error, EXPECTED) else format_exception(error)
             self._to_log("".join(lines).rstrip("\n"))
-        if self._log is not None:
-            self._log.close()
+        self.close_log()
 
     def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
         """Begin to log to the file `path`, first with all lines printed so far.
 
-        `check_folder` is called before a file that somebody removed is written again; it raises
-        StorageError if the folder is no longer the run's, and then nothing is written.
+        `check_folder` is called before each write, as a LogFile does.
         """
         with suppress(OSError):  # LogFile warns about it, once
             path.parent.mkdir(exist_ok=True)
@@ -82,6 +80,11 @@ class Console:
         for line in self._pending:
             self._to_log(line)
         self._pending.clear()
+
+    def close_log(self) -> None:
+        """Close the log file; a later line opens it again."""
+        if self._log is not None:
+            self._log.close()
 
     def say(self, text: str, *, of_machine: bool = False) -> None:
         """Log a line on this rank, and print it on rank 0. With `of_machine`, one rank on every

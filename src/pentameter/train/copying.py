@@ -289,8 +289,10 @@ def open_copies(
     ConfigError if copies of another run are there, StorageError if nothing can be written."""
 
     def claim() -> None:
-        # Not read: the store did not answer, and the user asked to go on with a warning.
-        if remote is not None and remote.is_read:
+        if remote is None:
+            return
+        remote.folder.check_writer = folder.check_not_replaced
+        if remote.is_read:  # else the store did not answer: the user asked to go on with a warning
             remote.claim(folder.run_id)
 
     if settings.copy_to is not None:

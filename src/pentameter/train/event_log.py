@@ -25,7 +25,7 @@ class EventLog:
         self, config: Config, folder: RunFolder, step: int, world: World, console: Console
     ) -> None:
         self._is_main = world.is_main
-        self._log = LogFile(folder.metrics_path, console.say, folder.check_there)
+        self._log = LogFile(folder.metrics_path, console.say, folder.check_ours)
         self._trackers = Trackers({}, console.say)
         if world.is_main:
             first_step = 0 if folder.checkpoint is None else step + 1
@@ -33,10 +33,12 @@ class EventLog:
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl, and send it to every tracker; `values` include its
-        `step`. The file also gets the `time`, in seconds since 1970 (UTC)."""
+        `step`. The file also gets the `time`, in seconds since 1970 (UTC). Nothing is written or
+        sent once another process has taken over the run folder."""
         if self._is_main:
             self._log.append(event_line(event, {**values, "time": round(time.time(), 3)}))
-            self._trackers.write(event, **values)
+            if not self._log.is_closed_for_good:
+                self._trackers.write(event, **values)
 
     def show_text(self, name: str, text: str, step: int) -> None:
         """Send a text to the trackers, under `name` at `step`; metrics.jsonl does not get it."""

@@ -30,7 +30,7 @@ from pentameter.disk.atomic import (
     sync,
     write_atomic,
 )
-from pentameter.errors import StorageError
+from pentameter.errors import RunFolderInUseError, StorageError
 
 MAX_METRICS_BYTES = 2**32  # ten million lines
 MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest are lost
@@ -68,8 +68,11 @@ class LogFile:
 
     If a write fails (a full disk, a missing folder), `warn` is called with one line, once. Failed
     lines are kept, at most MAX_UNWRITTEN, and written in order at the next chance. A half-written
-    line is cut off before another follows. If somebody removes the file, it is written again,
-    unless `check_folder` raises StorageError because the path no longer leads to the run's folder.
+    line is cut off before another follows. If somebody removes the file, it is written again.
+
+    `check_folder` is called before each write. It raises StorageError if the path does not lead to
+    the run's folder at the moment, and RunFolderInUseError if another process has taken that over:
+    then not a byte more is written, since that one's lines are there now.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class LogFile:
         self._check_folder = check_folder
         self.unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
         """Lines that are not in the file yet."""
+        self.is_closed_for_good = False
+        """True once another process has taken over the folder."""
         self._warn = warn
         self._has_warned = False
         self._fd: int | None = None
@@ -112,7 +117,11 @@ class LogFile:
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            if not self.is_closed_for_good:
+                self._check_folder()
+                work()
+        except RunFolderInUseError:  # the loop ends the run
+            self.is_closed_for_good = True
         except (OSError, StorageError) as error:
             if self._has_warned:
                 return
@@ -159,7 +168,6 @@ class LogFile:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
                     return self._fd
-            self._check_folder()
             if not self.path.exists():
                 write_atomic(self.path, os.pread(self._fd, self._size(), 0))
             os.close(self._fd)

@@ -175,6 +175,7 @@ class Trainer:
                     raise
                 raise lost from error
             not_copied = loop.boundary.finish_copies()
+            run.folder.check_not_replaced()  # whose events since then were not written
             if end.kind != EndKind.SIGNAL:
                 if not_copied is not None:
                     raise StorageError(f"{not_copied}; it is complete, and in {run.folder.path}")
@@ -260,6 +261,7 @@ class _Loop:
         """Train until the run ends, and return how it ended."""
         boundary = self.boundary
         while True:
+            boundary.check_ours_if_due()
             self._checkpoints.check_if_due()
             boundary.evaluate_if_due()
             boundary.sample_if_due()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, StorageError
 from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
 
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
@@ -141,6 +141,7 @@ class Profile:
         rank = f"rank-{run.world.rank:05d}"
         path = run.run_dir / "profile" / f"{rank}.json.gz"
         try:
+            run.folder.check_ours()
             path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)  # do not follow a link
             if _is_on_gpu(run):
@@ -150,7 +151,7 @@ class Profile:
             recording.export_chrome_trace(str(path))
             if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not reported otherwise
                 raise OSError(f"{path} is empty; is the disk full?")
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, StorageError) as error:
             run.console.say(f"warning: the profile is not written: {error}")
             return
         finally:

@@ -26,9 +26,9 @@ from pentameter.disk.atomic import (
     sync,
     write_atomic,
 )
-from pentameter.disk.lock import RunLock
+from pentameter.disk.lock import Fence, RunLock
 from pentameter.disk.remote_folder import RemoteFolder
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, RunFolderInUseError, StorageError
 from pentameter.formatting import size
 from pentameter.processes.world import World
 from pentameter.train.console import Console
@@ -126,8 +126,8 @@ class _Restoring(threading.Thread):
         newest = [copies.copies[step] for step in sorted(copies.copies, reverse=True)]
         newer = [copy for copy in newest if copy.step > step_there]
         if newer:
-            with RunLock(self._path / "run.lock"):
-                self._bring_back(copies, newer)
+            with RunLock(self._path / "run.lock") as lock:
+                self._bring_back(copies, newer, lock.fence)
 
     def _refuse_other_run(self, copies: RemoteCopies, run_id: str | None) -> None:
         """Raise ConfigError if the copies are not to be gone on from: `run_id` is that of the
@@ -149,7 +149,7 @@ class _Restoring(threading.Thread):
                 f"{copies.run_id}; give another checkpoint.copy_to"
             )
 
-    def _bring_back(self, copies: RemoteCopies, newer: list[Copy]) -> None:
+    def _bring_back(self, copies: RemoteCopies, newer: list[Copy], fence: Fence) -> None:
         """Restore the newest of the copies in `newer` (newest first) that is whole."""
         assert copies.run_id is not None  # there are copies
         refuse_links(self._path)
@@ -159,11 +159,12 @@ class _Restoring(threading.Thread):
             run_id=copies.run_id,
             config_hash="",
             verification=self._request.verification.among(World()),
+            fence=fence,
         )
         damage = []
         for copy in newer:
             try:
-                self._fetch(copies, copy, store)
+                self._fetch(copies, copy, store, fence)
             except CorruptError as error:
                 damage.append(error)
                 continue
@@ -175,7 +176,9 @@ class _Restoring(threading.Thread):
             "checkpoint.copy_to to go on from the run folder"
         )
 
-    def _fetch(self, copies: RemoteCopies, copy: Copy, store: CheckpointStore) -> None:
+    def _fetch(
+        self, copies: RemoteCopies, copy: Copy, store: CheckpointStore, fence: Fence
+    ) -> None:
         """Bring back one copy. The run folder counts as one only once config.toml is there, which
         is removed first and written last."""
         files = {
@@ -184,13 +187,14 @@ class _Restoring(threading.Thread):
         needed = [copies.copies[step] for step in copy.needs if step in copies.copies]
         make_folder(store.folder)
         check_free_space(store.folder, sum(each.n_bytes for each in (copy, *needed)))
-        with _unmarked(self._path):
+        with _unmarked(self._path, fence):
             for each in needed:
                 try:
                     fetch_checkpoint(copies.folder, each, store, self._progress(each))
                 except CorruptError as error:
                     self._warnings.append(f"step {each.step} is not restored: {error}")
             fetch_checkpoint(copies.folder, copy, store, self._progress(copy))
+            fence.check()
             _write_run_files(self._path, files)
 
     def _progress(self, copy: Copy) -> Callable[[int], None]:
@@ -207,18 +211,22 @@ class _Restoring(threading.Thread):
 
 
 @contextmanager
-def _unmarked(path: Path) -> Iterator[None]:
+def _unmarked(path: Path, fence: Fence) -> Iterator[None]:
     """Take away config.toml, which marks the run folder `path`, for the body of a `with`, which
-    writes another one; an error brings it back."""
+    writes another one; an error brings it back, unless `fence` says that another process has taken
+    over the folder."""
     marker = path / "config.toml"
     before = None
     with suppress(CorruptError):
         before = read_regular(marker, max_bytes=MAX_JSON_BYTES)
+    fence.check()
     with storage_errors(marker, "remove"):
         marker.unlink(missing_ok=True)
     sync(path)
     try:
         yield
+    except RunFolderInUseError:
+        raise
     except BaseException:
         if before is not None and not marker.exists():
             write_atomic(marker, before)

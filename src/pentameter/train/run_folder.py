@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -39,6 +38,8 @@ from pentameter.disk.atomic import (
     storage_errors,
     write_atomic,
 )
+from pentameter.disk.held_folder import HeldFolder
+from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
@@ -91,8 +92,10 @@ class RunFolder:
     own_keys: bool = True
     """Whether each data set of a mixture is drawn by keys of its own; False for a run that an
     earlier version began, which goes on as it was."""
-    opened: tuple[int, int] | None = None
-    """The folder's device number and inode, as this rank sees it."""
+    opened: HeldFolder | None = None
+    """The folder as this rank sees it."""
+    fence: Fence | None = None
+    """Tells whether this run, by rank 0's process, still holds the folder's lock."""
 
     @property
     def holds_checkpoint(self) -> bool:
@@ -102,18 +105,22 @@ class RunFolder:
         return found is not None and found.path.is_relative_to(self.path.resolve())
 
     def check_there(self) -> None:
-        """Raise StorageError unless `path` still leads to this run's folder. After an unmount, an
-        empty mount point has the same name, and files would be written there."""
-        with suppress(OSError):
-            if _device_and_inode(self.path) == self.opened:
-                return
-        if not _holds(self.path, self.run_id):  # it may, mounted a second time
-            reason = "it is not the folder that this run has opened, which is not there any more"
-            error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
-            raise StorageError(
-                f"cannot write to {self.path}: {error.strerror} Bring it back, and the same "
-                "command continues"
-            ) from error
+        """Raise StorageError unless `path` still leads to this run's folder."""
+        if self.opened is not None:
+            self.opened.check(lambda: _holds(self.path, self.run_id))
+
+    def check_ours(self) -> None:
+        """Raise StorageError unless `path` still leads to this run's folder, RunFolderInUseError
+        if another process has taken it over; called before anything is written there."""
+        self.check_there()
+        if self.fence is not None:
+            self.fence.check()
+
+    def check_not_replaced(self) -> None:
+        """Raise RunFolderInUseError if another process has taken the folder over. A folder that is
+        not there, which may come back, says nothing."""
+        with suppress(StorageError):
+            self.check_ours()
 
     def log_path_of(self, rank: int) -> Path:
         """Return the path of a rank's log: log.txt for rank 0, else logs/rank-00001.txt, for
@@ -132,7 +139,7 @@ class RunFolder:
 
     def write_sample(self, step: int, text: str) -> None:
         """Write a text sampled at `step` to samples/step-….txt. Raises StorageError."""
-        self.check_there()
+        self.check_ours()
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
@@ -140,6 +147,7 @@ class RunFolder:
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Write environment.json: `environment` (versions and devices) for this start, and those of
         earlier starts, which the file held before. Raises StorageError."""
+        self.check_ours()
         path = self.path / "environment.json"
         record = {**environment, "earlier_starts": _earlier_starts(path)}
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
@@ -156,22 +164,27 @@ def _earlier_starts(path: Path) -> list[Any]:
     return []
 
 
-def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+def open_run_folder(
+    request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None = None
+) -> RunFolder:
     """Create the run folder, or rewind it to the checkpoint to resume from, and return it open.
 
     Collective: rank 0 does it and broadcasts the result; all ranks hash what it verifies. The
-    caller holds the folder's lock. Raises ConfigError, with the differences, if the folder holds
-    another run or one on other data; nothing has been changed then. It also raises ConfigError if a
-    rank does not see the folder, since each rank writes its shards of a checkpoint there.
+    caller holds the folder's lock, whose `fence` is asked from then on before anything is written.
+    Raises ConfigError, with the differences, if the folder holds another run or one on other data;
+    nothing has been changed then. It also raises ConfigError if a rank does not see the folder,
+    since each rank writes its shards of a checkpoint there.
     """
-
     world, verification = request.world, request.verification
-    folder, begins_with = verification.on_main(lambda: _open(request, plan, dataset), STARTING)
+    folder, begins_with = verification.on_main(
+        lambda: _open(request, plan, dataset, fence), STARTING
+    )
     _check_other_writers(folder, world)
     folder = replace(
         folder,
         store=folder.store.with_verification(verification),
-        opened=_device_and_inode(folder.path),
+        opened=HeldFolder.at(folder.path),
+        fence=fence and replace(fence, is_owner=world.is_main),
     )
     if begins_with is None:
         return folder
@@ -202,11 +215,6 @@ def _check_other_writers(folder: RunFolder, world: World) -> None:
         )
 
 
-def _device_and_inode(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
-
-
 def _holds(path: Path, run_id: str) -> bool:
     try:
         identity = read_identity(path)
@@ -231,7 +239,9 @@ def refuse_links(path: Path) -> None:
             raise ConfigError(f"{entry} is a folder, a pipe or a device, and no file; remove it")
 
 
-def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder, Path | None]:
+def _open(
+    request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None
+) -> tuple[RunFolder, Path | None]:
     """Create or rewind the folder, on rank 0: first make every check that may refuse it, then
     change it. Return it, and the model that a new run begins with, as it was found; None if it
     begins with none."""
@@ -254,6 +264,7 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder,
         run_id=run_id,
         config_hash=config_hash(plan.config),
         verification=request.verification,
+        fence=fence,
     )
     checkpoint = store.latest()
     if checkpoint is None:
@@ -291,7 +302,9 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> tuple[RunFolder,
     _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
     own_store = store.with_verification(Verification())
-    folder = RunFolder(path, run_id, own_store, checkpoint, None, base_model, own_keys=own_keys)
+    folder = RunFolder(
+        path, run_id, own_store, checkpoint, None, base_model, own_keys=own_keys, fence=fence
+    )
     return replace(folder, reached=_rewind(folder, record)), begins_with
 
 

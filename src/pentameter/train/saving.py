@@ -56,7 +56,7 @@ from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.disk.atomic import remove_tree
-from pentameter.errors import StorageError, TrainingFailedError
+from pentameter.errors import RunFolderInUseError, StorageError, TrainingFailedError
 from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.machine.choices import choose_asynchronous
 from pentameter.machine.cores import host_memory_bytes
@@ -238,6 +238,8 @@ class RunCheckpoints:
         if self.run.world.size == 1:
             try:
                 self._commit(may_fail=True)
+            except RunFolderInUseError:
+                pass  # it is what has ended the run, or the next thing to do
             except Exception as error:  # raised by a hook; the run's first error counts
                 self.run.console.say(f"warning: after a checkpoint was saved: {error!r}")
             return
@@ -318,7 +320,7 @@ class RunCheckpoints:
         start = time.perf_counter()
         run, world = self.run, self.run.world
         world.progress.note(doing, run.state.step)
-        world.agreed(run.folder.check_there)
+        world.agreed(run.folder.check_ours)
         tensors = world.agreed(lambda: tensors_to_save(run.engine, run.optimizer))
         wrong = first_non_finite(tensors, world)
         if wrong is not None:

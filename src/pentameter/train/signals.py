@@ -1,23 +1,29 @@
 """Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP): the first ends a run between two steps, once it
-is saved; the second ends the process at once."""
+is saved; the second ends the process at once. A launcher's request for a pause is heeded there,
+too: where no rank waits for another, it may last longer than `parallel.timeout_seconds`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Self
 
 from pentameter.errors import InterruptedRunError
-from pentameter.processes.stop_signals import handling_stop_signals
+from pentameter.processes.stop_signals import handling_stop_signals, handling_suspension
 from pentameter.processes.world import World
 
 PROMPT_SECONDS = 2.0
 """Seconds of steps after which ranks compare stop signals again, if they need not at each step. A
 step that takes longer ends first."""
+
+SETTLE_SECONDS = 0.2
+"""Seconds from the agreement on a pause until it begins: what a rank sends to the others must be on
+its way, and the request, sent to all, must have reached it."""
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # codes between ranks (0: nothing): a reason, a signal's number + 2
 
@@ -47,11 +53,13 @@ class StopSignals:
         self.steps_unasked = 1
         """Number of steps that may pass before the next `agree`, about PROMPT_SECONDS long; the
         same on every rank. 1 until a step's time is known."""
+        self._is_pausing = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._stack.enter_context(handling_stop_signals(self._on_signal))
+            self._stack.enter_context(handling_suspension(self._on_suspension))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -70,7 +78,8 @@ class StopSignals:
         step_seconds: float = PROMPT_SECONDS,
         beside: Sequence[int] = (),
     ) -> str | None:
-        """Return the reason to stop, the same on every rank; None to go on. Collective.
+        """Return the reason to stop, the same on every rank; None to go on. Collective. If a rank
+        was asked to pause, all do so before.
 
         A signal that any rank received comes before a hook's reason (`word`, which may be given on
         some ranks alone), and its name is in `agreed` afterwards. `step_seconds` is this rank's
@@ -79,15 +88,25 @@ class StopSignals:
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
         code = number or (_HAS_WORD if word is not None else 0)
-        most, nanoseconds, *self.maxima = world.all_reduce_maxima(
-            code, max(1, round(1e9 * step_seconds)), *beside
+        most, nanoseconds, pauses, *self.maxima = world.all_reduce_maxima(
+            code, max(1, round(1e9 * step_seconds)), int(self._is_pausing), *beside
         )
+        if pauses:
+            self._pause()
         self.steps_unasked = max(1, int(1e9 * PROMPT_SECONDS) // nanoseconds)
         if most == _HAS_WORD:
             return next(other for other in world.all_gather(word) if other is not None)
         if most:
             self.agreed = signal.Signals(most - _SIGNALS_FROM).name
         return self.agreed
+
+    def _on_suspension(self, is_asked: bool) -> None:
+        self._is_pausing = is_asked
+
+    def _pause(self) -> None:
+        time.sleep(SETTLE_SECONDS)
+        if self._is_pausing:  # else the launcher has gone on meanwhile
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

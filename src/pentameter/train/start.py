@@ -17,7 +17,7 @@ from pentameter.config.command_source import with_tokenizer_beside
 from pentameter.data.batches.step import TrainingBatches, suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
-from pentameter.disk.lock import RunLock
+from pentameter.disk.lock import Fence, RunLock
 from pentameter.errors import ConfigError, StorageError
 from pentameter.generation.loop import Prompt, question_prompt, text_prompt
 from pentameter.optim.build import AnyOptimizer
@@ -79,14 +79,15 @@ def start_run(
     console.show("")  # clear the progress of preparing data
     console.warn(warnings)
 
-    def lock() -> None:
+    def lock() -> Fence:
         require_trackers(plan.config.log)  # only rank 0 has any
-        stack.enter_context(RunLock(request.run_dir / "run.lock"))
+        return stack.enter_context(RunLock(request.run_dir / "run.lock")).fence
 
-    world.on_main(lock)  # after all checks that need no folder
-    folder = open_run_folder(request, plan, dataset)
+    # After all checks that need no folder.
+    folder = open_run_folder(request, plan, dataset, fence=world.on_main(lock))
     engine, optimizer, state = _build(request, plan, compute, folder)
-    console.open_log(folder.log_path_of(world.rank), folder.check_there)
+    console.open_log(folder.log_path_of(world.rank), folder.check_ours)
+    stack.callback(console.close_log)  # while the lock is held
     run = TrainingRun(
         plan=plan,
         supplied=request.supplied,
