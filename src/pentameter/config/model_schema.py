@@ -242,8 +242,8 @@ class ModelConfig(AttentionSizes, Section):
     router_z_loss: NonNegativeFloat = 0.0
     """Factor of the mean squared log-sum-exp of a token's router logits (Zoph et al. 2022)."""
     expert_capacity: PositiveFloat | None = None
-    """Tokens that an expert takes from a sequence, as a multiple of an equal share; it leaves out
-    later ones. When absent, all."""
+    """Tokens that an expert takes from a sequence, as a multiple of an equal share of
+    context_length tokens; it leaves out later ones. When absent, all."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation of the residual stream."""
     norm_position: Literal["pre", "post", "output"] = "pre"

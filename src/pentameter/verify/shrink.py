@@ -62,12 +62,13 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     it gets a vocabulary, and no dropout, which a custom model draws anew for each micro-batch.
 
     Heads, widths and context are divisible by every tensor degree, the vocabulary by none. There
-    are more layers than any pipeline has stages, so that uneven stages are covered, too.
+    are more layers than any pipeline has stages, so that uneven stages are covered, too. A sliding
+    window is a quarter of the context, which it divides: such windows are computed block by block.
     """
     tensor = max(2, math.lcm(*(_width_shards(case.layout) for case in cases)))
     by_sequence = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
     context = math.lcm(*(case.layout.context for case in cases))
-    n_heads = math.lcm(*(_head_shards(c.layout) for c in cases), *(c.kv_heads or 2 for c in cases))
+    n_heads = math.lcm(2, *(math.lcm(_head_shards(c.layout), c.kv_heads or 1) for c in cases))
     width = 4 * math.lcm(n_heads, tensor)
     n_kv_heads = _kv_heads(config, cases, n_heads)
     if n_kv_heads is not None and config.model.n_kv_heads != config.model.n_heads:
@@ -84,7 +85,6 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.head_size": None if model.head_size is None else 4,
         "model.d_model": width,
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
-        # A quarter of the context: it divides it, as windows do that are computed block by block.
         "model.sliding_window": None if model.sliding_window is None else by_sequence * context,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
