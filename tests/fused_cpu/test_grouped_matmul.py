@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from pentameter.fused_cpu import grouped_matmul, native
 from pentameter.fused_cpu.grouped_matmul import input_gradient, linear, weight_gradient
-from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.matmul import (
     grouped_input_gradient,
     grouped_linear,
     grouped_weight_gradient,
 )
+from tests.fused_cpu.conftest import load_tiles
 
 ENDS = [[32, 32, 64, 96], [0, 64, 64, 128], [0, 0, 0, 0]]
 
@@ -120,8 +120,7 @@ def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):
 
 
 def test_tiles_leave_large_matrices_to_pytorch(monkeypatch):
-    if (missing := native.load("AMX", machine_capabilities())) is not None:
-        pytest.skip(missing)
+    load_tiles()
     try:
         rows, weight, _ = random_operands(1, 64, 2, 32, 64)
         assert grouped_matmul._kernels_for(weight.shape, rows, weight) == "AMX"

@@ -112,7 +112,9 @@ def _library_level(
         if native.load(name, capabilities, level) is not None:
             break
         with plainly(), native.without(*others):
-            wrong = next(filter(None, (_wrong(name, part) for part in _parts(model, dtype, n_rows))), None)
+            wrong = next(
+                filter(None, (_wrong(name, part) for part in _parts(model, dtype, n_rows))), None
+            )
         if wrong is None:
             found = level
             break
@@ -180,7 +182,9 @@ def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
         )
         yield _Part(
             "experts" if isinstance(mlp, Experts) else "feed-forward layer",
-            lambda h, norm=mlp_norm, mlp=mlp: feed_forward_output(h, norm, mlp, config.activation)[:1],
+            lambda h, norm=mlp_norm, mlp=mlp: feed_forward_output(h, norm, mlp, config.activation)[
+                :1
+            ],
             (h,),
             (mlp_norm, mlp),
             MOST_REROUTED if isinstance(mlp, Experts) else 0.0,
@@ -188,13 +192,17 @@ def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
         bias, dropout = attention.out.bias, attention.dropout
         yield _Part(
             "end of a sub-layer",
-            lambda x, y, bias=bias, dropout=dropout: add_norm(x, y, bias, dropout, sites, True, kind),
+            lambda x, y, bias=bias, dropout=dropout: add_norm(
+                x, y, bias, dropout, sites, True, kind
+            ),
             (x, y),
             (attention.out,),
         )
     weight = model.head_parameters()[0]
     scale = model.final_norm.get_parameter("weight")
-    yield _Part("head", lambda h: (FoldedLinear.apply(h, scale, weight),), (h,), (model.final_norm,))
+    yield _Part(
+        "head", lambda h: (FoldedLinear.apply(h, scale, weight),), (h,), (model.final_norm,)
+    )
 
 
 def _step(model: GPT, dtype: torch.dtype, n_rows: int) -> None:

@@ -107,7 +107,9 @@ class Kernel:
             if wrong is None:
                 level = tried
                 break
-            warnings.warn(f"{self.__name__}, compiled with {tried}, is wrong: {wrong}", stacklevel=3)
+            warnings.warn(
+                f"{self.__name__}, compiled with {tried}, is wrong: {wrong}", stacklevel=3
+            )
         record(key, self.__name__, level)
         return level
 
