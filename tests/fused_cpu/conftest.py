@@ -43,6 +43,20 @@ def load_emulated():
     native._loaded["AMX"] = ctypes.CDLL(str(native.build("AMX", flags)))
 
 
+@pytest.fixture(scope="module")
+def tiles():
+    load_tiles()
+    yield
+    native.unload()
+
+
+@pytest.fixture
+def emulated_tiles():
+    load_emulated()
+    yield
+    native.unload()
+
+
 @pytest.fixture(scope="module", params=(64, 32, 16))
 def width(request):
     load_width(request.param)
@@ -62,8 +76,13 @@ def kernels(request):
 
 
 @pytest.fixture
-def loaded():
+def vector_cpu():
+    """Skips where the CPU has no instructions for the vector kernels."""
     vector_flags()
+
+
+@pytest.fixture
+def loaded(vector_cpu):
     assert native.load("vector", machine_capabilities()) is None
     yield
     native.unload()

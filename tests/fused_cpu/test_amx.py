@@ -14,14 +14,8 @@ from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.feed_forward import ACTIVATIONS
 from pentameter.model.gpt import build_model
-from tests.fused_cpu.conftest import load_tiles
 
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded():
-    load_tiles()
-    yield
-    native.unload()
+pytestmark = pytest.mark.usefixtures("tiles")
 
 
 def relative(x, reference):

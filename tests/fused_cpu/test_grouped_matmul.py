@@ -14,7 +14,6 @@ from pentameter.model.matmul import (
     grouped_linear,
     grouped_weight_gradient,
 )
-from tests.fused_cpu.conftest import load_tiles
 
 ENDS = [[32, 32, 64, 96], [0, 64, 64, 128], [0, 0, 0, 0]]
 
@@ -119,12 +118,8 @@ def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):
     assert not takes(rows, weight)
 
 
-def test_tiles_leave_large_matrices_to_pytorch(monkeypatch):
-    load_tiles()
-    try:
-        rows, weight, _ = random_operands(1, 64, 2, 32, 64)
-        assert grouped_matmul._kernels_for(weight.shape, rows, weight) == "AMX"
-        monkeypatch.setattr(grouped_matmul, "MAX_TILED", 32 * 64 - 1)
-        assert grouped_matmul._kernels_for(weight.shape, rows, weight) is None
-    finally:
-        native.unload()
+def test_tiles_leave_large_matrices_to_pytorch(tiles, monkeypatch):
+    rows, weight, _ = random_operands(1, 64, 2, 32, 64)
+    assert grouped_matmul._kernels_for(weight.shape, rows, weight) == "AMX"
+    monkeypatch.setattr(grouped_matmul, "MAX_TILED", 32 * 64 - 1)
+    assert grouped_matmul._kernels_for(weight.shape, rows, weight) is None

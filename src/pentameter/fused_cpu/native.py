@@ -107,8 +107,8 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 def build(name: Name, machine: Sequence[str]) -> Path:
     """Return the path to a compiled library in the cache, compiling it unless it exists.
 
-    `machine` are the compiler's level of optimization and `-march` flags. The file is named by a hash over sources and flags,
-    so that it is never out of date.
+    `machine` are the compiler's level of optimization and `-march` flags. The file is named by a
+    hash over sources and flags, so that it is never out of date.
 
     Raises:
         OSError: the cache cannot be written, or the compiler fails.

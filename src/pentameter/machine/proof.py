@@ -4,7 +4,7 @@ A compiler may be wrong: g++ 11 and 12 lose stores in a kernel that `torch.compi
 or stale memory takes the gradients' place (`benchmarks/inductor_tile.py`). So each kernel runs once
 beside its plain form, on drawn numbers in the shapes, strides and dtypes of a run. What disagrees
 is built with less optimization, and what then disagrees is not used. Verdicts are kept in the cache
-folder, by all that they depend on: the compiler and its flags, torch, processor, threads and source.
+folder, by all that they depend on: compiler, flags, torch, processor, threads and source.
 """
 
 from __future__ import annotations
@@ -63,19 +63,25 @@ def disagreement(
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 return f"result {number} differs"
-            continue
-        x, y = (each.detach().to(torch.promote_types(each.dtype, torch.float32)) for each in (x, y))
-        finite = y.isfinite()
-        if not torch.equal(finite, x.isfinite()):
-            return f"result {number} is not finite"
-        if not finite.all():
-            x, y = x[finite], y[finite]
-        if not y.numel():
-            continue
-        error, top = (x - y).abs_(), y.abs().amax()
-        if (error > bound * top).float().mean() > may_differ:
-            return f"result {number} is off by {error.amax():.1e} of {top:.1e}"
+        elif (how := _difference(_wide(x), _wide(y), bound, may_differ)) is not None:
+            return f"result {number} is {how}"
     return None
+
+
+def _difference(x: Tensor, y: Tensor, bound: float, may_differ: float) -> str | None:
+    finite = y.isfinite()
+    if not torch.equal(finite, x.isfinite()):
+        return "not finite"
+    if not finite.any():
+        return None
+    error, top = (x - y)[finite].abs_(), y[finite].abs().amax()
+    if (error > bound * top).float().mean() > may_differ:
+        return f"off by {error.amax():.1e} of {top:.1e}"
+    return None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _bound(dtype: torch.dtype) -> float:
@@ -146,7 +152,7 @@ def toolchain() -> str:
 
 @functools.cache
 def _version(command: str | None) -> tuple[object, ...]:
-    """Return what tells a compiler from another: its path, size, time and what it says of itself."""
+    """Return what tells a compiler from another: path, size, time and what it says of itself."""
     path = None if command is None else shutil.which(command)
     if path is None:
         return ()

@@ -84,7 +84,7 @@ class Kernel:
         # Fused multiply-add: a tenth faster in these kernels, and rounds less.
         options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
         if level == "-O2":
-            options["cpp.cxx"] = (None, careful_compiler())
+            options |= careful_options()
         own = with_own_code(self._function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
@@ -132,6 +132,12 @@ def hold(levels: Mapping[str, Level]) -> None:
             _held[name] = held
 
 
+def careful_options() -> dict[str, Any]:
+    """Return options for `torch.compile` with which C++ is built with -O2. Raises StorageError if
+    the cache folder cannot be written."""
+    return {"cpp.cxx": (None, careful_compiler())}
+
+
 @contextmanager
 def plainly() -> Iterator[None]:
     """Within this context no kernel runs compiled."""
@@ -143,8 +149,9 @@ def plainly() -> Iterator[None]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return a hashable description of an argument on which compiled code depends: shape, strides, dtype
-    and `requires_grad` for a tensor, the items' for a tuple or list, any other value itself."""
+    """Return a hashable description of an argument on which compiled code depends: shape, strides,
+    dtype and `requires_grad` for a tensor, the items' for a tuple or list, any other value
+    itself."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     if isinstance(argument, tuple | list):
