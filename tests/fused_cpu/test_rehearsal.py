@@ -99,7 +99,8 @@ def plant(monkeypatch, folder, *, mended_by_less=False):
     right = "for (int64_t c = 0; c < job.D; c += LANES) store(normed"
     wrong = right.replace("c < job.D", "c < job.D - LANES")
     assert right in text
-    planted = f"#ifdef SOUND\n{right}\n#else\n{wrong}\n#endif\n"
+    # Libraries are known by their sources, so that each case needs its own.
+    planted = f"#ifdef SOUND  // {mended_by_less}\n{right}\n#else\n{wrong}\n#endif\n"
     (sources / "add_norm.cpp").write_text(text.replace(right, planted))
     monkeypatch.setattr(native, "FOLDER", sources)
     if mended_by_less:
@@ -164,17 +165,18 @@ def test_no_kernel_is_asked_to_transpose_16_bits(monkeypatch, variant):
     called = []
 
     def spy(self, *arguments):
-        called.append(self.__name__)
+        called.append(self._name)
+        if self is kernels.copy_transposed:
+            assert all(x.dtype.itemsize > 2 for x in arguments)
         for x in compiled._tensors(arguments):
             if x.is_floating_point() and x.dtype.itemsize == 2 and x.numel() > 1:
-                assert x.stride(-1) == 1, f"{self.__name__} is given {x.shape}, {x.stride()}"
+                assert x.stride(-1) == 1, f"{self._name} is given {x.shape}, {x.stride()}"
         return self._function(*arguments)
 
     monkeypatch.setattr(compiled.Kernel, "__call__", spy)
     model = rehearsal._shallow(config_of(variant), torch.bfloat16)
     rehearsal._step(model, torch.bfloat16, ROWS)
     assert "unfold" in called
-    assert kernels.copy_transposed.__name__ not in called
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -63,6 +63,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
+        self._name = function.__name__
         self._function = function
         self._proofs: dict[Hashable, Level] = {}
         self._compiled = functools.cache(self._compile)
@@ -74,8 +75,8 @@ class Kernel:
         kind = _kind(arguments)
         if kind not in self._proofs:
             self._proofs[kind] = level = self._proved(kind, arguments)
-            hold({self.__name__: level})
-        return self._form(_held.get(self.__name__, LEVELS[0]), kind)(*arguments)
+            hold({self._name: level})
+        return self._form(_held.get(self._name, LEVELS[0]), kind)(*arguments)
 
     def _form(self, level: Level, kind: Hashable) -> Callable[..., Any]:
         return self._function if level == "plain" else self._compiled(level, kind)
@@ -92,7 +93,7 @@ class Kernel:
         """Return how this kind of arguments is to be computed, proved now or by an earlier run."""
         if any(x.device.type != "cpu" for x in _tensors(arguments)):
             return LEVELS[0]
-        key = key_of(self.__name__, kind, torch.get_num_threads(), _settings())
+        key = key_of(self._name, kind, torch.get_num_threads(), _settings())
         if (verdict := recall(key)) is not None:
             return cast(Level, verdict["level"])
         expected = _results(self._function, arguments)
@@ -108,9 +109,9 @@ class Kernel:
                 level = tried
                 break
             warnings.warn(
-                f"{self.__name__}, compiled with {tried}, is wrong: {wrong}", stacklevel=3
+                f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=3
             )
-        record(key, self.__name__, level)
+        record(key, self._name, level)
         return level
 
 
