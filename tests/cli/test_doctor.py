@@ -54,7 +54,7 @@ def test_the_verb(facts, monkeypatch, capsys):
 
 def test_proved_and_refused_kernels_are_listed(facts, monkeypatch):
     found = [("fold", "-O3"), ("unfold", "-O3"), ("unfold", "-O2"), ("vector kernels", "plain")]
-    monkeypatch.setattr("pentameter.machine.proof.verdicts", lambda: iter(found))
+    monkeypatch.setattr("pentameter.machine.kernel_checks.verdicts", lambda: iter(found))
     kernels = doctor._kernels()
     assert kernels == {"proved": ["fold"], "refused": ["unfold (-O2)", "vector kernels (plain)"]}
     rows = list(doctor._rows(facts | {"kernels": kernels}))

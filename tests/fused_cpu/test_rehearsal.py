@@ -10,7 +10,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import functions, kernels, native, rehearsal
 from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.machine import proof
+from pentameter.machine import kernel_checks
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model import compiled
 from pentameter.model.dropout import dropout_keys
@@ -38,7 +38,7 @@ def config_of(variant="gelu"):
 
 @pytest.fixture(autouse=True)
 def own_verdicts(monkeypatch, tmp_path):
-    monkeypatch.setattr(proof, "_folder", lambda: tmp_path / "proofs")
+    monkeypatch.setattr(kernel_checks, "_folder", lambda: tmp_path / "proofs")
     monkeypatch.setattr(compiled, "_held", {})
     yield
     native.unload()
@@ -56,7 +56,7 @@ def test_libraries_that_are_right_are_kept(loaded, no_step, variant, dtype):
     with warnings.catch_warnings(action="error"):
         assert rehearse(config_of(variant), dtype, ROWS, machine_capabilities()) == {}
     assert native.is_loaded("vector")
-    assert dict(proof.verdicts()) == {"vector kernels": "-O3", "fused step": "-O3"}
+    assert dict(kernel_checks.verdicts()) == {"vector kernels": "-O3", "fused step": "-O3"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from pentameter.machine import proof
+from pentameter.machine import kernel_checks
 from pentameter.model import compiled
 
 WRONG_UNLESS_CAREFUL = """#!{python}
@@ -26,7 +26,7 @@ sys.exit(subprocess.run(["g++", *arguments]).returncode)
 
 @pytest.fixture(autouse=True)
 def own_verdicts(monkeypatch, tmp_path):
-    monkeypatch.setattr(proof, "_folder", lambda: tmp_path / "proofs")
+    monkeypatch.setattr(kernel_checks, "_folder", lambda: tmp_path / "proofs")
     monkeypatch.setattr(compiled, "_held", {})
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_kernel_is_left_to_pytorch_in_every_later_call_and_start(options
         result = kernel(x, y, 2.0)[0]
     assert torch.equal(result, rectified(x, y, 2.0)[0])
     assert compiled.refused() == {"rectified": "plain"}
-    assert list(proof.verdicts()) == [("rectified", "plain")]
+    assert list(kernel_checks.verdicts()) == [("rectified", "plain")]
     # Of the same kernel, no kind of arguments is trusted any longer.
     options("inject_relu_bug_TESTING_ONLY", None)
     assert torch.equal(kernel(y, y, 2.0)[0], rectified(y, y, 2.0)[0])
@@ -64,7 +64,7 @@ def test_a_right_kernel_is_proved_once(monkeypatch):
     kernel = compiled.kernel(rectified)
     torch.testing.assert_close(kernel(x, y, 3.0)[0], rectified(x, y, 3.0)[0])
     assert compiled.refused() == {}
-    assert list(proof.verdicts()) == [("rectified", "-O3")]
+    assert list(kernel_checks.verdicts()) == [("rectified", "-O3")]
     monkeypatch.setattr(compiled, "disagreement", None)  # or it is called
     again = compiled.kernel(rectified)
     assert torch.equal(again(x, y, 3.0)[0], kernel(x, y, 3.0)[0])

@@ -129,7 +129,7 @@ def examine() -> dict[str, Any]:
 def _kernels() -> dict[str, list[str]]:
     """Return the names of the kernels that runs have proved on this machine, as this compiler makes
     them, and of those that they have refused, with how they run instead."""
-    from pentameter.machine.proof import LEVELS, verdicts
+    from pentameter.machine.kernel_checks import LEVELS, verdicts
 
     found = sorted(set(verdicts()))
     refused = [f"{name} ({level})" for name, level in found if level != LEVELS[0]]

@@ -24,7 +24,7 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_compiler
-from pentameter.machine.proof import LEVELS, Level
+from pentameter.machine.kernel_checks import LEVELS, Level
 
 Name = Literal["vector", "AMX"]
 

@@ -28,7 +28,7 @@ from pentameter.fused_cpu.step import (
     fused_loss_sum,
 )
 from pentameter.machine.capabilities import Capabilities
-from pentameter.machine.proof import (
+from pentameter.machine.kernel_checks import (
     LEVELS,
     Level,
     disagreement,

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pentameter.machine.proof import (
+from pentameter.machine.kernel_checks import (
     LEVELS,
     Level,
     careful_compiler,
@@ -49,8 +49,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Decorate `function` so that it is compiled at its first call for each kind of arguments, and
-    on a CPU proved before it is used: what disagrees with `function` itself (`machine/proof.py`) is
-    compiled with less optimization, or left to `function`.
+    on a CPU checked before it is used: what disagrees with `function` itself
+    (`machine/kernel_checks.py`) is compiled with less optimization, or left to `function`.
 
     Arguments are positional. Calls whose tensors have the same shapes, strides, dtypes and
     `requires_grad`, and whose other arguments are equal, use the same compiled code.
@@ -65,7 +65,7 @@ class Kernel:
         functools.update_wrapper(self, function)
         self._name = function.__name__
         self._function = function
-        self._proofs: dict[Hashable, Level] = {}
+        self._checked: dict[Hashable, Level] = {}
         self._compiled = functools.cache(self._compile)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -73,8 +73,8 @@ class Kernel:
         if _PLAIN.get():
             return self._function(*arguments)
         kind = _kind(arguments)
-        if kind not in self._proofs:
-            self._proofs[kind] = level = self._proved(kind, arguments)
+        if kind not in self._checked:
+            self._checked[kind] = level = self._level(kind, arguments)
             hold({self._name: level})
         return self._form(_held.get(self._name, LEVELS[0]), kind)(*arguments)
 
@@ -89,7 +89,7 @@ class Kernel:
         own = with_own_code(self._function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
-    def _proved(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:
+    def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:
         """Return how this kind of arguments is to be computed, proved now or by an earlier run."""
         if any(x.device.type != "cpu" for x in _tensors(arguments)):
             return LEVELS[0]
@@ -108,9 +108,7 @@ class Kernel:
             if wrong is None:
                 level = tried
                 break
-            warnings.warn(
-                f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=3
-            )
+            warnings.warn(f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=3)
         record(key, self._name, level)
         return level
 

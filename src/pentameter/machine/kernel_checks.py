@@ -184,4 +184,4 @@ def careful_compiler() -> str:
 
 
 def _folder() -> Path:
-    return cache_folder() / "proofs"
+    return cache_folder() / "kernels"
