@@ -52,6 +52,16 @@ def test_the_verb(facts, monkeypatch, capsys):
         assert part in text
 
 
+def test_proved_and_refused_kernels_are_listed(facts, monkeypatch):
+    found = [("fold", "-O3"), ("unfold", "-O3"), ("unfold", "-O2"), ("vector kernels", "plain")]
+    monkeypatch.setattr("pentameter.machine.kernel_checks.verdicts", lambda: iter(found))
+    kernels = doctor._kernels()
+    assert kernels == {"proved": ["fold"], "refused": ["unfold (-O2)", "vector kernels (plain)"]}
+    rows = list(doctor._rows(facts | {"kernels": kernels}))
+    assert ("kernels proved", "1", "fold") in rows
+    assert ("kernels refused", "2", "unfold (-O2), vector kernels (plain)") in rows
+
+
 def test_gpus_are_listed(facts):
     gpu = {"name": "NVIDIA H200", "architecture": "sm_90", "memory_bytes": 150_000_000_000}
     with_gpu = {

@@ -1,6 +1,8 @@
-"""The vector kernels, for the tests of those who call them."""
+"""The C++ kernels, for the tests of those who call them."""
 
 import ctypes
+import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,38 @@ def load_width(n_bytes):
     native._loaded["vector"] = ctypes.CDLL(str(native.build("vector", flags)))
 
 
+EMULATED = Path(__file__).with_name("emulated")
+"""The folder of the header with which the kernels on tiles are compiled for any processor."""
+
+
+def load_tiles():
+    """Load the kernels on matrix tiles: this CPU's own, or where it has none emulated ones."""
+    if native.load("AMX", machine_capabilities()) is not None:
+        load_emulated()
+
+
+def load_emulated():
+    """Load the kernels on matrix tiles, which are emulated, whatever the CPU has."""
+    header = hashlib.sha256((EMULATED / "immintrin.h").read_bytes()).hexdigest()[:16]
+    machine = native.machine_flags("vector", machine_capabilities().cpu) or ()
+    flags = ("-O3", *machine, "-DVECTOR_BYTES=64", f"-I{EMULATED}", f"-DHEADER=0x{header}u")
+    native._loaded["AMX"] = ctypes.CDLL(str(native.build("AMX", flags)))
+
+
+@pytest.fixture(scope="module")
+def tiles():
+    load_tiles()
+    yield
+    native.unload()
+
+
+@pytest.fixture
+def emulated_tiles():
+    load_emulated()
+    yield
+    native.unload()
+
+
 @pytest.fixture(scope="module", params=(64, 32, 16))
 def width(request):
     load_width(request.param)
@@ -35,15 +69,20 @@ def kernels(request):
     """Vector kernels as in `width`, or those on matrix tiles."""
     if request.param != "AMX":
         load_width(request.param)
-    elif (missing := native.load("AMX", machine_capabilities())) is not None:
-        pytest.skip(missing)
+    else:
+        load_tiles()
     yield request.param
     native.unload()
 
 
 @pytest.fixture
-def loaded():
+def vector_cpu():
+    """Skips where the CPU has no instructions for the vector kernels."""
     vector_flags()
+
+
+@pytest.fixture
+def loaded(vector_cpu):
     assert native.load("vector", machine_capabilities()) is None
     yield
     native.unload()

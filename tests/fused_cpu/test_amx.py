@@ -1,4 +1,5 @@
-"""The AMX kernels give what PyTorch's products give, to the rounding of bf16."""
+"""The AMX kernels give what PyTorch's products give, to the rounding of bf16: on this processor's
+tiles, or where it has none on emulated ones."""
 
 import pytest
 import torch
@@ -10,21 +11,11 @@ from pentameter.fused_cpu.amx_feed_forward import MAX_WEIGHT, can_feed_forward, 
 from pentameter.fused_cpu.functions import AmxAttention, AmxFeedForward, CausalAttention
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.feed_forward import ACTIVATIONS
 from pentameter.model.gpt import build_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded():
-    capabilities = machine_capabilities()
-    missing = native.load("AMX", capabilities)
-    if not capabilities.cpu.amx_bf16:
-        pytest.skip(str(missing))
-    assert missing is None
-    yield
-    native.unload()
+pytestmark = pytest.mark.usefixtures("tiles")
 
 
 def relative(x, reference):
@@ -292,9 +283,8 @@ def test_a_bf16_step_is_near_the_exact_one(variant):
 
     exact_loss, exact = gradients(torch.float64, torch.float64)
     loss, on_tiles = gradients(torch.float32, torch.bfloat16)
-    native.unload()
-    _, plain = gradients(torch.float32, torch.bfloat16)
-    assert native.load("AMX", machine_capabilities()) is None
+    with native.without("AMX"):
+        _, plain = gradients(torch.float32, torch.bfloat16)
     assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert not torch.equal(on_tiles, plain)  # or the kernels were not used
     assert relative(on_tiles, exact) < 1.2 * relative(plain, exact) < 0.05

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pentameter.fused_cpu import grouped_matmul, native
 from pentameter.fused_cpu.grouped_matmul import input_gradient, linear, weight_gradient
-from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.matmul import (
     grouped_input_gradient,
     grouped_linear,
@@ -119,13 +118,8 @@ def test_what_the_kernels_do_not_take_is_left_to_others(loaded, monkeypatch):
     assert not takes(rows, weight)
 
 
-def test_tiles_leave_large_matrices_to_pytorch(monkeypatch):
-    if (missing := native.load("AMX", machine_capabilities())) is not None:
-        pytest.skip(missing)
-    try:
-        rows, weight, _ = random_operands(1, 64, 2, 32, 64)
-        assert grouped_matmul._kernels_for(weight.shape, rows, weight) == "AMX"
-        monkeypatch.setattr(grouped_matmul, "MAX_TILED", 32 * 64 - 1)
-        assert grouped_matmul._kernels_for(weight.shape, rows, weight) is None
-    finally:
-        native.unload()
+def test_tiles_leave_large_matrices_to_pytorch(tiles, monkeypatch):
+    rows, weight, _ = random_operands(1, 64, 2, 32, 64)
+    assert grouped_matmul._kernels_for(weight.shape, rows, weight) == "AMX"
+    monkeypatch.setattr(grouped_matmul, "MAX_TILED", 32 * 64 - 1)
+    assert grouped_matmul._kernels_for(weight.shape, rows, weight) is None

@@ -7,6 +7,7 @@ from pentameter.config.schema import Config
 from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
 from pentameter.machine.ceilings import Ceiling
+from pentameter.model import compiled
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
@@ -36,6 +37,7 @@ def a_machine_with_amx(monkeypatch):
     monkeypatch.setattr(compute, "ceiling", lambda *_: Ceiling(1e12))
     monkeypatch.setattr(native, "load", lambda name, _: None)
     monkeypatch.setattr(native, "_loaded", {"vector": object(), "AMX": object()})
+    monkeypatch.setattr(compute, "rehearse", lambda *_: {})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ class TwoMachines(World):
     def all_gather(self, value):
         if isinstance(value, tuple):
             return [value, (False, "no compiler there") if self.lacks_compiler else value]
-        return [value, value | {"AMX": "no AMX there"}]
+        return [value, value | {"AMX": "no AMX there"} if value else value]
 
 
 @pytest.mark.parametrize("lacks_compiler", [True, False])
@@ -83,6 +85,19 @@ def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler
     assert stays is lacks_compiler  # unloaded, or never asked
     assert chosen.compiled is not lacks_compiler
     assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
+
+
+def test_what_is_found_wrong_is_not_used_and_said(a_machine_with_amx, monkeypatch):
+    levels = {"vector": "plain", "unfold": "-O2"}
+    monkeypatch.setattr(compute, "rehearse", lambda *_: levels)
+    monkeypatch.setattr(compiled, "_held", {})
+    chosen = choose_compute(plan())
+    assert chosen.native_kernels == ("AMX",)
+    assert compiled.refused() == {"unfold": "-O2"}
+    assert chosen.compile_reason == (
+        "asked for; with AMX kernels; wrong as this compiler makes them: unfold built with -O2, "
+        "vector left to PyTorch"
+    )
 
 
 @pytest.mark.parametrize(

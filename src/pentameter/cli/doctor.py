@@ -114,6 +114,7 @@ def examine() -> dict[str, Any]:
         "precision_reason": reason,
         "compile": compiler.works,
         "compile_reason": compiler.reason,
+        "kernels": _kernels(),
         "product_ceiling_flops": _ceilings(device),
         "published_peak_flops": peak_flops(name, precision),
         "devices": around["devices"],
@@ -123,6 +124,17 @@ def examine() -> dict[str, Any]:
         "data": _data_folders(),
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
+
+
+def _kernels() -> dict[str, list[str]]:
+    """Return the names of the kernels that runs have proved on this machine, as this compiler makes
+    them, and of those that they have refused, with how they run instead."""
+    from pentameter.machine.kernel_checks import LEVELS, verdicts
+
+    found = sorted(set(verdicts()))
+    refused = [f"{name} ({level})" for name, level in found if level != LEVELS[0]]
+    wrong = {name for name, level in found if level != LEVELS[0]}
+    return {"proved": sorted({name for name, _ in found} - wrong), "refused": refused}
 
 
 def _is_there(module: str) -> bool:
@@ -181,6 +193,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "mps", "yes", "Apple's GPU"
     yield "precision", facts["precision"], facts["precision_reason"]
     yield "compile", "works" if facts["compile"] else "no", facts["compile_reason"]
+    for state, names in facts["kernels"].items():
+        none = "by no run yet" if state == "proved" else ""
+        yield f"kernels {state}", str(len(names)), ", ".join(names) or none
     for name, flops in facts["product_ceiling_flops"].items():
         value = "–" if flops is None else f"{flops / 1e12:.3g} TFLOP/s"
         yield name, value, "measured matrix product"

@@ -253,20 +253,23 @@ def _separate(x: Tensor, n_factors: int) -> Tensor:
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """Return gᵀ · x summed over token rows, (n, k), at least in both inputs' precision, for g
-    (…, n) and x (…, k).
+    """Return gᵀ · x summed over token rows, (n, k), contiguous, at least in both inputs' precision,
+    for g (…, n) and x (…, k).
 
-    The AMX kernel computes it if `can_matmul_over_rows` says so. Without it the narrower side is
-    transposed by copying: over many rows, a matmul with a transposed view takes longer by ten times
-    the copy's time.
+    The AMX kernel computes it if `can_matmul_over_rows` says so. Without it 16-bit inputs are
+    multiplied as they lie. The narrower of wider ones is transposed by copying, which is a little
+    faster. No 16-bit tensor is transposed by a compiled kernel: g++ 11 and 12 lose the stores to
+    the tile in which Inductor does so, and nothing asks for one (`benchmarks/inductor_tile.py`).
     """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     g_is_wider = g.shape[1] > x.shape[1]
     left, right = (x, g) if g_is_wider else (g, x)
     if amx_feed_forward.can_matmul_over_rows(left, right):
         return amx_feed_forward.matmul_over_rows(left, right, transposed=g_is_wider)
+    if g.dtype.itemsize == 2:
+        return g.t() @ x
     product = kernels.transpose(left) @ right
-    return product.t() if g_is_wider else product
+    return product.t().contiguous() if g_is_wider else product
 
 
 class CausalAttention(Function):

@@ -13,7 +13,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_compiler
+from pentameter.machine.kernel_checks import LEVELS, Level
 
 Name = Literal["vector", "AMX"]
 
@@ -45,17 +47,18 @@ DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
 CHANNELS = 16
 """The vector kernels need channel counts that this divides: fp32 values in one AVX-512 register."""
 FOLDER = Path(__file__).with_name("cpp")
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 BUILD_SECONDS = 120  # it takes some
 
 _loaded: dict[Name, ctypes.CDLL] = {}
 
 
-def load(name: Name, capabilities: Capabilities) -> str | None:
+def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> str | None:
     """Load a library, `vector` or `AMX`, for use by later steps; the first call compiles it into
     the cache. Return None on success, else a phrase that says why not: CPU, system or compiler.
 
-    capabilities: this machine's. Never raises: without the library a run is slower, not impossible.
+    capabilities: this machine's. level: how far the compiler optimizes. Never raises: without the
+    library a run is slower, not impossible.
     """
     machine = machine_flags(name, capabilities.cpu)
     if machine is None:
@@ -64,7 +67,7 @@ def load(name: Name, capabilities: Capabilities) -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the {name} kernels are for Linux on x86-64"
     try:
-        library = ctypes.CDLL(str(build(name, machine)))
+        library = ctypes.CDLL(str(build(name, (level, *machine))))
         works = name != "AMX" or library.pentameter_amx_works() == 1
     except (OSError, subprocess.SubprocessError) as error:
         return f"the {name} kernels cannot be built: {error}"
@@ -104,8 +107,8 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 def build(name: Name, machine: Sequence[str]) -> Path:
     """Return the path to a compiled library in the cache, compiling it unless it exists.
 
-    `machine` are the compiler's `-march` flags. The file is named by a hash over sources and flags,
-    so that it is never out of date.
+    `machine` are the compiler's level of optimization and `-march` flags. The file is named by a
+    hash over sources and flags, so that it is never out of date.
 
     Raises:
         OSError: the cache cannot be written, or the compiler fails.
@@ -141,10 +144,25 @@ def unload(*names: Name) -> None:
         _loaded.pop(name, None)
 
 
+@contextmanager
+def without(*names: Name) -> Iterator[None]:
+    """Within this context the named libraries are as if they were not loaded."""
+    kept = {name: _loaded.pop(name) for name in names if name in _loaded}
+    try:
+        yield
+    finally:
+        _loaded.update(kept)
+
+
 def serves(name: Name, parameters: torch.dtype, products: torch.dtype) -> bool:
     """Return whether the library `vector` or `AMX` is loaded and computes with parameters in the
     dtype `parameters` (fp32 only) and matmuls in the dtype `products`."""
     return name in _loaded and parameters is torch.float32 and products in DTYPES[name]
+
+
+def is_loaded(name: Name) -> bool:
+    """Return whether a library is loaded."""
+    return name in _loaded
 
 
 def library(name: Name) -> ctypes.CDLL:

@@ -78,20 +78,16 @@ def fused_loss_sum(
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
-    native = amx_attention.can_attend(config, x.dtype, dtype)
-    attend = (AmxAttention if native else CausalAttention).apply
-    shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
     for block in blocks:
         (attention_norm, attention), (mlp_norm, mlp) = block.sub_layers()
         assert isinstance(attention, Attention)
         assert isinstance(mlp, MLP | Experts)
-        keys = sites[attention.weights_dropout.site]
-        y = attend(shape, keys, *_heads(h, attention_norm, attention), *rotation_tables)
-        y = FoldedLinear.apply(y, None, attention.out.weight)
-        x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
-        y, bias = _mlp(h, mlp_norm, mlp, config.activation)
-        x, h = _add_norm(x, y, bias, mlp.dropout, sites, dropping, kind)
+        keys = sites[attention.weights_dropout.site] if dropping else None
+        y = attention_output(h, attention_norm, attention, config, keys, rotation_tables)
+        x, h = add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
+        y, bias = feed_forward_output(h, mlp_norm, mlp, config.activation)
+        x, h = add_norm(x, y, bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
     assert config.vocab_size is not None  # a GPT has one
@@ -106,6 +102,29 @@ def fused_loss_sum(
     if norm_bias is not None:
         bias = F.linear(norm_bias, weight, bias)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size, cap)
+
+
+def attention_output(
+    h: Tensor,
+    norm: nn.Module,
+    attention: Attention,
+    config: ModelConfig,
+    keys: Tensor | None,
+    rotation_tables: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Return an attention layer's output (B, T, D), without its last bias, for normalised h
+    (B, T, D), computed by `norm` without its weight and bias.
+
+    keys: dropout's, int32 (B, 2), or None for no dropout. rotation_tables: cosine and sine (T,
+    R / 2), or None twice.
+    """
+    shape = _head_shape(config, keys is not None)
+    if keys is None:
+        keys = torch.zeros(len(h), 2, dtype=torch.int32)
+    native = amx_attention.can_attend(config, attention.out.weight.dtype, h.dtype)
+    attend = (AmxAttention if native else CausalAttention).apply
+    y: Tensor = attend(shape, keys, *_heads(h, norm, attention), *rotation_tables)
+    return FoldedLinear.apply(y, None, attention.out.weight)
 
 
 def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
@@ -141,7 +160,7 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
     return *made, *(each.unflatten(0, (-1, attention.head_size)) for each in norms)
 
 
-def _mlp(
+def feed_forward_output(
     h: Tensor, norm: nn.Module, mlp: MLP | Experts, activation: str
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output (B, T, D) of a feed-forward layer or of experts, and a bias (D,) that is
@@ -230,7 +249,7 @@ def _folded_bias(
     return torch.cat(biases, -1) if biases else None
 
 
-def _add_norm(
+def add_norm(
     x: Tensor,
     y: Tensor,
     bias: Tensor | None,

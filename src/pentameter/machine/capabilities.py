@@ -160,11 +160,16 @@ def find_compiler(device: torch.device, capabilities: Capabilities | None = None
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
     if device.type == "cuda":
         return _find_triton((capabilities or machine_capabilities()).gpu(device))
-    # torch looks for this one name unless $CXX says another
-    command = _first_found("CXX", ("clang++" if sys.platform == "darwin" else "g++",))
+    command = compiler_command()
     if command is None:
         return Compiler(None, False, "no C++ compiler found; install g++ or set CXX")
     return _try_building(command)
+
+
+def compiler_command() -> str | None:
+    """Return the C++ compiler that torch looks for, which is g++, on a Mac clang++, unless $CXX
+    names another; None if it cannot be found."""
+    return _first_found("CXX", ("clang++" if sys.platform == "darwin" else "g++",))
 
 
 def _find_triton(gpu: GpuCapabilities) -> Compiler:

@@ -7,12 +7,28 @@ Importing a file that uses it compiles nothing: the first call does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+import itertools
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from pentameter.machine.kernel_checks import (
+    LEVELS,
+    Level,
+    careful_compiler,
+    disagreement,
+    key_of,
+    recall,
+    record,
+    stand_in,
+    worst,
+)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,34 +47,153 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return own
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `function` so that it is compiled at its first call for each kind of arguments.
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Decorate `function` so that it is compiled at its first call for each kind of arguments, and
+    on a CPU checked before it is used: what disagrees with `function` itself
+    (`machine/kernel_checks.py`) is compiled with less optimization, or left to `function`.
 
-    Arguments are positional. Calls whose tensors have the same shapes, dtypes and `requires_grad`,
-    and whose other arguments are equal, use the same compiled code.
+    Arguments are positional. Calls whose tensors have the same shapes, strides, dtypes and
+    `requires_grad`, and whose other arguments are equal, use the same compiled code.
     """
+    return Kernel(function)
 
-    @functools.cache
-    def compiled(kind: Hashable) -> Callable[..., Any]:
+
+class Kernel:
+    """A function that runs compiled; see `kernel`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._name = function.__name__
+        self._function = function
+        self._checked: dict[Hashable, Level] = {}
+        self._compiled = functools.cache(self._compile)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the function's result for these arguments."""
+        if _PLAIN.get():
+            return self._function(*arguments)
+        kind = _kind(arguments)
+        if kind not in self._checked:
+            self._checked[kind] = level = self._level(kind, arguments)
+            hold({self._name: level})
+        return self._form(_held.get(self._name, LEVELS[0]), kind)(*arguments)
+
+    def _form(self, level: Level, kind: Hashable) -> Callable[..., Any]:
+        return self._function if level == "plain" else self._compiled(level, kind)
+
+    def _compile(self, level: Level, kind: Hashable) -> Callable[..., Any]:
         # Fused multiply-add: a tenth faster in these kernels, and rounds less.
-        options: dict[str, str | int | bool | Callable[..., Any]] = {
-            "cpp.enable_floating_point_contract_flag": "fast"
-        }
-        own = with_own_code(function)
+        options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+        if level == "-O2":
+            options |= careful_options()
+        own = with_own_code(self._function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        return compiled(_kind(arguments))(*arguments)
+    def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:
+        """Return how this kind of arguments is to be computed, proved now or by an earlier run."""
+        if any(x.device.type != "cpu" for x in _tensors(arguments)):
+            return LEVELS[0]
+        key = key_of(self._name, kind, torch.get_num_threads(), _settings())
+        if (verdict := recall(key)) is not None:
+            return cast(Level, verdict["level"])
+        expected = _results(self._function, arguments)
+        level: Level = LEVELS[-1]
+        for tried in LEVELS[:-1]:
+            try:
+                wrong = disagreement(_results(self._form(tried, kind), arguments), expected)
+            except Exception:
+                if tried == LEVELS[0]:
+                    raise  # as it would without a proof
+                break
+            if wrong is None:
+                level = tried
+                break
+            warnings.warn(f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=3)
+        record(key, self._name, level)
+        return level
 
-    return call
+
+_held: dict[str, Level] = {}
+_PLAIN = ContextVar("_PLAIN", default=False)
+
+
+def refused() -> dict[str, Level]:
+    """Return the kernels, by name, that do not run in this process as the compiler makes them, and
+    how they run instead."""
+    return dict(_held)
+
+
+def hold(levels: Mapping[str, Level]) -> None:
+    """Run kernels, by name, no faster than at these levels from now on, for all kinds of
+    arguments."""
+    for name, level in levels.items():
+        if (held := worst(level, _held.get(name, LEVELS[0]))) != LEVELS[0]:
+            _held[name] = held
+
+
+def careful_options() -> dict[str, Any]:
+    """Return options for `torch.compile` with which C++ is built with -O2. Raises StorageError if
+    the cache folder cannot be written."""
+    return {"cpp.cxx": (None, careful_compiler())}
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Within this context no kernel runs compiled."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return a hashable description of an argument on which compiled code depends: shape, dtype and
-    `requires_grad` for a tensor, the items' for a tuple or list, any other value itself."""
+    """Return a hashable description of an argument on which compiled code depends: shape, strides,
+    dtype and `requires_grad` for a tensor, the items' for a tuple or list, any other value
+    itself."""
     if isinstance(argument, Tensor):
-        return argument.shape, argument.dtype, argument.requires_grad
+        return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     if isinstance(argument, tuple | list):
         return tuple(map(_kind, argument))
     return argument
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what a caller may have set in PyTorch's compiler that changes a kernel's code."""
+    from torch._inductor import config  # its options have no other home
+
+    return config.cpp.march, config.cpp.simdlen, config.cpp.cxx
+
+
+def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return all tensors that a function returns for stand-ins of these arguments, the stand-ins,
+    which it may have written to, and their gradients where they have any."""
+    given = _stand_ins(arguments, itertools.count())
+    returned = list(_tensors(function(*given)))
+    outputs = [x for x in returned if x.requires_grad]
+    leaves = [x for x in _tensors(given) if x.requires_grad]
+    results = [*returned, *_tensors(given)]
+    if outputs:
+        ones = [torch.ones_like(x) for x in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+        results += [x for x in gradients if x is not None]
+    return results
+
+
+def _stand_ins(argument: Any, seeds: Iterator[int]) -> Any:
+    """Return an argument with stand-ins for its tensors, also within tuples and lists."""
+    if isinstance(argument, Tensor):
+        return stand_in(argument, next(seeds))
+    if isinstance(argument, tuple | list):
+        items = [_stand_ins(item, seeds) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
+    return argument
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

@@ -15,8 +15,9 @@ from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 
 from pentameter.data.batches.tree import Tree
+from pentameter.errors import StorageError
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.model.compiled import with_own_code
+from pentameter.model.compiled import careful_options, with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss, compiled_row_loss
 from pentameter.parallel.mesh import Mesh
@@ -131,13 +132,21 @@ class StageModule(nn.Module):
         self.run_compiled(replays=replays and is_short and self.device.type == "cuda")
 
     def run_compiled(self, *, replays: bool = False) -> None:
-        """Train with `torch.compile` from now on. If it `replays`, launches are recorded once as
-        CUDA graphs; each `.grad` must then exist before autograd runs, which would otherwise take
-        the graph's own memory for it: call `allocate` afterwards."""
+        """Train with `torch.compile` from now on. On a CPU its C++ is built with -O2: the graph of
+        a whole model is not proved, and it is with -O3 that g++ makes wrong kernels.
+
+        If it `replays`, launches are recorded once as CUDA graphs; each `.grad` must then exist
+        before autograd runs, which would otherwise take the graph's own memory for it: call
+        `allocate` afterwards.
+        """
         # Imports PyTorch's compiler, which runs that compile nothing need not load.
         from pentameter.parallel.memory.recomputed_attention import WithoutGenerator
 
         self.replays = replays
+        careful: dict[str, Any] = {}
+        if self.device.type == "cpu":
+            with contextlib.suppress(StorageError):
+                careful = careful_options()
         for module in self.model.modules():
             if isinstance(module, HeadLoss):
                 module.row_loss = compiled_row_loss  # a kernel that is compiled on its own
@@ -147,6 +156,7 @@ class StageModule(nn.Module):
             options={
                 "joint_custom_post_pass": WithoutGenerator(),
                 **({"triton.cudagraphs": True} if replays else {}),
+                **careful,
             },
         )
 

@@ -18,6 +18,7 @@ from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.estimating.search import settings_that_fit
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
+from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.machine.capabilities import Capabilities, machine_capabilities, memory_bytes
 from pentameter.machine.ceilings import Ceiling, ceiling
 from pentameter.machine.choices import (
@@ -178,9 +179,9 @@ def _choose_compile(
 def _choose_kernels(
     plan: Plan, precision: str, capabilities: Capabilities, world: World
 ) -> tuple[str, tuple[native.Name, ...]]:
-    """Load the native kernels for a compiled step on a CPU. Return a phrase to append to the reason
-    for compiling, and the names of the loaded kernels. Collective: all ranks use a kernel, or none
-    does."""
+    """Load the native kernels for a compiled step on a CPU, and prove all that is compiled. Return
+    a phrase to append to the reason for compiling, and the names of the loaded kernels. Collective:
+    all ranks use a kernel, or none does."""
     if (obstacle := plan.fused_obstacle) is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
     products, model = arithmetic(precision).products, plan.config.model
@@ -196,11 +197,13 @@ def _choose_kernels(
         if reasons:
             native.unload(name)  # it rounds differently from the kernels on the other ranks
             missing[name] = reasons[0]
-    served = tuple(name for name in wanted if missing[name] is None)
+    levels = rehearse(model, products, plan.micro_batch_size, capabilities)
+    wrong = settle(world.all_gather(levels), capabilities)
+    served = tuple(name for name in wanted if missing[name] is None and native.is_loaded(name))
     how = f"; with {' and '.join(served)} kernels" if served else ""
     obstacle = attention_obstacle(model) if "AMX" in served else None
     how += f", but not for attention: {obstacle}" if obstacle else ""
-    how += "".join(f"; {reason}" for reason in missing.values() if reason is not None)
+    how += "".join(f"; {reason}" for reason in missing.values() if reason is not None) + wrong
     if odd and products in native.DTYPES["vector"]:
         how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
     return how, served

@@ -1,0 +1,187 @@
+"""Proof that compiled kernels compute what their source says, before a run believes them.
+
+A compiler may be wrong: g++ 11 and 12 lose stores in a kernel that `torch.compile` writes, and NaN
+or stale memory takes the gradients' place (`benchmarks/inductor_tile.py`). So each kernel runs once
+beside its plain form, on drawn numbers in the shapes, strides and dtypes of a run. What disagrees
+is built with less optimization, and what then disagrees is not used. Verdicts are kept in the cache
+folder, by all that they depend on: compiler, flags, torch, processor, threads and source.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pentameter.disk.atomic import make_folder, write_atomic
+from pentameter.disk.cache import cache_folder
+from pentameter.errors import StorageError
+from pentameter.machine.capabilities import compiler_command, machine_capabilities
+
+Level = Literal["-O3", "-O2", "plain"]
+LEVELS: tuple[Level, ...] = ("-O3", "-O2", "plain")
+"""How a kernel is run, the fastest first: as the compiler makes it, as it makes it with less
+optimization, or in its plain form, by PyTorch's operations."""
+
+MOST_ROUNDINGS = {2: 16.0, 4: 512.0, 8: 512.0}
+"""Bytes of the narrowest numbers that a kernel reads or writes → the largest error of a result, in
+roundings of these of the result's largest number. Of 16 bits few are rounded one after another, and
+sums are in fp32. Sums of 2^18 wide numbers are off by 512 roundings of either sign. Lost or stale
+numbers are off by as much as they are: of the largest, by 256 roundings of bf16."""
+
+_COMPILED = ("model", "fused_cpu")
+"""Packages whose code is compiled, into whose proofs their sources go."""
+
+
+def worst(*levels: Level) -> Level:
+    """Return the slowest of the levels."""
+    return max(levels, key=LEVELS.index)
+
+
+def disagreement(
+    results: Sequence[Tensor], expected: Sequence[Tensor], *, may_differ: float = 0.0
+) -> str | None:
+    """Return a phrase that says how a kernel's results differ from those of its plain form by more
+    than rounding, in shape, dtype, numbers that are not finite, or size; None if they agree.
+    may_differ: the share of a result's numbers, all finite, that may have any size."""
+    dtypes = {x.dtype for x in (*results, *expected) if x.is_floating_point()}
+    bound = max(map(_bound, dtypes), default=0.0)
+    for number, (x, y) in enumerate(zip(results, expected, strict=True)):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"result {number} is {tuple(x.shape)} in {x.dtype}, not {tuple(y.shape)}"
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return f"result {number} differs"
+        elif (how := _difference(_wide(x), _wide(y), bound, may_differ)) is not None:
+            return f"result {number} is {how}"
+    return None
+
+
+def _difference(x: Tensor, y: Tensor, bound: float, may_differ: float) -> str | None:
+    finite = y.isfinite()
+    if not torch.equal(finite, x.isfinite()):
+        return "not finite"
+    if not finite.any():
+        return None
+    error, top = (x - y)[finite].abs_(), y[finite].abs().amax()
+    if (error > bound * top).float().mean() > may_differ:
+        return f"off by {error.amax():.1e} of {top:.1e}"
+    return None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2 * MOST_ROUNDINGS[dtype.itemsize]
+
+
+def stand_in(x: Tensor, seed: int) -> Tensor:
+    """Return a tensor with x's shape, strides and dtype, full of normal numbers; with x's own
+    values if these are integers, or are not all finite, as a mask's."""
+    size, strides = x.shape, x.stride()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+    flat = x.detach().new_empty(max(extent, 0) if x.numel() else 0)
+    if x.is_floating_point() and bool(x.isfinite().all()):
+        flat.normal_(generator=torch.Generator().manual_seed(seed))
+        made = flat.as_strided(size, strides)
+    elif 0 in strides:
+        made = x.detach()
+    else:
+        made = flat.as_strided(size, strides).copy_(x.detach())
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(made, x.requires_grad)
+    return made.requires_grad_(x.requires_grad)
+
+
+def recall(key: str) -> dict[str, Any] | None:
+    """Return the verdict that `record` kept under a key from `key_of`; None if there is none."""
+    with suppress(OSError, ValueError):
+        verdict = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
+        return verdict if isinstance(verdict, dict) else None
+    return None
+
+
+def record(key: str, name: str, level: Level, **more: Any) -> None:
+    """Keep a verdict, that the kernels `name` run at `level`, and whatever else is to be known of
+    it, in the cache folder; if that cannot be written, the next start proves again."""
+    verdict = {"name": name, "level": level, "toolchain": toolchain(), **more}
+    with suppress(StorageError, OSError):
+        make_folder(_folder())
+        write_atomic(_folder() / f"{key}.json", json.dumps(verdict).encode())
+
+
+def verdicts() -> Iterator[tuple[str, Level]]:
+    """Yield (name, level) for each verdict in the cache that holds for today's toolchain."""
+    for path in sorted(_folder().glob("*.json")):
+        verdict = recall(path.stem)
+        if verdict is not None and verdict.get("toolchain") == toolchain():
+            yield verdict["name"], verdict["level"]
+
+
+def key_of(*parts: object) -> str:
+    """Return the key of a verdict on a kernel that `parts` describe, by their `repr`: a hash over
+    these, the toolchain and the sources of compiled code."""
+    content = repr((toolchain(), _sources(), parts))
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def toolchain() -> str:
+    """Return a hash over what makes a kernel of its source: compiler, flags, torch, processor,
+    vector instructions and the number of threads."""
+    cpu = machine_capabilities().cpu
+    command = compiler_command()
+    flags = sorted(
+        item for item in os.environ.items() if item[0].startswith(("TORCHINDUCTOR_CPP", "ATEN_"))
+    )
+    content = repr((str(torch.__version__), cpu, _version(command), flags))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _version(command: str | None) -> tuple[object, ...]:
+    """Return what tells a compiler from another: path, size, time and what it says of itself."""
+    path = None if command is None else shutil.which(command)
+    if path is None:
+        return ()
+    said = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=30).stdout
+    about = os.stat(path)
+    return path, about.st_size, about.st_mtime_ns, said
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a hash over the sources of what is compiled."""
+    package = Path(__file__).parents[1]
+    files = sorted(path for name in _COMPILED for path in (package / name).rglob("*.*"))
+    sources = (path.read_bytes() for path in files if path.suffix in (".py", ".cpp", ".h"))
+    return hashlib.sha256(b"".join(sources)).hexdigest()
+
+
+def careful_compiler() -> str:
+    """Return the path of a program that is the compiler, but optimizes with -O2 whatever it is
+    told. Raises StorageError if the cache cannot be written."""
+    command = compiler_command() or "g++"
+    number = hashlib.sha256(command.encode()).hexdigest()[:8]
+    path = _folder() / f"O2-{number}" / Path(command).name
+    if not path.exists():
+        make_folder(path.parent)
+        write_atomic(path, f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'.encode())
+        path.chmod(0o755)
+    return str(path)
+
+
+def _folder() -> Path:
+    return cache_folder() / "kernels"

@@ -1,0 +1,106 @@
+"""What a proof finds, what it lets pass, and where its verdicts are kept."""
+
+import subprocess
+
+import pytest
+import torch
+
+from pentameter.machine import kernel_checks
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_disagreement(dtype):
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = x.to(dtype)
+    again = rounded * (1 + torch.finfo(dtype).eps)
+    assert kernel_checks.disagreement([rounded], [again]) is None
+    assert kernel_checks.disagreement([], []) is None
+    assert kernel_checks.disagreement([rounded[:0]], [again[:0]]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 0.0, 9.0])
+def test_one_wrong_number_is_found(dtype, wrong):
+    expected = torch.linspace(1, 4, 96 * 64).view(96, 64).to(dtype)
+    result = expected.clone()
+    result[50, 7] = wrong
+    assert kernel_checks.disagreement([expected, result], [expected, expected])
+    assert kernel_checks.disagreement([expected], [expected]) is None
+
+
+def test_what_is_infinite_in_both_agrees():
+    x = torch.tensor([1.0, -torch.inf, torch.nan])
+    assert kernel_checks.disagreement([x], [x.clone()]) is None
+
+
+def test_integers_shapes_and_dtypes_must_be_equal():
+    x = torch.arange(6)
+    assert kernel_checks.disagreement([x], [x + 1])
+    assert kernel_checks.disagreement([x.float()], [x.view(2, 3).float()])
+    assert kernel_checks.disagreement([x.float()], [x.double()])
+
+
+def test_a_share_may_differ_but_be_finite():
+    expected, result = torch.ones(1000), torch.ones(1000)
+    result[0] = 5.0
+    assert kernel_checks.disagreement([result], [expected])
+    assert kernel_checks.disagreement([result], [expected], may_differ=1e-3) is None
+    result[0] = torch.nan
+    assert kernel_checks.disagreement([result], [expected], may_differ=1e-3)
+
+
+def test_stand_ins_lie_as_their_tensors():
+    whole = torch.zeros(64, 96, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    for x in (whole.t(), whole[:, :90], whole[::2], whole[:1].expand(8, 96), parameter, whole[:0]):
+        made = kernel_checks.stand_in(x, 1)
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+        assert (type(made), made.requires_grad) == (type(x), x.requires_grad)
+        assert not x.any()
+        assert made.any() or not x.numel()
+        assert torch.equal(made, kernel_checks.stand_in(x, 1))
+    keys, mask = torch.arange(5), torch.tensor([0.0, -torch.inf])
+    assert torch.equal(kernel_checks.stand_in(keys, 1), keys)
+    assert torch.equal(kernel_checks.stand_in(mask, 1), mask)
+
+
+def test_verdicts_hold_for_their_toolchain(monkeypatch):
+    key = kernel_checks.key_of("kernel", (3, 4))
+    assert kernel_checks.recall(key) is None
+    kernel_checks.record(key, "kernel", "-O2", why="a test")
+    assert kernel_checks.recall(key)["why"] == "a test"
+    assert list(kernel_checks.verdicts()) == [("kernel", "-O2")]
+    assert kernel_checks.key_of("kernel", (3, 4)) == key
+    assert kernel_checks.key_of("kernel", (4, 3)) != key
+    monkeypatch.setenv("CXX", "true")  # another compiler
+    assert kernel_checks.key_of("kernel", (3, 4)) != key
+    assert list(kernel_checks.verdicts()) == []
+
+
+def test_flags_of_the_compiler_are_part_of_the_toolchain(monkeypatch):
+    before = kernel_checks.toolchain()
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_MARCH", "x86-64-v4")
+    assert kernel_checks.toolchain() != before
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_the_verdict(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kernel_checks.record("key", "kernel", "-O3")
+    assert kernel_checks.recall("key") is None
+
+
+def test_the_careful_compiler_optimizes_less(monkeypatch, tmp_path):
+    told = tmp_path / "g++"
+    told.write_text('#!/bin/sh\necho "$@"\n')
+    told.chmod(0o755)
+    monkeypatch.setenv("CXX", str(told))
+    careful = kernel_checks.careful_compiler()
+    assert careful == kernel_checks.careful_compiler()
+    said = subprocess.run([careful, "-O3", "a b"], capture_output=True, text=True, check=True)
+    assert said.stdout == "-O3 a b -O2\n"

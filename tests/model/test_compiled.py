@@ -1,0 +1,116 @@
+"""A kernel that the compiler makes wrong is not used."""
+
+import sys
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from pentameter.machine import kernel_checks
+from pentameter.model import compiled
+
+WRONG_UNLESS_CAREFUL = """#!{python}
+import subprocess, sys
+arguments = sys.argv[1:]
+if "-O2" not in arguments:
+    for i, argument in enumerate(arguments):
+        if argument.endswith(".cpp"):
+            text = open(argument).read()
+            if "3.25" in text:
+                arguments[i] = argument + ".planted.cpp"
+                open(arguments[i], "w").write(text.replace("3.25", "3.5"))
+sys.exit(subprocess.run(["g++", *arguments]).returncode)
+"""
+"""A compiler that takes a constant for another, unless it is told to optimize less."""
+
+
+@pytest.fixture(autouse=True)
+def own_verdicts(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_checks, "_folder", lambda: tmp_path / "proofs")
+    monkeypatch.setattr(compiled, "_held", {})
+
+
+@pytest.fixture
+def options():
+    """Sets an option of PyTorch's compiler for C++ until the test ends."""
+    from torch._inductor import config
+
+    with ExitStack() as stack:
+        yield lambda name, value: stack.enter_context(config.patch({f"cpp.{name}": value}))
+
+
+def rectified(x, y, by):
+    return torch.relu(x) * by + y, x
+
+
+def test_a_wrong_kernel_is_left_to_pytorch_in_every_later_call_and_start(options):
+    options("inject_relu_bug_TESTING_ONLY", "accuracy")
+    x, y = torch.randn(64, 96).bfloat16().t(), torch.randn(96, 64)
+    kernel = compiled.kernel(rectified)
+    with pytest.warns(UserWarning, match=r"rectified, compiled with -O3, is wrong"):
+        result = kernel(x, y, 2.0)[0]
+    assert torch.equal(result, rectified(x, y, 2.0)[0])
+    assert compiled.refused() == {"rectified": "plain"}
+    assert list(kernel_checks.verdicts()) == [("rectified", "plain")]
+    # Of the same kernel, no kind of arguments is trusted any longer.
+    options("inject_relu_bug_TESTING_ONLY", None)
+    assert torch.equal(kernel(y, y, 2.0)[0], rectified(y, y, 2.0)[0])
+    again = compiled.kernel(rectified)
+    assert again(x, y, 2.0)[0].equal(result)
+
+
+def test_a_right_kernel_is_proved_once(monkeypatch):
+    x, y = torch.randn(64, 96), torch.randn(64, 96)
+    kernel = compiled.kernel(rectified)
+    torch.testing.assert_close(kernel(x, y, 3.0)[0], rectified(x, y, 3.0)[0])
+    assert compiled.refused() == {}
+    assert list(kernel_checks.verdicts()) == [("rectified", "-O3")]
+    monkeypatch.setattr(compiled, "disagreement", None)  # or it is called
+    again = compiled.kernel(rectified)
+    assert torch.equal(again(x, y, 3.0)[0], kernel(x, y, 3.0)[0])
+
+
+def scaled(x):
+    return x * 3.25 + 1
+
+
+def test_a_kernel_that_less_optimization_mends_is_built_with_it(options, tmp_path, monkeypatch):
+    planted = tmp_path / "g++"
+    planted.write_text(WRONG_UNLESS_CAREFUL.format(python=sys.executable))
+    planted.chmod(0o755)
+    monkeypatch.setenv("CXX", str(planted))
+    options("cxx", (None, str(planted)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    x = torch.randn(32, 64)
+    kernel = compiled.kernel(scaled)
+    with pytest.warns(UserWarning, match="scaled, compiled with -O3, is wrong"):
+        torch.testing.assert_close(kernel(x), scaled(x))
+    assert compiled.refused() == {"scaled": "-O2"}
+
+
+def written(out, x):
+    out.copy_(x.t())
+
+
+def test_what_a_kernel_writes_to_its_arguments_is_compared_too():
+    out, x = torch.zeros(96, 80)[:, :64], torch.relu(torch.randn(64, 96))
+    compiled.kernel(written)(out, x)
+    assert torch.equal(out, x.t())
+    given = compiled._results(written, (out, x))
+    assert len(given) == 2
+    assert torch.equal(given[0], given[1].t())
+
+
+def test_gradients_are_compared_too():
+    x = torch.randn(8, 4, requires_grad=True)
+    y, given, g = compiled._results(lambda x: x * 2, (x,))
+    assert torch.equal(y, given * 2)
+    assert torch.equal(g, torch.full((8, 4), 2.0))
+
+
+def test_ranks_hold_to_the_slowest():
+    compiled.hold({"unfold": "-O2", "fold": "-O3"})
+    compiled.hold({"unfold": "-O3"})
+    assert compiled.refused() == {"unfold": "-O2"}
+    compiled.hold({"unfold": "plain"})
+    assert compiled.refused() == {"unfold": "plain"}
