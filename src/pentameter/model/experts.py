@@ -392,7 +392,7 @@ class Experts(nn.Module):
         n_shared = config.n_shared_experts
         self.shared = FeedForward(config, n_shared * width) if n_shared else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
-        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout, config.context_length)
         self.exchange = Exchange()
         self.tokens = Tokens()
 
