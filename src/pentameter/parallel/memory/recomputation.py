@@ -3,8 +3,8 @@ recompute them for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from pentameter.config.choices import refuse_unknown
 from pentameter.model.experts import Router
 from pentameter.parallel.linear import Forward
+from pentameter.parallel.memory.kept_results import contexts_that_keep
 
 _SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _SAVED_NAMES = (
@@ -85,26 +86,12 @@ def _contexts_with_experts(
     block: nn.Module, policy: Callable[..., CheckpointPolicy]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block's first and second forward pass, for `checkpoint`; `policy`
-    says which results are kept.
-
-    PyTorch counts the operations in both, and refuses more of a kind in the second pass. Among them
-    are those of FSDP's all-gathers, each made where its unit is entered unless it was prefetched.
-    Router, experts and what stands beside them are units of their own, of which the second pass
-    gathers some that the first found prefetched. So it gathers all of them before it is counted.
-    """
+    says which results are kept. Router, experts and what stands beside them are FSDP units within
+    the block, with ZeRO; without, the contexts can be compiled."""
+    if any(isinstance(module, FSDPModule) for module in block.modules()):
+        return contexts_that_keep(policy)
     first, second = create_selective_checkpoint_contexts(policy)
-    return first, _gathered(block, second)
-
-
-@contextmanager
-def _gathered(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `context` once the weights in each of a block's FSDP units are all-gathered; the units'
-    backward passes free them. Nothing is gathered without ZeRO. Collective."""
-    for module in block.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    with context:
-        yield
+    return first, second
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
