@@ -27,7 +27,7 @@ from pentameter.model.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
-from pentameter.model.matmul import PLAIN, Matmul
+from pentameter.model.matmul import PLAIN, Matmul, exact_linear
 from pentameter.model.positions import Positions
 from pentameter.planning.sub_layers.experts import BALANCE_STATE
 
@@ -87,7 +87,7 @@ class Router(nn.Module):
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(precise), self.weight.to(precise), bias)
+            logits = exact_linear(x.to(precise), self.weight.to(precise), bias)
         return self.route(logits)
 
     def route(self, logits: Tensor) -> Routing:
