@@ -3,6 +3,7 @@ recompute them for the backward pass."""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,7 +23,6 @@ from torch.utils.checkpoint import (
 from pentameter.config.choices import refuse_unknown
 from pentameter.model.experts import Router
 from pentameter.parallel.linear import Forward
-from pentameter.parallel.memory.kept_results import contexts_that_keep
 
 _SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _SAVED_NAMES = (
@@ -87,11 +89,56 @@ def _contexts_with_experts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block's first and second forward pass, for `checkpoint`; `policy`
     says which results are kept. Router, experts and what stands beside them are FSDP units within
-    the block, with ZeRO; without, the contexts can be compiled."""
+    the block, with ZeRO.
+
+    PyTorch's pair of contexts, which alone can be compiled, counts every operation, and refuses one
+    more in the second pass. Among them are those of FSDP's hooks, which a unit runs where its state
+    says so: that depends on what was prefetched, and on the micro-batch before. These hooks cannot
+    be compiled, so that a block with units runs eagerly, and a pair that counts nothing will do.
+    """
     if any(isinstance(module, FSDPModule) for module in block.modules()):
-        return contexts_that_keep(policy)
+        results: _Results = defaultdict(deque)
+        return _Keeping(policy, results), _Giving(results)
     first, second = create_selective_checkpoint_contexts(policy)
     return first, second
+
+
+_Results = dict[Any, deque[Any]]
+"""Results that are kept, by operation, in the order in which it ran."""
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the results of operations that a policy names."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy], results: _Results) -> None:
+        super().__init__()
+        self._policy, self._results = policy, results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and keep its result, without what autograd will attach to it."""
+        result = func(*args, **(kwargs or {}))
+        if self._policy(None, func) is CheckpointPolicy.MUST_SAVE:
+            self._results[func].append(tree_map(_detached, result))
+        return result
+
+
+class _Giving(TorchDispatchMode):
+    """Returns results that were kept instead of computing them again."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the operation's next kept result, or run it if none is kept of its kind."""
+        if func in self._results:
+            return self._results[func].popleft()
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(result: Any) -> Any:
+    """Return a tensor without its history, and anything else as it is."""
+    return result.detach() if isinstance(result, Tensor) else result
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
