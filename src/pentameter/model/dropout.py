@@ -29,10 +29,10 @@ WORDS = 2**32
 class Numbers(NamedTuple):
     """Elements' numbers within their batch row, as `stream_index` and `weight_index` give them."""
 
-    index: Tensor
+    words: Tensor
     """Int32, of the elements' shape without the batch."""
     block: Tensor | None = None
-    """Int32, which broadcasts to `index`: indices repeat in each block. None: there is one."""
+    """Int32, which broadcasts to `words`: these repeat in each block. None: there is one."""
 
 
 def attention_weights_site(layer: int) -> int:
@@ -74,13 +74,13 @@ def dropout_keys(
 
 
 def keep_mask(row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
-    """Return the mask of elements to keep, bool (B, *numbers.index.shape), true with probability
+    """Return the mask of elements to keep, bool (B, *numbers.words.shape), true with probability
     1 - p. `row_keys` is one site's keys, int32 (B, 2); `numbers` are the elements'."""
-    shape = (-1,) + (1,) * numbers.index.ndim
+    shape = (-1,) + (1,) * numbers.words.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
     if numbers.block is not None:
         key = folded(key, numbers.block)
-    return bits(key, numbers.index) >= keep_bound(p)
+    return bits(key, numbers.words) >= keep_bound(p)
 
 
 def keep_bound(p: float) -> int:
@@ -90,7 +90,7 @@ def keep_bound(p: float) -> int:
 
 
 def drop(x: Tensor, row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
-    """Return x (B, *numbers.index.shape) with a fraction p zeroed and the rest multiplied by 1 / (1
+    """Return x (B, *numbers.words.shape) with a fraction p zeroed and the rest multiplied by 1 / (1
     - p). A dropped element that is not finite becomes NaN, not 0.
 
     `row_keys` is one site's keys, int32 (B, 2); `numbers` are the elements'.
@@ -114,7 +114,7 @@ class KeyedDropout(nn.Module):
         return self.training and keys is not None and self.p > 0
 
     def drop(self, x: Tensor, keys: Tensor, numbers: Numbers) -> Tensor:
-        """Return x (B, *numbers.index.shape) with dropout, given all sites' keys, int32
+        """Return x (B, *numbers.words.shape) with dropout, given all sites' keys, int32
         (B, n_sites, 2), and the elements' numbers. For use if `acts` is true."""
         return drop(x, keys[:, self.site], numbers, self.p)
 
