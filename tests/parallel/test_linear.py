@@ -16,6 +16,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import install_forwards
 from pentameter.parallel.sources.adapters import add_adapters
+from pentameter.parallel.sources.custom_outline import _adapted
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
@@ -134,3 +135,10 @@ def test_pytorch_s_own_layers_see_adapters_in_evaluation():
     x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), model.train()(x))
+
+
+def test_a_layer_that_is_never_called_gets_no_adapter():
+    """PyTorch's attention reads the weight of its last layer, so that an adapter would not act."""
+    whole = nn.ModuleDict({"block": nn.TransformerEncoderLayer(8, 2, 16)})
+    config = configuration("data=1", MODEL, {}, lora=LORA)
+    assert _adapted(whole, ["block"], config, "build") == ["block.linear1", "block.linear2"]
