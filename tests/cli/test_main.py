@@ -1,7 +1,9 @@
 """The command: verbs, help, exit codes, no traceback."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +159,33 @@ def test_help_of_a_verb_is_that_verbs_own(capsys):
     assert "usage: pentameter export" in capsys.readouterr().out
     assert cli.main(["help", "exprot"]) == 2
     assert "did you mean export?" in capsys.readouterr().err
+
+
+PRINTING = [["--help"], ["--version"], ["plan", "--help"], ["completion", "bash"]]
+
+
+def run_into(output, arguments, unbuffered):
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(
+        [sys.executable, "-m", "pentameter", *arguments], stdout=output, stderr=subprocess.PIPE,
+        text=True, timeout=60, check=False, env=environment,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", PRINTING)
+def test_output_that_the_disk_does_not_take_is_told(arguments, unbuffered):
+    with open("/dev/full", "w") as full:
+        ended = run_into(full, arguments, unbuffered)
+    assert (ended.returncode, ended.stderr) == (74, "pentameter: No space left on device\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", PRINTING)
+def test_a_reader_that_goes_away_is_no_failure(arguments, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        ended = run_into(pipe, arguments, unbuffered)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -62,6 +62,8 @@ def test_an_imbalance_of_experts_is_said(capsys):
     assert uneven["memory"]["activations_bytes"] > even["memory"]["activations_bytes"]
     with pytest.raises(ConfigError, match=r"--imbalance 0.5 must be at least 1"):
         plan.run([*mixture, "--imbalance", "0.5"])
+    with pytest.raises(ConfigError, match=r"--imbalance inf must be at least 1"):
+        plan.run([*mixture, "--imbalance", "inf"])
     with pytest.raises(
         ConfigError, match=r"--imbalance 2 is about experts, and gpt2-124m has none"
     ):
@@ -157,3 +159,9 @@ def test_it_needs_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("price", ["-1", "nan", "inf"])
+def test_a_price_is_money(price):
+    with pytest.raises(ConfigError, match=rf"--price {price} must be an amount of money"):
+        plan.run(["gpt2-124m", "--cluster", "h100-80gb:4x1", f"--price={price}"])

@@ -96,6 +96,13 @@ def test_runs_at_a_time_divide_the_cores(deeds, tmp_path, monkeypatch):
     assert set(read(tmp_path / "sweep", "threads").values()) == {"2"}
 
 
+def test_fewer_runs_than_at_once_divide_all_cores(deeds, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("pentameter.machine.cores.usable_cores", lambda: frozenset(range(7)))
+    deeds("a", "b", at_once=7)
+    assert set(read(tmp_path / "sweep", "threads").values()) == {"3"}
+
+
 def test_a_run_that_fails_leaves_the_others_alone(deeds, tmp_path, capsys):
     with pytest.raises(TrainingFailedError, match="the loss is not finite"):
         deeds("fails", "a", "dies", "b")
@@ -155,6 +162,22 @@ def test_a_sweep_trains_compares_and_goes_on(tmp_path, monkeypatch, capsys):
     assert main(command) == 0  # which finds both complete
     for label, text in read(folder, "metrics.jsonl").items():
         assert text.count('"event": "train"') == metrics[label].count('"event": "train"')
+
+
+def test_a_sweep_that_is_stopped_says_so_whatever_its_runs_left(tmp_path, monkeypatch, capsys):
+    def stopped(runs, arguments, folder, at_once, function):
+        for run in runs:  # the last was being set up
+            (folder / run.label).mkdir(parents=True)
+            (folder / run.label / "plan.json").touch()
+        for run in runs[:2]:
+            (folder / run.label / "config.toml").touch()
+        raise InterruptedRunError("the sweep was stopped")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pentameter.cli.sweep_option.train_sweep", stopped)
+    assert main([*TINY, "--sweep", "seed=1,2,3"]) == InterruptedRunError.exit_code
+    assert "the sweep was stopped" in capsys.readouterr().err
+    assert (tmp_path / "runs" / "grammar-sweep" / "compare.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_durations(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "30", "m", "0s", "-5m", "1.5h", "30m1h", "5 minutes", "9999999h"]
+    "text", ["", "30", "m", "0s", "-5m", "1.5h", "30m1h", "5 minutes", "9999999h", "9" * 5000 + "h"]
 )
 def test_what_is_no_duration(text):
     with pytest.raises(ConfigError, match="--time"):

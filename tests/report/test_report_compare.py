@@ -1,11 +1,13 @@
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+from html import unescape
 
 import pytest
 from pages import check_page, text_of
@@ -404,3 +406,46 @@ def test_locks_of_other_machines_are_watched_side_by_side(make_named, run_events
     together = threading.Barrier(2)
     monkeypatch.setattr(reading, "is_held", lambda path: together.wait(timeout=30) >= 0)
     assert [run.outcome.label for run in compare_runs(folders).runs] == ["running", "running"]
+
+
+def test_an_earlier_versions_run_has_the_defaults_of_keys_that_it_lacks(
+    make_named, run_events, run_end
+):
+    new, old = (make_named(name, [*run_events(400), run_end]) for name in ("new", "old"))
+    config = (old / "config.toml").read_text().replace("seed = 1337", "seed = 1")
+    lacks = ("sources = []", "evaluations = []", "targets = []", "betas = [0.9, 0.99]")
+    for line in lacks:
+        assert line in config
+        config = config.replace(line, "")
+    (old / "config.toml").write_text(config)
+    found = compare_runs([new, old])
+    assert list(found.differing) == ["seed"]
+    assert len(found.ranking.repeats) == 1
+
+
+def test_folders_with_odd_names_are_compared_and_named_on_hover(make_run, tmp_path):
+    names = (b"a\xff", b"_b", b"c")
+    folders = [tmp_path / os.fsdecode(name) for name in names]
+    for folder in folders:
+        shutil.move(make_run(config=None), folder)
+    page = markup.write_page(tmp_path / "page.html", render_comparison(compare_runs(folders)))
+    curves = re.findall(r'data-hover="(.*?)"', page.read_text(encoding="utf-8"))
+    shown = {curve["name"] for each in curves for curve in json.loads(unescape(each))["curves"]}
+    assert shown == {"a\N{REPLACEMENT CHARACTER}", "_b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [("seed = 1337", "seed = [1]"), ("clip_norm = 1.0", "clip_norm = inf"),
+     ("betas = [0.9, 0.99]", "betas = [nan, 0.9]")],
+)  # fmt: skip
+def test_settings_that_no_run_can_have_spoil_no_page(
+    make_named, run_events, run_end, capsys, tmp_path, line, value
+):
+    a, b = (make_named(name, [*run_events(400), run_end]) for name in "ab")
+    config = (b / "config.toml").read_text()
+    assert line in config
+    (b / "config.toml").write_text(config.replace(line, value))
+    assert main(["compare", str(a), str(b), "--json", "--out", str(tmp_path / "c.html")]) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert main(["report", str(b)]) == 0

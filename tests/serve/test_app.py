@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,19 +26,20 @@ from tiny import TOKENIZER, make_model
 
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
 from pentameter.serve.requests import Limits
-from pentameter.serve.worker import ServedModel, ServerBusyError, Worker
+from pentameter.serve.worker import ServedModel, ServerBusyError, Worker, served_model
 
 V = TOKENIZER.vocab_size
 LIMITS = Limits(max_tokens=2000, texts=4, seconds=60, body_bytes=10_000)
 TALKER = CharTokenizer("\n abcdefgh")
 TALKER.chat = ChatTemplate(
-    "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    "{% for m in messages %}{% if 'x' in m.role %}{{ raise_exception('no ' + m.role) }}{% endif %}"
     "{{ m.content }}\n{% endfor %}"
 )
 
@@ -207,6 +209,7 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
     [
         ("completions", {"model": "plane"}, 404, "did you mean plain", "model"),
         ("completions", {"model": None}, 404, "Served: plain, talker", "model"),
+        ("completions", {"\ud800": 1}, 400, "\\ud800 is no field", "\\ud800"),
         ("completions", {"temprature": 1}, 400, "did you mean temperature", "temprature"),
         ("completions", {"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ("completions", {"temperature": "hot"}, 400, "valid number", "temperature"),
@@ -246,6 +249,13 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ),
         (
             "chat/completions",
+            {"messages": [{"role": "\ud800x", "content": "a"}]},
+            400,
+            "no \\ud800x",
+            "messages",
+        ),
+        (
+            "chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
             400,
             "not supported",
@@ -264,7 +274,8 @@ def test_wrong_requests(
     client: TestClient, path: str, fields: dict[str, Any], status: int, said: str, param: str
 ) -> None:
     model = "talker" if path.startswith("chat") else "plain"
-    answer = client.post(f"/v1/{path}", json={"model": model} | fields)
+    body = json.dumps({"model": model} | fields)
+    answer = client.post(f"/v1/{path}", content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param)
     assert said in error["message"]
@@ -309,6 +320,19 @@ def test_a_page_of_the_server_itself_may_ask(client: TestClient) -> None:
     for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000"):
         headers = {"Origin": f"http://{host}", "Host": host}
         assert client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON", "application/json ; charset=utf-8"])
+def test_a_media_type_is_json_however_it_is_written(client: TestClient, kind: str) -> None:
+    body = b'{"model": "plain", "prompt": "a", "max_tokens": 2}'
+    answer = client.post("/v1/completions", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_cache_that_no_memory_holds_is_refused() -> None:
+    loaded = SimpleNamespace(model=make_model(), tokenizer=TOKENIZER)
+    with pytest.raises(ConfigError, match=r"--slots 1000000000000000: .* cache of tiny"):
+        served_model("tiny", loaded, 10**15)  # type: ignore[arg-type]
 
 
 def test_a_body_of_unknown_length_is_counted(client: TestClient) -> None:

@@ -187,6 +187,13 @@ def test_a_signal_lets_running_requests_end(server: Server) -> None:
     assert found[0].json()["usage"]["completion_tokens"] == 600
 
 
+def test_a_grace_without_end_is_one(folder: tuple[Path, GPT]) -> None:
+    server = Server(str(folder[0]), "--grace-seconds", "inf")
+    answer = httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert server.stopped() == (0, "")
+
+
 def test_what_outlasts_the_grace_is_told(folder: tuple[Path, GPT]) -> None:
     server = Server(str(folder[0]), "--grace-seconds", "0.2", "--max-tokens", "1000000")
     asked = {"prompt": "a", "max_tokens": 1_000_000, "stream": True}

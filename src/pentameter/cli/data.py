@@ -103,7 +103,7 @@ def _record(step: int, data: RunData, batch: Batch, rows: list[RowRead]) -> dict
 
 def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead]) -> None:
     """Print batch rows as text; tokens that do not count in the loss are dim on a terminal, else
-    outside ⟦ ⟧."""
+    inside ⟦ ⟧."""
     from rich.console import Console
     from rich.text import Text
 
@@ -151,7 +151,7 @@ def _heading(row: RowRead, data: RunData) -> str:
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
     """Yield (text, rich style) for each stretch (consecutive tokens in a row that all count in the
-    loss, or all do not). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that count."""
+    loss, or all do not). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that do not."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

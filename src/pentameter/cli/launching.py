@@ -151,7 +151,7 @@ class Launch:
 def parse_nodes(text: str) -> tuple[int, int]:
     """Return the least and the most nodes that `--nodes` names: `2` or `1:4`. Raises
     ConfigError."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ConfigError(f"--nodes {text} must be MIN:MAX, like 1:4, or one number of nodes")

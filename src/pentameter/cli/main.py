@@ -8,6 +8,7 @@ import keyword
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 
 from pentameter.errors import ConfigError, did_you_mean
@@ -44,6 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
+    try:
+        try:
+            code = _run(arguments)
+        except SystemExit:  # of tyro, after it has printed help
+            _flush()
+            raise
+        _flush()  # a disk that is full is told here; as the interpreter ends, it is too late
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        with suppress(OSError):
+            _flush()
+        if not tell_failure(error, debug=debug):  # one process of several tells it itself
+            print_failure(failure_of(error), debug=debug)
+        return explanation(error)[1]
+
+
+def _flush() -> None:
+    """Write what stdout holds back. If that fails, it is dropped, and OSError raised once."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def _run(arguments: list[str]) -> int:
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -52,14 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] in ("--version", "-V"):
         print(f"pentameter {metadata.version('pentameter')}")
         return 0
-    try:
-        return _run_verb(arguments[0], arguments[1:])
-    except (Exception, KeyboardInterrupt) as error:
-        if not tell_failure(error, debug=debug):  # one process of several tells it itself
-            if isinstance(error, BrokenPipeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print_failure(failure_of(error), debug=debug)
-        return explanation(error)[1]
+    return _run_verb(arguments[0], arguments[1:])
 
 
 def _run_verb(verb: str, arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +80,8 @@ def run(arguments: list[str]) -> int:
     overrides = [*overrides, *layout_overrides(layout)]
     config = load_config(*configuration_of(parsed.source, overrides))
     _check_imbalance(config, parsed.imbalance)
+    if parsed.price is not None and not 0 <= parsed.price < math.inf:
+        raise ConfigError(f"--price {parsed.price:g} must be an amount of money, 0 or more")
     sizes = sizes_of_data(config)
     cluster = measured_cluster() if parsed.cluster is None else parse_cluster(parsed.cluster)
     if cluster is None:
@@ -123,8 +126,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
-    """Raise ConfigError for an imbalance below 1, or one beyond 1 without experts."""
-    if not imbalance >= 1:
+    """Raise ConfigError for an imbalance that is not from 1 on, or one beyond 1 without experts."""
+    if not 1 <= imbalance < math.inf:
         raise ConfigError(
             f"--imbalance {imbalance:g} must be at least 1: the most rows that a rank's experts "
             "get ÷ the mean over ranks"

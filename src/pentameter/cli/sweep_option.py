@@ -110,8 +110,8 @@ def train_sweep(
     InterruptedRunError if a signal stopped the sweep.
     """
     make_folder(folder)
-    sweep = _Sweep(runs, arguments, folder, at_once, function)
     n_workers = min(at_once, len(runs))
+    sweep = _Sweep(runs, arguments, folder, n_workers, function)
     with handling_stop_signals(sweep.pass_signal_on), ThreadPoolExecutor(n_workers) as pool:
         list(pool.map(sweep.work, range(1, n_workers + 1)))  # raises what a thread raised
     if sweep.stopped_by is not None:

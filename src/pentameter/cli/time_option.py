@@ -29,7 +29,7 @@ DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
 
 def parse_time(text: str) -> float:
     """Return `90s`, `30m`, `2h` or `1h30m` in seconds. Raises ConfigError for another form."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip().lower())
+    found = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
     if not text.strip() or found is None:
         raise ConfigError(
             f"--time {text!r} is no duration; write hours, minutes and seconds, as 90s, 30m, 2h or "

@@ -242,6 +242,7 @@ def _sweep(
     launcher, and before the first run if any configuration is invalid."""
     from pentameter.cli.compare import run as compare
     from pentameter.cli.sweep_option import sweep_runs, train_sweep
+    from pentameter.report.reading import holds_run
 
     if place is not None:
         raise ConfigError("--sweep starts its processes itself; leave the launcher out")
@@ -269,7 +270,8 @@ def _sweep(
     try:
         train_sweep(runs, common, folder, parsed.at_once, function)
     finally:
-        trained = [folder / run.label for run in runs if (folder / run.label).is_dir()]
+        # A run that was stopped while it was set up has a folder, and no run in it yet.
+        trained = [folder / run.label for run in runs if holds_run(folder / run.label)]
         if len(trained) > 1:
             print()
             compare([*map(str, trained), "--out", str(folder / "compare.html")])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
-from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.errors import ConfigError
 from pentameter.report.markup import render
@@ -27,6 +26,7 @@ from pentameter.report.plots import (
 from pentameter.report.ranking import Ranking, Run, compared_run, rank
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
 from pentameter.report.results import progress
+from pentameter.report.settings import default_of
 from pentameter.train.log_files import strict
 
 
@@ -78,7 +78,9 @@ class Comparison:
                 }
                 for run in self.runs
             ],
-            "settings": {path: list(values) for path, values in self.differing.items()},
+            "settings": {
+                path: list(map(_for_json, values)) for path, values in self.differing.items()
+            },
             "repeats": [
                 {
                     "runs": [run.label for run in group.runs],
@@ -151,7 +153,7 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     paths = dict.fromkeys(path for found in known for path in found if path != "name")
     differing = {}
     for path in paths:
-        default = leaves()[path].default if path in leaves() else None
+        default = default_of(path)
         values = [found.get(path, default) for found in known]
         if any(value != values[0] for value in values):
             differing[path] = tuple(
@@ -213,6 +215,13 @@ def _key(value: Any) -> float | str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return formatting.scalar(value)
     return float(value)
+
+
+def _for_json(value: Any) -> Any:
+    """Return a setting's value for strict JSON: NaN and infinity become null, in lists, too."""
+    if isinstance(value, list):
+        return [_for_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # The page

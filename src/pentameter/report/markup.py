@@ -86,12 +86,16 @@ def _environment() -> Environment:
     return environment
 
 
+def visible(text: str) -> str:
+    """Return text with the characters replaced that HTML or UTF-8 forbids."""
+    return text.translate(_PRINTED)
+
+
 def _visible(value: Any) -> Any:
-    """Return text with characters that HTML forbids replaced; markup and other values stay as they
-    are."""
+    """Return text made `visible`; markup and other values stay as they are."""
     if isinstance(value, Markup) or not isinstance(value, str | Path):
         return value
-    return str(value).translate(_PRINTED)
+    return visible(str(value))
 
 
 def _sort_key(value: float | str) -> str:

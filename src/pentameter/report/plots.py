@@ -23,7 +23,8 @@ from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError
 from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
 from pentameter.report.event_reader import as_table
-from pentameter.report.reading import RecordedRun
+from pentameter.report.markup import visible
+from pentameter.report.reading import LARGEST_DRAWN, RecordedRun
 
 WIDE_INCHES = (8.4, 3.5)
 NARROW_INCHES = (4.0, 3.2)
@@ -36,6 +37,8 @@ LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Training loss, smoothed": lambda record: record.train["loss"],
 }
 """Title → function from a run to the loss curve, for figures with several runs."""
+_UNNAMED = re.compile(r"_child\d+")
+"""matplotlib's label of a line that was given none."""
 THINNEST_POINTS = 1.5
 """Line width, in points, from which a line is a curve that shows values on hover; thinner ones are
 noise, grid or marks."""
@@ -324,7 +327,9 @@ def _hover_attribute(figure: Figure) -> str:
         "unit": axes.get_xlabel(),
         "curves": [
             {
-                "name": "" if str(line.get_label()).startswith("_") else line.get_label(),
+                "name": ""
+                if _UNNAMED.fullmatch(label := str(line.get_label()))
+                else visible(label),
                 "colour": line.get_color(),
                 "x": line.get_xdata(),
                 "y": line.get_ydata(),
@@ -356,12 +361,12 @@ def entropy_rate(record: RecordedRun) -> float | None:
     """Return the data's entropy rate, the lowest possible loss in nats per token; None if
     unknown."""
     rate = record.start.get("entropy_rate")
-    return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
+    return float(rate) if isinstance(rate, int | float) and 0 < rate <= LARGEST_DRAWN else None
 
 
 def _clip_norm(record: RecordedRun) -> float | None:
     value = as_table(record.config.get("optimizer")).get("clip_norm")
-    return float(value) if isinstance(value, int | float) and value > 0 else None
+    return float(value) if isinstance(value, int | float) and 0 < value <= LARGEST_DRAWN else None
 
 
 def plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:

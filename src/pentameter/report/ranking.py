@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pentameter.config.choices import PRECISIONS
+from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.report.event_reader import as_table
 from pentameter.report.reading import RecordedRun
 from pentameter.report.results import Results, RunOutcome, outcome, results
-from pentameter.report.settings import Settings, settings
+from pentameter.report.settings import Settings, default_of, settings
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing", "data.evaluations")
 """Prefixes of [data] keys that may differ between runs without changing the held-out text."""
@@ -136,9 +137,9 @@ def _loss(run: Run, key: str, unknown: float = math.nan) -> float:
 def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
     """Group finished runs that differ only in their seed; every other run is a group by itself.
     key: the loss's field in `Results`."""
-    groups: dict[str, dict[object, Run]] = {}
+    groups: dict[str, dict[str, Run]] = {}
     for index, run in enumerate(ranked):
-        same, seed = _training(run), run.settings.get("seed")
+        same, seed = _training(run), str(run.settings.get("seed"))
         if run.outcome.kind != "good" or not run.settings or seed in groups.get(same, {}):
             same = f"alone {index}"
         groups.setdefault(same, {})[seed] = run
@@ -152,12 +153,12 @@ def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
 
 def _training(run: Run) -> str:
     """Return a string that is equal for runs that differ only in their seed, name, layout or
-    output."""
+    output; a key that an earlier version's run lacks has its default."""
     ends = ("train.steps", "train.epochs", "train.patience")
     return json.dumps(
         {
             path: value
-            for path, value in run.settings.items()
+            for path, value in ({key: default_of(key) for key in leaves()} | run.settings).items()
             if path != "seed"
             and not path.startswith("parallel.")
             and (path in ends or path not in NOT_THE_TRAINING)

@@ -33,6 +33,12 @@ class Choices:
     """Dotted path → the preset's value, for each setting that the user must have changed."""
 
 
+def default_of(path: str) -> Any:
+    """Return a key's default as config.toml has it, which makes a tuple a list; None for a key that
+    is unknown or has none."""
+    return _plain(leaves()[path].default) if path in leaves() else None
+
+
 def settings(config: Mapping[str, Any]) -> Settings:
     """Return the values in config.toml by dotted path: known keys in the schema's order, then
     unknown ones."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import socket
 import time
@@ -406,7 +407,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return RequestError("pages of other sites may not ask this server", 403)
-        if method == "POST" and headers.get("content-type", "").partition(";")[0] not in _JSON:
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and media_type not in _JSON:
             return RequestError("the body must be JSON, with Content-Type: application/json", 415)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._most:
@@ -493,7 +495,8 @@ class _Server(uvicorn.Server):
     do not end within `grace_seconds` get an error."""
 
     def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
-        seconds = int(grace_seconds) + 5  # what hangs after it was told is cut off
+        # What hangs after it was told is cut off.
+        seconds = int(grace_seconds) + 5 if math.isfinite(grace_seconds) else None
         super().__init__(
             uvicorn.Config(
                 app,

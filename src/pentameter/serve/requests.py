@@ -48,13 +48,15 @@ COMPLETION_TOKENS = 16
 
 
 class RequestError(Exception):
-    """A refused request: message, HTTP status, and OpenAI's `param` and `code`."""
+    """A refused request: message, HTTP status, and OpenAI's `param` and `code`. Message and `param`
+    may quote a request, and what UTF-8 lacks is written as escapes."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(printable(message, keep="\n\t"))
+        self.param = None if param is None else printable(param)
+        self.status, self.code = status, code
 
     def to_json(self) -> dict[str, Any]:
         """Return the error as OpenAI's response body."""

@@ -25,6 +25,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.data.tokenizers.rendering import Rendering, ends_of_answers
+from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
 from pentameter.serve.batching import Batcher
@@ -301,9 +302,16 @@ class Worker:
 
 def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
     """Give a loaded model a cache with `n_slots` slots and find its padded shapes by trial. The
-    module must compute nothing else from now on."""
+    module must compute nothing else from now on. Raises ConfigError if there is no memory for the
+    cache."""
     model, tokenizer = loaded.model, loaded.tokenizer
     assert isinstance(model, GPT)  # no other is loaded without its function
-    slots = Slots(model, tokenizer.vocab_size, n_slots)
+    try:
+        slots = Slots(model, tokenizer.vocab_size, n_slots)
+    except RuntimeError as error:  # torch's, on every kind of device
+        raise ConfigError(
+            f"--slots {n_slots}: there is no memory for the cache of {name}, which holds a whole "
+            f"context for each; give fewer ({str(error).splitlines()[0]})"
+        ) from error
     slots.find_shapes()
     return ServedModel(name, tokenizer, slots)
