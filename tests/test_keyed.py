@@ -1,5 +1,8 @@
+import ast
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.keyed import bits, make_key, permute
+from pentameter import keyed
+from pentameter.keyed import bits, folded, make_key, permute
 
+DRAWS = ("bits", "permute")
 N = 2**18
 WORD = 2**32 - 1
 # A change of any of these changes every run ever made.
@@ -253,3 +258,31 @@ def test_permute_refuses_what_it_cannot_do(n: int, index: int) -> None:
         permute((1, 2), n, index)
     with pytest.raises(ValueError, match="must be in"):
         permute((1, 2), n, np.array([index]))
+
+
+def test_the_table_of_counters_names_every_file_that_draws() -> None:
+    package = Path(keyed.__file__).parent
+    drawing = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and (getattr(node.func, "id", None) or getattr(node.func, "attr", "")) in DRAWS
+        and re.search(
+            r"^from pentameter(\.keyed)? import .*(keyed|bits|permute)", path.read_text(), re.M
+        )
+    }
+    named = set(re.findall(r"^\| `(\S+\.py)`", str(keyed.__doc__), re.M))
+    assert named == drawing | {"model/dropout_kernels.py"}  # which repeats the hash
+
+
+def test_each_block_has_a_key_of_its_own_and_the_first_the_key_itself() -> None:
+    key = make_key("some", "stream")
+    blocks = np.arange(1000, dtype=np.int32)
+    first, second = folded(key, blocks)
+    assert (int(first[0]), int(second[0])) == key
+    assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == 1000
+    ours = folded(
+        tuple(torch.tensor([word], dtype=torch.int32) for word in key), torch.from_numpy(blocks)
+    )
+    assert all(np.array_equal(a.numpy(), b) for a, b in zip(ours, (first, second), strict=True))

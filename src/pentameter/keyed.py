@@ -4,6 +4,31 @@ Nothing here has state: the same key and index give the same bits on any device,
 index space, today and after a restart. Initial weights, dropout masks, batches and samples are all
 drawn from here. Only Python operators are used, so that numpy arrays and torch tensors, eager or
 compiled, run the very same arithmetic; this file imports neither.
+
+A counter has 32 bits, so that draw 2^32 of a key is draw 0 again. These count, all of them:
+
+| file | what is drawn | counter | counters of one key |
+| --- | --- | --- | --- |
+| `model/dropout.py` | a mask of the residual stream | token · channels + channel | folded |
+| | a mask of attention weights | (head · tokens + query) · tokens + key | folded |
+| | the keys of a batch row's masks | 2 · row + word | 2 · rows of a batch |
+| `model/dropout_kernels.py` | the same mask of attention weights | the same | folded |
+| `model/initial.py` | an initial weight | element of the parameter | folded |
+| `model/fused_dropout.py` | inputs of a check | element | some millions |
+| `parallel/sources/custom_model.py` | the generator's seed | row | rows of a batch |
+| `data/batches/orders.py` | where a random row starts | 2 · row + word | 2 · rows of a batch |
+| | documents, rows or blocks, permuted | index | up to 2^62, by `permute` |
+| `data/batches/mixture.py` | which source a row has | row of a block | a block's rows |
+| `data/corpora/grammar.py` | the source; its text | state, character; character | some 10^6 |
+| `generation/sampling.py` | a token | position in the text | tokens of a text |
+| `checkpoint/upcycling.py` | channels begun anew | channel | an expert's width |
+| `checkpoint/copies.py` | multipliers of a hash | word | 2^18 |
+| `serve/passes.py` | tokens and keys to try | element | elements of a slot |
+| `train/checking.py` | the micro-batch to compare | none | 1 |
+| `verify/steps.py` | tokens | position in the batch | tokens of a batch |
+
+Where more than 2^32 are possible, numbers are folded: each block of 2^32 has a key of its own
+(`folded`; initial weights put the block into `make_key`), and the first block the key itself.
 """
 
 from __future__ import annotations
@@ -76,6 +101,18 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
     high &= WORD >> SHIFT_3
     x ^= high
     return x
+
+
+def folded(key: tuple[Any, Any], block: Any) -> tuple[Any, Any]:
+    """Return the key for `block`, the upper half of a number whose lower 32 bits are `bits`' index:
+    for block 0 `key` itself, for each other one an unrelated key.
+
+    key: as for `bits`. block: an int32 numpy array (at least one dimension) or torch tensor, from 0
+    to 2^30. The two words have the shape to which key and block broadcast.
+    """
+    first, second = (bits(key, 2 * block + word) for word in (0, 1))
+    is_later = block != 0
+    return key[0] ^ (first ^ key[0]) * is_later, key[1] ^ (second ^ key[1]) * is_later
 
 
 def permute(key: Key, n: int, index: Any) -> Any:

@@ -22,7 +22,7 @@ from pentameter.fused_cpu.vector_kernels import (
     can_activate,
     can_add_norm,
 )
-from pentameter.model.dropout import drop, dropout_keys
+from pentameter.model.dropout import drop, dropout_keys, stream_index
 from pentameter.model.experts import Routing
 from pentameter.model.gpt import build_model
 from pentameter.model.matmul import ROWS_PER_BLOCK
@@ -95,20 +95,28 @@ def test_halves_are_rounded_to_even(width, dtype):
     assert torch.equal(y[0], x.to(dtype))
 
 
+def numbers_of(x):
+    T, D = x.shape[1:]
+    return stream_index(torch.arange(T), range(D), D, T)
+
+
 def plain_add_norm(x, y, bias, keys, p, kind):
     """The end of a sub-layer in y's dtype, by PyTorch's operations."""
     y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
-    index = torch.arange(x[0].numel(), dtype=torch.int32).view(x.shape[1:])
-    x = x + (drop(y, keys, index, p) if p else y)
+    x = x + (drop(y, keys, numbers_of(x), p) if p else y)
     centred = x - x.mean(-1, keepdim=True) if kind.centred else x
     return x, centred * torch.rsqrt((centred**2).mean(-1, keepdim=True) + kind.eps)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("words", [2**32, 7 * 48 + 5], ids=["one block", "blocks of 7 tokens"])
 @pytest.mark.parametrize(
     ("centred", "biased", "p"), [(True, True, 0.3), (False, False, 0.0), (False, True, 0.1)]
 )
-def test_the_end_of_a_sub_layer_equals_the_formula(width, centred, biased, p, dtype):
+def test_the_end_of_a_sub_layer_equals_the_formula(
+    width, centred, biased, p, words, dtype, monkeypatch
+):
+    monkeypatch.setattr("pentameter.model.dropout.WORDS", words)
     generator = torch.Generator().manual_seed(5)
     x, y, g, g_norm = (torch.randn(3, 50, 48, generator=generator) for _ in range(4))
     y, g_norm = y.to(dtype), g_norm.to(dtype)
@@ -135,9 +143,8 @@ def test_what_is_not_finite_stays_so_where_it_is_dropped(width, value):
     """As in the plain model, whose dropout multiplies by the mask."""
     generator = torch.Generator().manual_seed(1)
     keys, p, T, D = random_keys(generator, 2), 0.5, 3, 16
-    index = torch.arange(T * D, dtype=torch.int32).view(T, D)
     y = torch.full((2, T, D), value)
-    plain = drop(y, keys, index, p)
+    plain = drop(y, keys, numbers_of(y), p)
     assert 0 < plain.isnan().sum() <= y.numel()
     zeros = torch.zeros_like(y)
     native_sum, *_ = add_norm(SubLayerEnd(None, keys, p, True, 1e-5), zeros, y)

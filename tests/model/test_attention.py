@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pentameter.model.attention import attend, attend_explicitly
-from pentameter.model.dropout import AttentionDropout, keep_mask
+from pentameter.model.dropout import AttentionDropout, Numbers, keep_mask
 
 
 def qkv(n_queries: int, n_keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def test_dropout_drops_the_weights_of_the_formula() -> None:
     keys = torch.tensor([[[1, 2], [30, 40]], [[5, 6], [70, 80]]], dtype=torch.int32)
     dropout = AttentionDropout(site=1, p=0.4, context_length=6)
     h, i, j = torch.meshgrid(*map(torch.arange, (3, 5, 5)), indexing="ij")
-    keep = keep_mask(keys[:, 1], ((h * 6 + i) * 6 + j).int(), 0.4)
+    keep = keep_mask(keys[:, 1], Numbers(((h * 6 + i) * 6 + j).int()), 0.4)
     scores = torch.einsum("bhqk,bhsk->bhqs", q, k) / 2
     scores = scores.masked_fill(j > i, float("-inf"))
     expected = (scores.softmax(-1) * keep / 0.6) @ v

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.dropout import AttentionDropout, StreamDropout, dropout_keys, keep_mask
+from pentameter.model.dropout import (
+    AttentionDropout,
+    Numbers,
+    StreamDropout,
+    dropout_keys,
+    keep_mask,
+    weight_index,
+)
 
 CONFIG = ModelConfig(vocab_size=5, context_length=16, n_layers=2, n_heads=2, d_model=8)
 
@@ -26,7 +33,7 @@ def test_keys_follow_the_global_row_seed_and_step() -> None:
 
 
 def test_masks_follow_the_row_not_its_place_in_the_batch() -> None:
-    dropout = StreamDropout(site=3, p=0.5)
+    dropout = StreamDropout(site=3, p=0.5, context_length=16)
     x = torch.ones(4, 16, 8)
     whole = dropout(x, dropout_keys(CONFIG, 1, 2, [0, 1, 2, 3]), torch.arange(16))
     few = dropout(x[:2], dropout_keys(CONFIG, 1, 2, [2, 1]), torch.arange(16))
@@ -36,7 +43,7 @@ def test_masks_follow_the_row_not_its_place_in_the_batch() -> None:
 
 @pytest.mark.parametrize("positions", [range(5, 12), [0, 1, 14, 15], [9]])
 def test_any_positions_of_the_stream_get_their_part_of_the_mask(positions) -> None:
-    dropout = StreamDropout(site=3, p=0.5)
+    dropout = StreamDropout(site=3, p=0.5, context_length=16)
     keys = dropout_keys(CONFIG, 1, 2, [0, 1])
     whole = dropout(torch.ones(2, 16, 8), keys, torch.arange(16))
     part = dropout(torch.ones(2, len(positions), 8), keys, torch.tensor(positions))
@@ -60,7 +67,7 @@ def test_a_part_of_the_attention_gets_its_part_of_the_mask() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])
 def test_the_share_dropped_is_p_and_the_mean_stays(p: float) -> None:
-    dropout = StreamDropout(site=0, p=p)
+    dropout = StreamDropout(site=0, p=p, context_length=64)
     y = dropout(torch.ones(8, 64, 512), dropout_keys(CONFIG, 0, 0, range(8)), torch.arange(64))
     n = y.numel()
     assert abs((y == 0).float().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / n)
@@ -69,18 +76,18 @@ def test_the_share_dropped_is_p_and_the_mean_stays(p: float) -> None:
 
 def test_the_threshold_is_exact_at_its_ends() -> None:
     keys = torch.zeros(1, 2, dtype=torch.int32)
-    index = torch.arange(1000, dtype=torch.int32)
-    assert keep_mask(keys, index, 0.0).all()
-    assert not keep_mask(keys, index, 1 - 2**-32).any()
+    numbers = Numbers(torch.arange(1000, dtype=torch.int32))
+    assert keep_mask(keys, numbers, 0.0).all()
+    assert not keep_mask(keys, numbers, 1 - 2**-32).any()
 
 
 def test_nothing_is_dropped_in_evaluation_without_keys_or_at_p_0() -> None:
     x = torch.ones(2, 16, 8)
     keys = dropout_keys(CONFIG, 0, 0, range(2))
     times = torch.arange(16)
-    assert StreamDropout(0, 0.5)(x, None, times) is x
-    assert StreamDropout(0, 0.5).eval()(x, keys, times) is x
-    assert StreamDropout(0, 0.0)(x, keys, times) is x
+    assert StreamDropout(0, 0.5, 16)(x, None, times) is x
+    assert StreamDropout(0, 0.5, 16).eval()(x, keys, times) is x
+    assert StreamDropout(0, 0.0, 16)(x, keys, times) is x
 
 
 def test_sites_and_steps_are_independent() -> None:
@@ -88,7 +95,7 @@ def test_sites_and_steps_are_independent() -> None:
     sigmas = []
     for seed in range(20):
         masks = [
-            StreamDropout(site, 0.2)(x, dropout_keys(CONFIG, seed, step, range(4)), times) != 0
+            StreamDropout(site, 0.2, 16)(x, dropout_keys(CONFIG, seed, step, range(4)), times) != 0
             for site in (0, 1, 2)
             for step in (0, 1)
         ]
@@ -101,7 +108,7 @@ def test_sites_and_steps_are_independent() -> None:
 
 
 def test_compiled_masks_are_the_eager_ones() -> None:
-    stream, weights = StreamDropout(3, 0.2), AttentionDropout(4, 0.3, 40)
+    stream, weights = StreamDropout(3, 0.2, 40), AttentionDropout(4, 0.3, 40)
     weights.head_offset = 1
 
     def masks(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,3 +123,38 @@ def test_compiled_masks_are_the_eager_ones() -> None:
         keys = dropout_keys(CONFIG, 0, step, range(3))
         for ours, expected in zip(compiled(keys), masks(keys), strict=True):
             assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("context_length", [16_384, 65_536, 100_000])
+def test_no_two_heads_or_queries_share_a_mask_where_numbers_exceed_a_word(context_length) -> None:
+    """At 16,384 tokens a word numbers the weights of 16 heads, at 65,536 those of one."""
+    dropout = AttentionDropout(1, 0.5, context_length)
+    row_keys = dropout_keys(CONFIG, 1, 2, [0, 1])
+    queries, keys = torch.tensor([0, 7, context_length - 1]), torch.arange(512)
+    masks = dropout(torch.ones(2, 33, 3, 512), row_keys, queries, keys) != 0
+    rows = {tuple(row.tolist()) for row in masks.flatten(0, 2)}
+    assert len(rows) == 2 * 33 * 3
+    z = (masks.flatten(0, 2).double() - 0.5) / 0.5
+    sigmas = (z @ z.T / math.sqrt(512))[tuple(torch.triu_indices(len(z), len(z), 1))]
+    assert 0.9 < sigmas.std() < 1.1  # of N(0, 1), if masks have nothing in common
+    dropout.head_offset = 20
+    part = dropout(torch.ones(2, 2, 1, 100), row_keys, queries[2:], keys[50:150]) != 0
+    assert torch.equal(part, masks[:, 20:22, 2:, 50:150])
+
+
+def test_no_two_positions_of_a_long_stream_share_a_mask() -> None:
+    dropout = StreamDropout(3, 0.5, 2**28)
+    positions = torch.tensor([0, 5, 2**23, 2**23 + 5, 2**24, 2**28 - 1])
+    y = dropout(torch.ones(1, 6, 512), dropout_keys(CONFIG, 1, 2, [0]), positions) != 0
+    assert len({tuple(row.tolist()) for row in y[0]}) == 6
+
+
+def test_elements_that_a_word_numbers_keep_their_masks() -> None:
+    """The first block has the keys that it had before there were others."""
+    keys = dropout_keys(CONFIG, 1, 2, [0])[:, 1]
+    few = weight_index(range(2), torch.arange(3), torch.arange(5), 2**15)
+    many = weight_index(range(9), torch.arange(3), torch.arange(5), 2**15)
+    assert few.block is None
+    assert many.block is not None
+    masks = [keep_mask(keys, numbers, 0.5) for numbers in (few, many)]
+    assert torch.equal(masks[0], masks[1][:, :2])

@@ -63,10 +63,10 @@ class Case(NamedTuple):
     def keep(self) -> Tensor:
         """Where weights are seen and kept, bool (B, H, T, T)."""
         positions, heads = self.positions(), range(self.first_head, self.first_head + self.H)
-        index = weight_index(heads, positions, positions, self.context_length)
+        numbers = weight_index(heads, positions, positions, self.context_length)
         query, key = torch.meshgrid(*2 * [torch.arange(self.T, device=DEVICE)], indexing="ij")
         seen = (key <= query) & (key > query - (self.window or self.T))
-        return keep_mask(self.keys()[:, 1], index, self.p) & seen
+        return keep_mask(self.keys()[:, 1], numbers, self.p) & seen
 
     def computed(self, form: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The result and the gradients of q, k and v, by `attend_explicitly` or the kernels."""
@@ -94,7 +94,8 @@ CASES = {
     "a window of all": Case(window=33),
     "wide heads": Case(K=128),
     "heads of other processes": Case(first_head=6),
-    "numbers that wrap": Case(context_length=60_000, first_head=3),
+    "numbers in several blocks": Case(context_length=60_000, first_head=3),
+    "blocks that end within a head": Case(T=70, context_length=65_560),
     "nothing dropped": Case(p=0.0),
     "nearly all dropped": Case(p=0.99),
 }

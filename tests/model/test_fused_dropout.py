@@ -13,6 +13,8 @@ from pentameter.model import fused_dropout
 from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.dropout import AttentionDropout, keep_bound
 from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.planning.fused_step import dropout_kernel_obstacle
+from pentameter.planning.layout import Layout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODEL = ModelConfig(
@@ -128,3 +130,15 @@ def test_the_kernel_serves_training_without_a_cache_alone() -> None:
     attend(k, k, k, dropout=dropout)
     attend(k, k, k, dropout=dropout.eval(), dropout_keys=keys)
     assert called == [k.shape]
+
+
+def test_latent_attention_is_checked_with_the_channels_that_it_runs_with() -> None:
+    sizes = {"vocab_size": 5, "context_length": 8, "n_layers": 1, "n_heads": 2, "d_model": 16}
+    latent = {"attention": "latent", "positions": "rotary", "kv_rank": 8, "rope_head_size": 64}
+    wide = ModelConfig(**sizes, **latent, head_size=128, attention_dropout=0.1)
+    obstacle = dropout_kernel_obstacle(wide, Layout(), "bf16")
+    assert obstacle == "heads of 192 channels, more than 128"
+    narrow = ModelConfig(**sizes, **latent, head_size=32, attention_dropout=0.1)
+    assert dropout_kernel_obstacle(narrow, Layout(), "bf16") is None
+    problem = fused_dropout._problem(narrow, torch.float32, torch.device("cpu"), None)
+    assert problem.q.shape[-1] == problem.v.shape[-1] == narrow.query_channels == 96

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.config.schema import ModelConfig
+from pentameter.model import initial
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.initial import BLOCK_ELEMENTS, initial_values, initialize
 from pentameter.planning.architecture import Init, ParameterSpec
@@ -124,3 +125,31 @@ def test_weights_of_a_gpt2_have_their_deviations() -> None:
     ):
         n = state[name].numel()
         assert abs(state[name].std().item() / deviation - 1) < 4 / math.sqrt(2 * n)
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((6, 8, 10), ((2, 5), (0, 8), (0, 10))),
+        ((6, 8, 10), ((1, 6), (3, 5), (0, 10))),
+        ((6, 8, 10), ((0, 2), (2, 8), (4, 5))),
+        ((9, 12), ((0, 9), (3, 7))),
+        ((100,), ((17, 90),)),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(2**16, 2**22), (7, 31)])
+def test_a_slice_draws_its_own_numbers_only(shape, region, sizes, monkeypatch) -> None:
+    for name, size in zip(("BLOCK_ELEMENTS", "CHUNK_ELEMENTS"), sizes, strict=True):
+        monkeypatch.setattr(f"pentameter.model.initial.{name}", size)
+    drawn = []
+    counted = initial.bits
+    monkeypatch.setattr(
+        initial, "bits", lambda key, index: drawn.append(index.size) or counted(key, index)
+    )
+    row = ParameterSpec("w", shape, ("embed",) * len(shape), Init("uniform", 1.0), True)
+    places = tuple(slice(*side) for side in region)
+    own = torch.empty(shape)[places].contiguous()
+    initial.fill(row, own, region, 3)
+    assert sum(drawn) == own.numel()
+    assert max(drawn) <= sizes[0]
+    assert torch.equal(own, initial_values(row, 3).view(shape)[places])

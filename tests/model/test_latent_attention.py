@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from pentameter.config.schema import ModelConfig
+from pentameter.config.schema import LoraConfig, ModelConfig
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import build_model
 from pentameter.model.latent_attention import LatentAttention
+from pentameter.model.matmul import PLAIN
 from pentameter.model.positions import Positions, rotation
+from pentameter.parallel.linear import install_forwards
+from pentameter.parallel.sources.adapters import add_adapters
 
 B, T, D, H, K, R, V, C = 2, 9, 20, 2, 6, 4, 5, 7
 
@@ -90,3 +93,26 @@ def test_cached_latents_give_the_same_text(pieces, changes):
     with torch.no_grad():
         found = torch.cat([model(each, cache=cache) for each in tokens.split(pieces, 1)], 1)
         torch.testing.assert_close(found, model(tokens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("q_rank", [None, 3])
+def test_a_cache_sees_the_adapters_of_every_layer(q_rank):
+    """Attention over cached latents multiplies by the matrices of `kv` without calling it."""
+    model = build_model(config(q_rank=q_rank), 1, dtype=torch.float64).eval()
+    tokens = torch.arange(B * T).view(B, T) % 19
+    paths = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    with torch.no_grad():
+        plain = model(tokens)
+    add_adapters(model, [path for path in paths if "blocks." in path], LoraConfig(rank=2))
+    for name, each in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(each, std=0.5, generator=torch.Generator().manual_seed(3))
+    install_forwards(model, PLAIN, {})
+    cache = KVCache(model.config, B, dtype=torch.float64)
+    with torch.no_grad():
+        whole = model(tokens)
+        pieces = []
+        for part in tokens.split((4, 1, 4), 1):
+            pieces.append(model(part, cache=cache))
+    assert not torch.allclose(whole, plain)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-11)

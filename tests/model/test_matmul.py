@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentameter.model.matmul import PLAIN, matmul_dtype
+from pentameter.model.matmul import PLAIN, exact_linear, matmul_dtype
 
 X, WEIGHT, G = (
     torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -38,3 +38,33 @@ def test_matmuls_read_autocasts_dtype():
     assert matmul_dtype(X) == torch.float64
     with torch.autocast("cpu", torch.bfloat16):
         assert matmul_dtype(X) == torch.bfloat16
+
+
+def test_what_is_exact_stays_float32_where_matmuls_are_rounded() -> None:
+    """A CPU with bf16, or a GPU with TF32, would round all three products."""
+    x, weight, g = (each.float() for each in (X[:, None], WEIGHT, G[:, None]))
+    bias = torch.ones(4)
+
+    def computed(linear) -> list[torch.Tensor]:
+        inputs = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        y = linear(*inputs)
+        return [y, *torch.autograd.grad(y, inputs, g)]
+
+    before, seen = torch.get_float32_matmul_precision(), []
+    multiply = torch.Tensor.__matmul__
+
+    def spy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return multiply(a, b)
+
+    expected = computed(torch.nn.functional.linear)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "__matmul__", spy)
+            found = computed(exact_linear)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"] * 3
+    torch.testing.assert_close(found, expected)

@@ -8,12 +8,15 @@ from measured import configuration, constants, own_batch
 from torch import Tensor, nn
 
 from pentameter.config.choices import PRECISIONS
-from pentameter.model.matmul import Matmul
+from pentameter.config.schema import LoraConfig
+from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.parallel import precision
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import install_forwards
+from pentameter.parallel.sources.adapters import add_adapters
+from pentameter.parallel.sources.custom_outline import _adapted
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
@@ -119,3 +122,23 @@ def test_a_layer_of_ones_own_keeps_its_forward():
     before = model(x)
     install_forwards(model, Halved(), {})
     assert torch.equal(model(x), before / 2)
+
+
+def test_pytorch_s_own_layers_see_adapters_in_evaluation():
+    """In evaluation a kernel would read the weights of an encoder's linear layers, and not call
+    them."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    add_adapters(model, ["0.linear1", "0.linear2"], LoraConfig(rank=2))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
+    install_forwards(model, PLAIN, {})
+    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), model.train()(x))
+
+
+def test_a_layer_that_is_never_called_gets_no_adapter():
+    """PyTorch's attention reads the weight of its last layer, so that an adapter would not act."""
+    whole = nn.ModuleDict({"block": nn.TransformerEncoderLayer(8, 2, 16)})
+    config = configuration("data=1", MODEL, {}, lora=LORA)
+    assert _adapted(whole, ["block"], config, "build") == ["block.linear1", "block.linear2"]

@@ -10,6 +10,8 @@ from pentameter.machine.ceilings import Ceiling
 from pentameter.model import compiled
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel.assemble import assemble
+from pentameter.planning.layout import Layout
+from pentameter.planning.layout_checks import uncompiled_blocks
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
 from pentameter.train import compute
@@ -59,6 +61,30 @@ def test_what_a_machine_lacks_is_said(a_machine_with_amx, monkeypatch):
     chosen = choose_compute(plan())
     assert chosen.native_kernels == ("vector",)
     assert chosen.compile_reason == "asked for; with vector kernels; the CPU has no AMX"
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(), None),
+        (Layout(data=2), None),
+        (Layout(tensor=2), None),
+        (Layout(data=2, zero=1), "parallel.zero=1"),
+        (Layout(data=2, zero=3), "parallel.zero=3"),
+        (Layout(data=2, expert=2), "parallel.expert=2"),
+    ],
+)
+def test_blocks_that_stay_uncompiled_are_said_to(layout, reason):
+    experts = plan(checkpoint="full", n_experts=2, d_expert=8).config
+    said = uncompiled_blocks(experts, layout)
+    assert said is None if reason is None else f"send in the middle with {reason}" in said
+    assert uncompiled_blocks(plan(checkpoint="full").config, layout) is None
+    assert uncompiled_blocks(plan(n_experts=2, d_expert=8).config, layout) is None
+
+
+def test_the_reason_for_compiling_says_which_blocks_are_not(a_machine_with_amx, monkeypatch):
+    monkeypatch.setattr(compute, "uncompiled_blocks", lambda config, layout: "but not these")
+    assert choose_compute(plan(checkpoint="full")).compile_reason.endswith("; but not these")
 
 
 class TwoMachines(World):

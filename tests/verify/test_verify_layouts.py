@@ -117,6 +117,34 @@ def test_experts_sharded_over_other_ranks_than_the_rest(workers):
         assert outcome.worst.error <= TOLERANCE / 100
 
 
+RECOMPUTED = (
+    "data=1,activation_checkpoint=full,compile=true;"
+    "data=1,activation_checkpoint=selective,compile=true;"
+    "data=2,zero=1,activation_checkpoint=full"
+)
+REST = (
+    "data=2,activation_checkpoint=full,compile=true;"
+    "data=2,activation_checkpoint=selective,compile=true;"
+    "tensor=2,activation_checkpoint=full,compile=true;"
+    "tensor=2,activation_checkpoint=selective,compile=true;"
+    "data=2,zero=3,activation_checkpoint=full,compile=true;"
+    "data=2,zero=3,activation_checkpoint=selective,compile=true;"
+    "data=2,expert=2,activation_checkpoint=full,compile=true;"
+    "data=2,expert=2,activation_checkpoint=selective,compile=true;"
+    "data=2,zero=2,activation_checkpoint=selective,compile=true"
+)
+
+
+@pytest.mark.parametrize("layouts", [RECOMPUTED, pytest.param(REST, marks=pytest.mark.slow)])
+def test_experts_are_recomputed_and_compiled(layouts, workers):
+    keys = {f"model.{key}": value for key, value in EXPERTS["batch"].items()}
+    config = load_config("qwen3-0.6b", {**keys, "model.balance": "batch"})
+    cases = chosen_cases(config, layouts)
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        assert outcome.worst.error <= TOLERANCE / 100
+
+
 @pytest.mark.parametrize(
     "layouts",
     [

@@ -14,7 +14,7 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu.heads import Heads, HeadShape
 from pentameter.fused_cpu.native import address, library, serves
-from pentameter.model.dropout import keep_bound
+from pentameter.model.dropout import keep_bound, rows_per_block
 
 MAX_HEAD = 256
 """Largest head size, in channels, that the kernels' buffers hold."""
@@ -22,13 +22,16 @@ MAX_HEAD = 256
 
 def attention_obstacle(config: ModelConfig) -> str | None:
     """Return a phrase that says why the kernels cannot compute this model's attention; None if they
-    can. The head size must be divisible by 32 and at most MAX_HEAD, and query and key norms must
-    act on each head by itself."""
+    can. The head size must be divisible by 32 and at most MAX_HEAD, query and key norms must act
+    on each head by itself, and dropout must number the weights of a batch row in one block."""
     size = config.head_channels
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
     if config.qk_norm == "width":
         return "the AMX kernels norm queries and keys head by head, not all heads together"
+    H, T = config.n_heads, config.context_length
+    if config.attention_dropout and rows_per_block(H * T, T) is not None:
+        return f"the AMX kernels drop up to 2^32 attention weights in a row, not {H} · {T}²"
     return None
 
 

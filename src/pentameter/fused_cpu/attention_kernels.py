@@ -142,8 +142,8 @@ def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -
     N, Q, S = weights.shape
     query = torch.arange(first, first + Q, dtype=torch.int32)
     key = torch.arange(S, dtype=torch.int32)
-    index = weight_index(range(N // len(keys)), query, key, shape.context_length)
-    return drop(weights.view(len(keys), -1, Q, S), keys, index, shape.p).view(N, Q, S)
+    numbers = weight_index(range(N // len(keys)), query, key, shape.context_length)
+    return drop(weights.view(len(keys), -1, Q, S), keys, numbers, shape.p).view(N, Q, S)
 
 
 @kernel

@@ -44,7 +44,7 @@ def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
     if p == 0:
         return x
     T, D = x.shape[1:]
-    return drop(x, keys, stream_index(torch.arange(T, dtype=torch.int32), range(D), D), p)
+    return drop(x, keys, stream_index(torch.arange(T, dtype=torch.int32), range(D), D, T), p)
 
 
 dropout = kernel(_dropped)

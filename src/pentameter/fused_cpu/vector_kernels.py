@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentameter.fused_cpu.activations import curve
 from pentameter.fused_cpu.native import CHANNELS, address, library, serves
-from pentameter.model.dropout import keep_bound
+from pentameter.model.dropout import keep_bound, rows_per_block
 
 ROWS_PER_BIAS_SUM = 64
 """Token rows per partial sum in a bias gradient."""
@@ -35,7 +35,7 @@ class _AddNorm(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "keys")),
-        *((name, ctypes.c_int64) for name in ("M", "T", "D", "centred", "rows", "low")),
+        *((name, ctypes.c_int64) for name in ("M", "T", "D", "in_block", "centred", "rows", "low")),
         ("bound", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("dropout_scale", "eps")),
     )
@@ -83,8 +83,9 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     addresses = map(address, (how.bias, how.keys))
-    sizes = (B * T, T, D, how.centred, ROWS_PER_BIAS_SUM, y.dtype is torch.bfloat16)
-    return _AddNorm(*addresses, *sizes, keep_bound(how.p), scale, how.eps)
+    sizes = (B * T, T, D, rows_per_block(T, D) or T)
+    flags = (how.centred, ROWS_PER_BIAS_SUM, y.dtype is torch.bfloat16)
+    return _AddNorm(*addresses, *sizes, *flags, keep_bound(how.p), scale, how.eps)
 
 
 _TABLE = 0

@@ -78,7 +78,9 @@ class CausalAttention(nn.Module):
         self.attend: Attend = attend
         """Function that computes attention from queries, keys and values. Context parallelism
         replaces it by one that reaches the keys and values on other ranks."""
-        self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
+        self.dropout = StreamDropout(
+            attention_output_site(layer), config.dropout, config.context_length
+        )
 
     def means(
         self,

@@ -11,15 +11,28 @@ Shapes: B batch, T tokens, D channels, H heads; Q query tokens, S key tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
-from pentameter.keyed import bits, make_key
+from pentameter.keyed import bits, folded, make_key
 
 EMBEDDING_SITE = 0
+
+WORDS = 2**32
+"""Numbers that a word can tell apart, in one block."""
+
+
+class Numbers(NamedTuple):
+    """Elements' numbers within their batch row, as `stream_index` and `weight_index` give them."""
+
+    words: Tensor
+    """Int32, of the elements' shape without the batch."""
+    block: Tensor | None = None
+    """Int32, which broadcasts to `words`: these repeat in each block. None: there is one."""
 
 
 def attention_weights_site(layer: int) -> int:
@@ -60,15 +73,14 @@ def dropout_keys(
     return torch.from_numpy(np.stack(words, axis=-1))
 
 
-def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return the mask of elements to keep, bool (B, *index.shape), true with probability 1 - p.
-
-    `row_keys` is one site's keys, int32 (B, 2); `index` is each element's int32 number
-    within its batch row.
-    """
-    shape = (-1,) + (1,) * index.ndim
+def keep_mask(row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
+    """Return the mask of elements to keep, bool (B, *numbers.words.shape), true with probability
+    1 - p. `row_keys` is one site's keys, int32 (B, 2); `numbers` are the elements'."""
+    shape = (-1,) + (1,) * numbers.words.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
-    return bits(key, index) >= keep_bound(p)
+    if numbers.block is not None:
+        key = folded(key, numbers.block)
+    return bits(key, numbers.words) >= keep_bound(p)
 
 
 def keep_bound(p: float) -> int:
@@ -77,16 +89,15 @@ def keep_bound(p: float) -> int:
     return round(p * 2**32) - 2**31
 
 
-def drop(x: Tensor, row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return x (B, *index.shape) with a fraction p zeroed and the rest multiplied by 1 / (1 - p). A
-    dropped element that is not finite becomes NaN, not 0.
+def drop(x: Tensor, row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
+    """Return x (B, *numbers.words.shape) with a fraction p zeroed and the rest multiplied by 1 / (1
+    - p). A dropped element that is not finite becomes NaN, not 0.
 
-    `row_keys` is one site's keys, int32 (B, 2); `index` is each element's int32 number
-    within its batch row.
+    `row_keys` is one site's keys, int32 (B, 2); `numbers` are the elements'.
     """
     # Multiplied, as in PyTorch's own dropout: selecting numbers or zeros (`torch.where`) takes
     # a CPU three times as long, in both passes.
-    return x * (1 / (1 - p)) * keep_mask(row_keys, index, p)
+    return x * (1 / (1 - p)) * keep_mask(row_keys, numbers, p)
 
 
 class KeyedDropout(nn.Module):
@@ -102,11 +113,10 @@ class KeyedDropout(nn.Module):
         """Return True if elements are dropped: in training mode, given keys, with p above 0."""
         return self.training and keys is not None and self.p > 0
 
-    def drop(self, x: Tensor, keys: Tensor, index: Tensor) -> Tensor:
-        """Return x (B, *index.shape) with dropout, given all sites' keys, int32 (B, n_sites, 2),
-        and the int32 number that each element has within its batch row. For use if `acts` is
-        true."""
-        return drop(x, keys[:, self.site], index, self.p)
+    def drop(self, x: Tensor, keys: Tensor, numbers: Numbers) -> Tensor:
+        """Return x (B, *numbers.words.shape) with dropout, given all sites' keys, int32
+        (B, n_sites, 2), and the elements' numbers. For use if `acts` is true."""
+        return drop(x, keys[:, self.site], numbers, self.p)
 
     def extra_repr(self) -> str:
         """Return this module's settings as `print(model)` shows them."""
@@ -114,14 +124,16 @@ class KeyedDropout(nn.Module):
 
 
 class StreamDropout(KeyedDropout):
-    """Dropout on the residual stream (B, T, D), whose elements `stream_index` numbers.
+    """Dropout on the residual stream (B, T, D), whose elements `stream_index` numbers, in a context
+    of `context_length` tokens.
 
     If channels are sharded, tensor parallelism sets `first_channel` to the first local channel and
     `d_model` to their total number; None means that all are local.
     """
 
-    def __init__(self, site: int, p: float) -> None:
+    def __init__(self, site: int, p: float, context_length: int) -> None:
         super().__init__(site, p)
+        self.context_length = context_length
         self.first_channel = 0
         self.d_model: int | None = None
 
@@ -134,7 +146,8 @@ class StreamDropout(KeyedDropout):
         if keys is None or not self.acts(keys):
             return x
         channels = range(self.first_channel, self.first_channel + x.shape[2])
-        return self.drop(x, keys, stream_index(positions, channels, self.d_model or len(channels)))
+        d_model = self.d_model or len(channels)
+        return self.drop(x, keys, stream_index(positions, channels, d_model, self.context_length))
 
 
 class AttentionDropout(KeyedDropout):
@@ -168,37 +181,52 @@ class AttentionDropout(KeyedDropout):
         if keys is None or not self.acts(keys):
             return weights
         first, last = self.head_offset, self.head_offset + weights.shape[1]
-        index = weight_index(
+        numbers = weight_index(
             range(first, last), query_positions, key_positions, self.context_length
         )
-        return self.drop(weights, keys, index)
+        return self.drop(weights, keys, numbers)
 
 
 # The numbering of elements within a batch row: every mask in Python uses it. Kernels in
 # C++ (`fused_cpu/cpp`) and Triton (`dropout_kernels.py`) repeat it, and tests compare their masks.
 
 
-def stream_index(positions: Tensor, channels: range, d_model: int) -> Tensor:
-    """Number a residual stream's elements within their batch row, int32 (T, D): position · d_model
-    + channel. `positions` are (T,). `channels` are the numbers of the D channels at hand, out of
-    `d_model` in the whole stream."""
+def stream_index(positions: Tensor, channels: range, d_model: int, context_length: int) -> Numbers:
+    """Number a residual stream's elements within their batch row, (T, D): position · d_model +
+    channel. `positions` are (T,), out of `context_length`. `channels` are the numbers of the D
+    channels at hand, out of `d_model` in the whole stream."""
     channel = torch.arange(
         channels.start, channels.stop, dtype=torch.int32, device=positions.device
     )
-    return _word(positions)[:, None] * d_model + channel
+    in_block = rows_per_block(context_length, d_model)
+    rows = positions.to(torch.int32 if in_block is None else torch.int64)
+    return _numbered(rows, channel, d_model, in_block)
 
 
 def weight_index(
     heads: range, query_positions: Tensor, key_positions: Tensor, context_length: int
-) -> Tensor:
-    """Number attention weights within their batch row, int32 (H, Q, S): (head · context_length +
-    query position) · context_length + key position, for positions (Q,) and (S,). `heads` are the
-    numbers of the H heads at hand in the whole model."""
-    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=query_positions.device)
-    row = head[:, None] * context_length + _word(query_positions)  # (H, Q)
-    return row[:, :, None] * context_length + _word(key_positions)
+) -> Numbers:
+    """Number attention weights within their batch row, (H, Q, S): (head · context_length + query
+    position) · context_length + key position, for positions (Q,) and (S,). `heads` are the numbers
+    of the H heads at hand in the whole model."""
+    in_block = rows_per_block(heads.stop * context_length, context_length)
+    dtype = torch.int32 if in_block is None else torch.int64
+    head = torch.arange(heads.start, heads.stop, dtype=dtype, device=query_positions.device)
+    rows = head[:, None] * context_length + query_positions.to(dtype)  # (H, Q)
+    return _numbered(rows, key_positions.to(torch.int32), context_length, in_block)
 
 
-def _word(positions: Tensor) -> Tensor:
-    """Return positions as int32, the words that `keyed.bits` takes."""
-    return positions.to(torch.int32)
+def rows_per_block(n_rows: int, width: int) -> int | None:
+    """Return how many of `n_rows` rows of `width` elements are numbered in one block; None if all
+    are. Rows are not cut, so that the elements of one have one key."""
+    return None if n_rows * width <= WORDS else WORDS // width
+
+
+def _numbered(rows: Tensor, columns: Tensor, width: int, in_block: int | None) -> Numbers:
+    """Return the Numbers (…, C) of elements in `rows` (…,) and `columns` (C,), int32, of rows of
+    `width` elements, `in_block` of them in each block. Rows are int32 if that is None, for one
+    block, else int64."""
+    if in_block is None:
+        return Numbers(rows[..., None] * width + columns)
+    first = (rows % in_block * width).to(torch.int32)
+    return Numbers(first[..., None] + columns, (rows // in_block).to(torch.int32)[..., None])

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentameter import keyed
-from pentameter.model.dropout import AttentionDropout, keep_bound
+from pentameter.model.dropout import AttentionDropout, keep_bound, rows_per_block
 
 _MULTIPLIER_1, _SHIFT_1 = tl.constexpr(keyed.MULTIPLIER_1 - 2**32), tl.constexpr(keyed.SHIFT_1)
 _MULTIPLIER_2, _SHIFT_2 = tl.constexpr(keyed.MULTIPLIER_2 - 2**32), tl.constexpr(keyed.SHIFT_2)
@@ -95,6 +95,24 @@ def _bits(index, key_0, key_1):
 
 
 @triton.jit
+def _numbered(head, positions, key_0, key_1, context_length, ROWS: tl.constexpr):
+    """Compute what `weight_index` and `keyed.folded` say of a head's queries at `positions`: the
+    number of each one's first weight in its block, and its two key words. ROWS: how many queries a
+    block has; 0 if there is one block."""
+    if ROWS == 0:
+        numbers = (head * context_length + positions) * context_length
+        word_0, word_1 = key_0 + tl.zeros_like(numbers), key_1 + tl.zeros_like(numbers)
+    else:
+        row = tl.zeros_like(positions).to(tl.int64) + head
+        row = row * context_length + positions
+        numbers = (row % ROWS * context_length).to(tl.int32)
+        block = (row // ROWS).to(tl.int32)
+        word_0 = tl.where(block == 0, key_0, _bits(2 * block, key_0, key_1))
+        word_1 = tl.where(block == 0, key_1, _bits(2 * block + 1, key_0, key_1))
+    return numbers, word_0, word_1
+
+
+@triton.jit
 def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Load `rows` of one head, whose first row is at the pointer `at` and whose rows are `stride`
     elements apart: (rows, COLUMNS), with 0 beyond T rows and K columns."""
@@ -128,7 +146,7 @@ def _forward_kernel(
     row_keys_row, row_keys_word,
     T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale,
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write attention's output y (B, T, H, K) and the base-2 log-sum-exp of scores, ℓ (B, H, T),
     for one head's tile of queries.
@@ -136,7 +154,7 @@ def _forward_kernel(
     Arguments ending in `_at` are pointers, those in `_row`, `_time` and `_head` strides. n_sharing:
     query heads for each KV head. window: keys that a query sees. first_head: the number of local
     head 0 in the whole model. bound: a smaller hash drops its weight. score_scale: turns dot
-    products into base-2 scores. keep_scale: 1 / (1 - p).
+    products into base-2 scores. keep_scale: 1 / (1 - p). ROWS: as for `_numbered`.
     """
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
@@ -147,7 +165,9 @@ def _forward_kernel(
     key_0 = tl.load(row_keys_at + row * row_keys_row)
     key_1 = tl.load(row_keys_at + row * row_keys_row + row_keys_word)
     query_position = tl.load(positions_at + queries, mask=queries < T, other=0).to(tl.int32)
-    numbers = ((first_head + head) * context_length + query_position) * context_length
+    numbers, key_0, key_1 = _numbered(
+        first_head + head, query_position, key_0, key_1, context_length, ROWS
+    )
 
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -165,7 +185,9 @@ def _forward_kernel(
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(weights, 1)
         key_position = tl.load(positions_at + keys, mask=keys < T, other=0).to(tl.int32)
-        keep = _bits(numbers[:, None] + key_position[None, :], key_0, key_1) >= bound
+        keep = (
+            _bits(numbers[:, None] + key_position[None, :], key_0[:, None], key_1[:, None]) >= bound
+        )
         left = tl.where(keep, weights, 0.0)
         v = _load_tile(v_at, keys, v_time, T, K, COLUMNS)
         y = y * shrink[:, None]
@@ -185,7 +207,7 @@ def _queries_kernel(
     y_row, y_time, y_head, g_row, g_time, g_head, row_keys_row, row_keys_word,
     T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale, scale,
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the queries' gradient dq (B, T, H, K) and `sums`, D = Σ g ∘ y (B, H, T), for one head's
     tile of queries. Arguments as for `_forward_kernel`, with `g`, y's gradient, and `scale`, 1 /
@@ -205,7 +227,9 @@ def _queries_kernel(
     key_0 = tl.load(row_keys_at + row * row_keys_row)
     key_1 = tl.load(row_keys_at + row * row_keys_row + row_keys_word)
     query_position = tl.load(positions_at + queries, mask=queries < T, other=0).to(tl.int32)
-    numbers = ((first_head + head) * context_length + query_position) * context_length
+    numbers, key_0, key_1 = _numbered(
+        first_head + head, query_position, key_0, key_1, context_length, ROWS
+    )
 
     dq = tl.zeros([QUERIES, COLUMNS], tl.float32)
     first_key = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
@@ -217,7 +241,9 @@ def _queries_kernel(
         visible = _visible(queries[:, None], keys[None, :], T, window)
         weights = tl.exp2(tl.where(visible, scores - logs[:, None], float("-inf")))
         key_position = tl.load(positions_at + keys, mask=keys < T, other=0).to(tl.int32)
-        keep = _bits(numbers[:, None] + key_position[None, :], key_0, key_1) >= bound
+        keep = (
+            _bits(numbers[:, None] + key_position[None, :], key_0[:, None], key_1[:, None]) >= bound
+        )
         dp = tl.dot(g, tl.trans(v), input_precision=PRECISION) * keep_scale
         ds = weights * (tl.where(keep, dp, 0.0) - sums[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
@@ -231,7 +257,7 @@ def _keys_kernel(
     g_row, g_time, g_head, row_keys_row, row_keys_word,
     T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale, scale,
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients dk and dv (B, T, G, K) for a tile of keys and values, summed over the
     query heads that use them. Tiles are transposed in this kernel: keys are matrix rows, queries
@@ -262,9 +288,11 @@ def _keys_kernel(
             visible = _visible(queries[None, :], keys[:, None], T, window)
             weights = tl.exp2(tl.where(visible, scores - logs[None, :], float("-inf")))
             query_position = tl.load(positions_at + queries, mask=queries < T, other=0)
-            numbers = (first_head + head) * context_length + query_position.to(tl.int32)
-            numbers = (numbers * context_length)[None, :] + key_position[:, None]
-            keep = _bits(numbers, key_0, key_1) >= bound
+            numbers, word_0, word_1 = _numbered(
+                first_head + head, query_position.to(tl.int32), key_0, key_1, context_length, ROWS
+            )
+            numbers = numbers[None, :] + key_position[:, None]
+            keep = _bits(numbers, word_0[None, :], word_1[None, :]) >= bound
             left = tl.where(keep, weights, 0.0)
             dv += tl.dot(left.to(g.dtype), g, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(g), input_precision=PRECISION) * keep_scale
@@ -302,7 +330,8 @@ def attend_dropping(
         at = (q, k, v, y, logs, row_keys, positions)
         strides = (*_strides(q, k, v), *row_keys.stride())
         numbers = (T, H, H // k.shape[1], window, first_head, context_length, *_factors(p, K))
-        _launch(_forward_kernel, (*at, *strides, *numbers), q, H, backward=False)
+        in_block = rows_per_block((first_head + H) * context_length, context_length)
+        _launch(_forward_kernel, (*at, *strides, *numbers), q, H, in_block, backward=False)
     return y, logs
 
 
@@ -332,21 +361,28 @@ def attend_dropping_backward(
         sums = torch.empty_like(logs)
         numbers = (T, H, H // G, window, first_head, context_length, *_factors(p, K), K**-0.5)
         keys = row_keys.stride()
+        in_block = rows_per_block((first_head + H) * context_length, context_length)
         at = (q, k, v, y, g, logs, sums, dq, row_keys, positions)
         launched = (*at, *_strides(q, k, v, y, g), *keys, *numbers)
-        _launch(_queries_kernel, launched, q, H, backward=True)
+        _launch(_queries_kernel, launched, q, H, in_block, backward=True)
         at = (q, k, v, g, logs, sums, dk, dv, row_keys, positions)
         launched = (*at, *_strides(q, k, v, g), *keys, *numbers)
-        _launch(_keys_kernel, launched, q, G, backward=True)
+        _launch(_keys_kernel, launched, q, G, in_block, backward=True)
     return dq, dk, dv
 
 
 def _launch(
-    kernel: Any, arguments: tuple[Any, ...], q: Tensor, n_heads: int, *, backward: bool
+    kernel: Any,
+    arguments: tuple[Any, ...],
+    q: Tensor,
+    n_heads: int,
+    in_block: int | None,
+    *,
+    backward: bool,
 ) -> None:
     """Run a kernel on every tile of tokens, for `n_heads` heads in each batch row of q
-    (B, H, T, K). `arguments` are the kernel's but for the compile-time ones, which are chosen
-    here."""
+    (B, H, T, K). `in_block` queries are numbered in one block; None for all. `arguments` are the
+    kernel's but for the compile-time ones, which are chosen here."""
     B, _, T, K = q.shape
     own, others, warps = tiles(K, q.element_size(), backward=backward)
     queries, keys = (others, own) if kernel is _keys_kernel else (own, others)
@@ -359,6 +395,7 @@ def _launch(
             COLUMNS=max(16, triton.next_power_of_2(K)),
             QUERIES=queries,
             KEYS=keys,
+            ROWS=in_block or 0,
             PRECISION="tf32" if rounds else "ieee",
             num_warps=warps,
             num_stages=2,

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -28,7 +27,7 @@ from pentameter.model.cache import Cache, choice_numbers
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
-from pentameter.model.matmul import PLAIN, Matmul
+from pentameter.model.matmul import PLAIN, Matmul, exact_linear
 from pentameter.model.positions import Positions
 from pentameter.planning.sub_layers.experts import BALANCE_STATE
 
@@ -93,7 +92,7 @@ class Router(nn.Module):
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(precise), self.weight.to(precise), bias)
+            logits = exact_linear(x.to(precise), self.weight.to(precise), bias)
         return self.route(logits, numbers)
 
     def route(self, logits: Tensor, numbers: Numbers = choice_numbers) -> Routing:
@@ -395,7 +394,7 @@ class Experts(nn.Module):
         n_shared = config.n_shared_experts
         self.shared = FeedForward(config, n_shared * width) if n_shared else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
-        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout, config.context_length)
         self.exchange = Exchange()
         self.tokens = Tokens()
 

@@ -76,7 +76,7 @@ class MLP(FeedForward):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, config.feed_forward_width)
-        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout, config.context_length)
 
     def forward(  # type: ignore[override]
         self,

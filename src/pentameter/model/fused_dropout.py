@@ -106,7 +106,7 @@ def _problem(
     size: the window to check, None for none. The window is at most a third of the tokens, so that
     no tile lies wholly inside it.
     """
-    K, G = model.head_channels, min(2, model.kv_heads)
+    K, G = model.query_channels, min(2, model.kv_heads)
     H = G * (model.n_heads // model.kv_heads)
     T = min(CHECKED_TOKENS, model.context_length)
     dropout = AttentionDropout(0, model.attention_dropout, model.context_length)

@@ -77,7 +77,9 @@ class GPT(nn.Module):
         if self.is_first:
             if config.has_position_table:
                 self.position_embedding = nn.Embedding(config.context_length, D)
-            self.embedding_dropout = StreamDropout(EMBEDDING_SITE, config.embedding_dropout_rate)
+            self.embedding_dropout = StreamDropout(
+                EMBEDDING_SITE, config.embedding_dropout_rate, config.context_length
+            )
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(*self.layers)}
         )

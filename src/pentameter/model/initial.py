@@ -8,9 +8,12 @@ float64, and rounded to fp32: the same values for every device and layout.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +23,7 @@ from pentameter.machine.cores import usable_cores
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
 
-BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32
+BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache
 CHUNK_ELEMENTS = 2**22
 
 
@@ -50,26 +53,48 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
     """Set `own`, the local `region` of a parameter, to its initial value, in place.
 
     spec: the parameter's name, whole shape and kind of initial value. region: the block that `own`
-    holds, (start, stop) for each dimension. seed: the run's, which determines the values.
+    holds, (start, stop) for each dimension. seed: the run's, which determines the values. No other
+    value is drawn, and extra memory stays at some MB, whatever the sizes.
     """
     if own.numel() == 0:
         return
-    (start, stop), *others = region
-    width = math.prod(spec.shape[1:])  # elements of a whole row
-    is_sliced = [tuple(other) for other in others] != [(0, size) for size in spec.shape[1:]]
-    n_rows = max(1, CHUNK_ELEMENTS // width)
+    if spec.init.kind in CONSTANTS:
+        own.fill_(CONSTANTS[spec.init.kind])
+        return
+    *sides, width = spec.shape
+    firsts = [start for start, _ in region]
+    if own.ndim == 1:  # as a column
+        own, sides, width, firsts = own[:, None], [width], 1, [*firsts, 0]
+    n_columns = min(own.shape[-1], CHUNK_ELEMENTS)
+    n_rows = max(1, CHUNK_ELEMENTS // n_columns)
 
-    def fill_rows(first: int) -> None:
-        last = min(first + n_rows, stop)
-        values = initial_values(spec, seed, first * width, last * width)
-        rows = values.view(last - first, *spec.shape[1:])
-        if is_sliced:
-            rows = rows[(slice(None), *(slice(*other) for other in others))]
-        own[first - start : last - start].copy_(rows)
+    def pieces() -> Iterator[tuple[Tensor, int]]:
+        """Yield matrices that together are `own`, each with its first element's flat number."""
+        for places in product(*(range(n) for n in own.shape[:-2])):
+            for row, column in product(
+                range(0, own.shape[-2], n_rows), range(0, own.shape[-1], n_columns)
+            ):
+                first = 0
+                for size, start, place in zip(sides, firsts, (*places, row), strict=False):
+                    first = first * size + start + place
+                piece = own[places][row : row + n_rows, column : column + n_columns]
+                yield piece, first * width + firsts[-1] + column
 
     # numpy lets other threads run while it computes.
     with ThreadPoolExecutor(max_workers=min(8, len(usable_cores()))) as pool:
-        list(pool.map(fill_rows, range(start, stop, n_rows)))
+        list(pool.map(lambda each: _fill_matrix(spec, seed, width, *each), pieces()))
+
+
+def _fill_matrix(spec: ParameterSpec, seed: int, width: int, own: Tensor, first: int) -> None:
+    """Set a matrix within a parameter, whose rows are `width` elements apart and whose first
+    element has the flat number `first`, to its initial value, in place."""
+    n_columns = min(own.shape[1], BLOCK_ELEMENTS)
+    n_rows = BLOCK_ELEMENTS // n_columns
+    for row, column in product(range(0, own.shape[0], n_rows), range(0, own.shape[1], n_columns)):
+        block = own[row : row + n_rows, column : column + n_columns]
+        rows = first + (row + np.arange(block.shape[0], dtype=np.int64)) * width
+        index = rows[:, None] + np.arange(column, column + block.shape[1], dtype=np.int64)
+        block.copy_(torch.from_numpy(_drawn(spec, seed, index)))
 
 
 def initial_values(
@@ -90,25 +115,39 @@ def initial_values(
     if spec.init.kind in CONSTANTS:
         return torch.full((stop - start,), CONSTANTS[spec.init.kind])
     values = np.empty(stop - start, dtype=np.float32)
-    begin = start
-    while begin < stop:
-        end = min(stop, (begin // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS)
-        values[begin - start : end - start] = _draw(spec, seed, begin, end)
-        begin = end
+    for begin in range(0, stop - start, BLOCK_ELEMENTS):
+        block = values[begin : begin + BLOCK_ELEMENTS]
+        block[:] = _drawn(spec, seed, np.arange(len(block), dtype=np.int64) + (start + begin))
     return torch.from_numpy(values)
 
 
-def _draw(spec: ParameterSpec, seed: int, start: int, stop: int) -> np.ndarray:
-    """Draw the flat elements [start, stop) for a random initial value, float64 (stop - start,). The
-    range lies in one block with BLOCK_ELEMENTS."""
-    # The index's low 32 bits are the counter, as a signed word; the rest joins the key.
-    index = np.arange(start, stop, dtype=np.int64).astype(np.uint32).view(np.int32)
+def _drawn(spec: ParameterSpec, seed: int, index: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Draw the elements with these flat numbers for a random initial value, float32 in the index's
+    shape."""
+    # A number's low 32 bits are the counter, as a signed word; the rest joins the key.
+    low, high = index.astype(np.uint32).view(np.int32), index >> 32
+    drawn = np.empty(index.shape, dtype=np.float32)
+    for block in range(int(high.min()), int(high.max()) + 1):
+        inside = high == block
+        if inside.all():
+            drawn[...] = _draw(spec, seed, block, low)
+        elif inside.any():
+            drawn[inside] = _draw(spec, seed, block, low[inside])
+    return drawn
 
-    def uniform(word: int) -> np.ndarray:
+
+def _draw(
+    spec: ParameterSpec, seed: int, block: int, counter: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float64]:
+    """Draw the elements of a random initial value, in the counter's shape, whose flat numbers are
+    `counter` + `block` · 2^32."""
+
+    def uniform(word: int) -> npt.NDArray[np.float64]:
         """Return a number in (0, 1) for each element, the center of its cell among 2^32 equal ones.
         `word` numbers the independent draws for an element."""
-        key = make_key(seed, "weights", spec.name, word, start >> 32)
-        return (bits(key, index).view(np.uint32).astype(np.float64) + 0.5) * 2.0**-32
+        key = make_key(seed, "weights", spec.name, word, block)
+        drawn: npt.NDArray[np.float64] = bits(key, counter).view(np.uint32).astype(np.float64)
+        return (drawn + 0.5) * 2.0**-32
 
     match spec.init.kind:
         case "uniform":

@@ -7,6 +7,7 @@ channels, V value size, C latent size; S all tokens (keys), the last T being the
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
+from pentameter.model.adapter import weight_terms
 from pentameter.model.attention import CausalAttention, normed
 from pentameter.model.cache import Cache
 from pentameter.model.positions import Positions
@@ -127,15 +129,23 @@ class LatentAttention(CausalAttention):
         for all heads.
         """
         latents, keys = cache.append(self.layer, latent[:, None], key.transpose(1, 2))
-        weight = self.kv.weight.unflatten(0, (-1, self.head_size + self.value_size))  # (H, K+V, C)
-        k_weight, v_weight = weight.split((self.head_size, self.value_size), dim=1)
-        q_latent = torch.einsum("bthk,hkc->bthc", q_plain, k_weight)
-        q = torch.cat((q_latent, q_rotated), dim=-1)
+        q_latents, values = [], []
+        for left, right in weight_terms(self.kv):
+            rows = left.unflatten(0, (-1, self.head_size + self.value_size))  # (H, K + V, …)
+            k_rows, v_rows = rows.split((self.head_size, self.value_size), dim=1)
+            of_keys = torch.einsum("bthk,hkc->bthc", q_plain, k_rows)
+            q_latents.append(of_keys if right is None else of_keys @ right)
+            values.append((v_rows, right))
+        q = torch.cat((reduce(torch.add, q_latents), q_rotated), dim=-1)
         # `means` divides by the root of the width that it sees.
         q = q * (q.shape[-1] / (self.head_size + self.n_rotated)) ** 0.5
         k = torch.cat((latents, keys), dim=-1)  # (B, 1, S, C + R)
         y = self.means(q.transpose(1, 2), k, latents, positions, None)  # (B, T, H, C)
-        return torch.einsum("bthc,hvc->bthv", y, v_weight)
+        results = [
+            torch.einsum("bthc,hvc->bthv", y if right is None else y @ right.t(), v_rows)
+            for v_rows, right in values
+        ]
+        return reduce(torch.add, results)
 
 
 def whole(*parts: Tensor) -> tuple[Tensor, ...]:

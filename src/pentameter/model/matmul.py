@@ -81,6 +81,54 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+# -- float32 where others are rounded -------------------------------------------------------------
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x · weightᵀ + bias (…, N), differentiable, for x (…, K), weight (N, K) and bias (N,)
+    or None. Float32 is multiplied in float32 even where other matmuls of that dtype are rounded to
+    TF32 (precision tf32, `train.matmul_precision`), and so are the gradients."""
+    if torch.get_float32_matmul_precision() == "highest" or x.dtype is not torch.float32:
+        return F.linear(x, weight, bias)
+    y: Tensor = exact_product(x.flatten(0, -2), weight.t())
+    y = y.unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
+
+
+@torch.library.custom_op("pentameter::exact_product", mutates_args=())
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a · b (M, N) for a (M, K) and b (K, N), multiplied in their dtype. A custom operation,
+    since compiled code and autograd multiply at another time than they are told how."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return a @ b
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@exact_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _save_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_product(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a (M, K) and b (K, N) for g (M, N)."""
+    a, b = ctx.saved_tensors
+    wants_a, wants_b = ctx.needs_input_grad
+    return (
+        exact_product(g, b.t()) if wants_a else None,
+        exact_product(a.t(), g) if wants_b else None,
+    )
+
+
+exact_product.register_autograd(_differentiate_product, setup_context=_save_factors)
+
+
 # -- groups of rows -------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentameter.model.adapter import adapter_of
 from pentameter.model.experts import GroupedLinear
 from pentameter.model.gpt import TiedHead
 from pentameter.model.loss import HeadLoss
@@ -65,13 +66,14 @@ def _with_adapter(matmul: Matmul, linear: Any, forward: Forward, x: Tensor) -> T
     return adapted(matmul, linear, x, forward(x))
 
 
-def adapted(matmul: Matmul, linear: Any, x: Tensor, y: Tensor) -> Tensor:
+def adapted(matmul: Matmul, linear: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return y (…, N) plus the adapter's output, factor · B A x with factor alpha ÷ rank, if the
     linear layer has an adapter; else y. y is the layer's output for x (…, K), full or this rank's
     shard. `matmul` multiplies by A and B."""
-    if not hasattr(linear, A):
+    adapter = adapter_of(linear)
+    if adapter is None:
         return y
-    a, b = linear.lora_a, linear.lora_b  # (r, K), (N, r)
+    a, b, factor = adapter
     if not isinstance(x, DTensor):  # PyTorch's styles pass DTensors, ours local shards
         a, b = local(a), local(b)
-    return y + linear.lora_factor * matmul.linear(matmul.linear(x, a), b)
+    return y + factor * matmul.linear(matmul.linear(x, a), b)

@@ -92,7 +92,7 @@ def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) 
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
     if model.attention_sinks:
         return "model.attention_sinks=true"
-    size = model.head_channels
+    size = model.query_channels
     if size > MOST_KERNEL_CHANNELS:
         return f"heads of {size} channels, more than {MOST_KERNEL_CHANNELS}"
     return "train.precision='fp64'" if precision == "fp64" else None

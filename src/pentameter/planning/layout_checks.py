@@ -264,6 +264,21 @@ def compile_obstacle(layout: Layout) -> str | None:
     return None
 
 
+def uncompiled_blocks(config: Config, layout: Layout) -> str | None:
+    """Return why the blocks of a compiled run are not compiled themselves, as text; None if they
+    are. A recomputed block is captured as a whole or not at all, and one with experts calls what
+    cannot be: FSDP's hooks, which gather the units within it, or the exchange of tokens."""
+    if config.model.n_experts is None or config.train.activation_checkpoint is None:
+        return None
+    if not layout.shards_experts and not layout.zero:
+        return None
+    setting = _expert_setting(layout) if layout.shards_experts else f"parallel.zero={layout.zero}"
+    return (
+        f"but not blocks with experts, which send in the middle with {setting}, while "
+        "train.activation_checkpoint has a block compiled as a whole or not at all"
+    )
+
+
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
     """Raise ConfigError for a layout that is impossible whichever operations a layer has: a
     sequence that cannot be split evenly, a rank count per machine (`local_size`, None if not known)

@@ -33,7 +33,7 @@ from pentameter.machine.peaks import peak_flops
 from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle
-from pentameter.planning.layout_checks import compile_obstacle
+from pentameter.planning.layout_checks import compile_obstacle, uncompiled_blocks
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
 from pentameter.processes.world import World
@@ -124,6 +124,8 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         if compiled:
             how, native_kernels = _choose_kernels(plan, precision, capabilities, world)
             compile_reason += how
+    if compiled and (exception := uncompiled_blocks(plan.config, plan.layout)) is not None:
+        compile_reason += f"; {exception}"
     name = device_name(device, capabilities)
     if device.type != "cpu":  # before measuring a GPU whose peak is not known
         set_matmul_precision(train.matmul_precision, precision)

@@ -1,10 +1,9 @@
-"""Proof that the graph which `torch.compile` makes of a whole model on a CPU computes what the model
-computes, before a run believes it."""
+"""Proof that the graph which `torch.compile` makes of a whole model on a CPU computes what the
+model computes, before a run believes it."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 
 import torch
 
@@ -46,9 +45,8 @@ def refuse_wrong_graphs(
         engine.zero_gradients()
     for buffer, before in zip(buffers, kept, strict=True):  # batch norm's statistics
         buffer.copy_(before)
-    # Layers round one after another, at random.
-    n_layers = max(1, plan.config.model.n_layers)
-    bound = bound_of(engine.arithmetic.products) * math.sqrt(n_layers)
+    # The errors of a graph were a tenth of one kernel's bound, for 4 layers as for 16.
+    bound = bound_of(engine.arithmetic.products)
     reasons = engine.world.all_gather(disagreement(*found, bound=bound))
     reason = next(filter(None, reasons), None)
     if reason is not None:

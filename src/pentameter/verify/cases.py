@@ -23,11 +23,13 @@ lower degrees of parallelism."""
 MOST_PROCESSES_ASKED = 64
 """Most ranks in a layout that a user names; they all run on this machine."""
 
+SWITCH = "true or false"
 SETTINGS = {
     "micro_batches": "in 1 … 64",
     "activation_checkpoint": "full or selective",
-    "tied_head": "true or false",
-    "idle_experts": "true or false",
+    "compile": SWITCH,
+    "tied_head": SWITCH,
+    "idle_experts": SWITCH,
     "kv_heads": "in 1 … 64",
 }
 """Setting that a case's text may have besides its layout → its valid values, in words for an
@@ -116,6 +118,8 @@ EXPERT_LAYOUTS = (
     "data=2,expert=2,micro_batches=4",
     "data=2,expert=2,activation_checkpoint=full",
     "data=2,expert=2,activation_checkpoint=selective",
+    "data=1,activation_checkpoint=full,compile=true",
+    "data=1,activation_checkpoint=selective,compile=true",
     "data=2,expert_tensor=2",
     "data=4,expert_tensor=2",
     "data=4,expert=2,expert_tensor=2",
@@ -171,7 +175,7 @@ EXPERT_LAYOUTS = (
     "data=2,pipeline=2,expert=2,idle_experts=true",
 )
 """Layouts that shard experts, for a model that has some; with `idle_experts` some get no token, and
-with as many ranks as experts whole ranks get none."""
+with as many ranks as experts whole ranks get none. And those that compile recomputed experts."""
 
 WITH_COPIED_HEADS = "tensor=4,kv_heads=2"
 """The layout, for a model whose query heads share keys, in which ranks hold copies of several key
@@ -201,6 +205,9 @@ class Case:
     """Micro-batches per data-parallel rank; None for 2 · `layout.pipeline` in a pipeline, 2 in any
     other layout, 1 in one process."""
     activation_checkpoint: Recompute | None = None
+    compile: bool | None = None
+    """Whether `torch.compile` captures the steps, which PyTorch's own kernels then compute: what
+    is captured and recomputed is compared, not what a compiler makes of it."""
     tied_head: bool | None = None
     """Whether the head's weight is the embedding's, instead of the configuration's setting (None
     keeps it), also in the one process that the case is compared with."""
@@ -219,7 +226,9 @@ class Case:
     @property
     def alone(self) -> Case:
         """The one process that the case is compared with."""
-        return replace(self, layout=Layout(), micro_batches=None, activation_checkpoint=None)
+        return replace(
+            self, layout=Layout(), micro_batches=None, activation_checkpoint=None, compile=None
+        )
 
     @property
     def n_micro_batches(self) -> int:
@@ -263,6 +272,8 @@ class Case:
             settings.append(f"{self.micro_batches} micro-batches")
         if self.activation_checkpoint is not None:
             settings.append(f"checkpointing {self.activation_checkpoint}")
+        if self.compile:
+            settings.append("compiled")
         if self.tied_head is not None:
             settings.append("tied head" if self.tied_head else "untied head")
         if self.idle_experts:
@@ -310,7 +321,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
                 model = config.model.model_copy(update={"n_kv_heads": n_kv})
                 kv_copies = sharding_of(case.layout, model).kv_copies
                 if not (
-                    adapters_obstacle(config.lora, case.layout, kv_copies)
+                    (case.compile and config.model.n_experts is None)
+                    or adapters_obstacle(config.lora, case.layout, kv_copies)
                     or model_obstacle(config.model, case.layout)
                 ):
                     cases.append(case)
@@ -373,7 +385,7 @@ def _setting(text: str, name: str, value: str) -> Any:
             return int(value)
         case "activation_checkpoint" if value in get_args(Recompute):
             return value
-        case "tied_head" | "idle_experts" if value.lower() in ("0", "1", "true", "false"):
+        case _ if SETTINGS[name] == SWITCH and value.lower() in ("0", "1", "true", "false"):
             return value.lower() in ("1", "true")
     raise ConfigError(f"layout {text!r}: {name}={value!r} must be {SETTINGS[name]}")
 

@@ -231,7 +231,11 @@ def case_config(small: Config, case: Case) -> Config:
     if case.idle_experts:
         model = model.model_copy(update=IDLE_EXPERTS)
     train = small.train.model_copy(
-        update={"micro_batch_size": micro_batch_size, "activation_checkpoint": recompute}
+        update={
+            "micro_batch_size": micro_batch_size,
+            "activation_checkpoint": recompute,
+            "compile": case.compile is True,
+        }
     )
     return small.model_copy(update={"model": model, "train": train, "parallel": parallel})
 

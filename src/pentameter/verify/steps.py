@@ -95,6 +95,9 @@ def compute_steps(
     engine = assemble(
         noisy, torch.device("cpu"), "fp64", compiled=False, world=world, source=source
     )
+    if config.train.compile is True:
+        for module in engine.stage_modules:
+            module.run_captured()
     if plan.built_by is None:
         _add_ones(engine, plan)
     else:

@@ -9,19 +9,23 @@
 
 // Arguments from the host, with the same fields as `_AddNorm` in vector_kernels.py. There are M
 // rows with D channels, a multiple of 16, T rows per batch row; `keys` (M / T, 2) are dropout's.
-// `bias` (D) may be null; its gradient is summed over `rows` rows at a time. A norm that is not
+// Each block of dropout's numbers has `in_block` rows. `bias` (D) may be null; its gradient is summed over `rows` rows at a time. A norm that is not
 // `centred` subtracts no mean. y and the normed rows are bf16 if `low`, else fp32.
 struct AddNorm {
     const float* bias;
     const int32_t* keys;
-    int64_t M, T, D, centred, rows, low;
+    int64_t M, T, D, in_block, centred, rows, low;
     int32_t bound;
     float dropout_scale, eps;
 
     Dropout dropout(int64_t row) const {
         const int32_t* key = keys + row / T * 2;
-        return {dropout_scale, bound, key[0], key[1]};
+        const Dropout of_first{dropout_scale, bound, key[0], key[1]};
+        return of_first.folded(row % T / in_block);
     }
+
+    // Number of a row's first element in its block; see `stream_index` in dropout.py.
+    int64_t first(int64_t row) const { return row % T % in_block * D; }
 };
 
 namespace {
@@ -38,7 +42,7 @@ template <class Y>
 void forward_row(const AddNorm job, int64_t row, float* out, Y* normed, float* mean_out,
                  float* scale_out, const float* x, const Y* y) {
     const Dropout dropout = job.dropout(row);
-    const int64_t first = row % job.T * job.D;
+    const int64_t first = job.first(row);
     Floats sum{}, squares{};
     for (int64_t c = 0; c < job.D; c += LANES) {
         Floats added = load(y + c);
@@ -63,7 +67,7 @@ template <class Y>
 void backward_row(const AddNorm job, int64_t row, float* g_x, Y* g_y, float* g_bias, const float* g,
                   const Y* g_norm, const float* x, float row_mean, float row_scale) {
     const Dropout dropout = job.dropout(row);
-    const int64_t first = row % job.T * job.D;
+    const int64_t first = job.first(row);
     const auto normalised = [&](int64_t c) { return (load(x + c) - row_mean) * row_scale; };
     Floats sum{}, products{};
     for (int64_t c = 0; c < job.D; c += LANES) {

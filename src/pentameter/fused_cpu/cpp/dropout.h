@@ -16,6 +16,13 @@ struct Dropout {
         return (Ints)(x ^ (x >> 14));
     }
 
+    // Dropout of the elements in a later block of numbers, as `folded` in keyed.py says.
+    Dropout folded(int64_t block) const {
+        if (block == 0) return *this;
+        const Ints first = Ints{} + int32_t(2 * block);
+        return {scale, bound, bits(first)[0], bits(first + 1)[0]};
+    }
+
     // Factor on elements: `scale` if kept, else 0. So NaN and infinity stay non-finite if dropped,
     // like in the plain model.
     Floats factor(Ints index) const {

@@ -97,8 +97,8 @@ class _Dropout(NamedTuple):
             for first, n in ((block.first_query, n_queries), (block.first_key, n_keys))
         )
         heads = range(self.head_offset, self.head_offset + n_heads)
-        index = weight_index(heads, query, key, self.context_length)
-        return drop(weights, self.row_keys, index, self.p)
+        numbers = weight_index(heads, query, key, self.context_length)
+        return drop(weights, self.row_keys, numbers, self.p)
 
 
 class _Block(NamedTuple):

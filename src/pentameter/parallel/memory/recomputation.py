@@ -3,14 +3,17 @@ recompute them for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -85,26 +88,57 @@ def _contexts_with_experts(
     block: nn.Module, policy: Callable[..., CheckpointPolicy]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block's first and second forward pass, for `checkpoint`; `policy`
-    says which results are kept.
+    says which results are kept. Router, experts and what stands beside them are FSDP units within
+    the block, with ZeRO.
 
-    PyTorch counts the operations in both, and refuses more of a kind in the second pass. Among them
-    are those of FSDP's all-gathers, each made where its unit is entered unless it was prefetched.
-    Router, experts and what stands beside them are units of their own, of which the second pass
-    gathers some that the first found prefetched. So it gathers all of them before it is counted.
+    PyTorch's pair of contexts, which alone can be compiled, counts every operation, and refuses one
+    more in the second pass. Among them are those of FSDP's hooks, which a unit runs where its state
+    says so: that depends on what was prefetched, and on the micro-batch before. These hooks cannot
+    be compiled, so that a block with units runs eagerly, and a pair that counts nothing will do.
     """
+    if any(isinstance(module, FSDPModule) for module in block.modules()):
+        results: _Results = defaultdict(deque)
+        return _Keeping(policy, results), _Giving(results)
     first, second = create_selective_checkpoint_contexts(policy)
-    return first, _gathered(block, second)
+    return first, second
 
 
-@contextmanager
-def _gathered(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `context` once the weights in each of a block's FSDP units are all-gathered; the units'
-    backward passes free them. Nothing is gathered without ZeRO. Collective."""
-    for module in block.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    with context:
-        yield
+_Results = dict[Any, deque[Any]]
+"""Results that are kept, by operation, in the order in which it ran."""
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the results of operations that a policy names."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy], results: _Results) -> None:
+        super().__init__()
+        self._policy, self._results = policy, results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and keep its result, without what autograd will attach to it."""
+        result = func(*args, **(kwargs or {}))
+        if self._policy(None, func) is CheckpointPolicy.MUST_SAVE:
+            self._results[func].append(tree_map(_detached, result))
+        return result
+
+
+class _Giving(TorchDispatchMode):
+    """Returns results that were kept instead of computing them again."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the operation's next kept result, or run it if none is kept of its kind."""
+        if func in self._results:
+            return self._results[func].popleft()
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(result: Any) -> Any:
+    """Return a tensor without its history, and anything else as it is."""
+    return result.detach() if isinstance(result, Tensor) else result
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:

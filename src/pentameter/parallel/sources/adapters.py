@@ -32,6 +32,11 @@ def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> No
     if lora.rank is None:
         return
     model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.register_forward_pre_hook(_call_linear_layers)
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which only the same kernel can read
     modules: dict[str, Any] = dict(model.named_modules())
     for module in (modules[path] for path in paths if path in modules):
         weight = module.weight
@@ -49,6 +54,11 @@ def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> No
         module.register_parameter(A, Parameter(a))
         module.register_parameter(B, Parameter(b))
         module.lora_factor = lora.factor
+
+
+def _call_linear_layers(module: nn.Module, arguments: object) -> None:
+    """Do nothing, as a hook: a PyTorch layer that has one calls its linear layers in evaluation,
+    too. Without it a kernel reads their weights, and leaves their adapters out."""
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:

@@ -111,13 +111,17 @@ def _table(
 
 
 def _adapted(whole: nn.Module, blocks: Sequence[str], config: Config, built_by: str) -> list[str]:
-    """Return paths to the linear layers within the sub-modules at `blocks` that [lora] adapts.
-    Raises ConfigError, naming the build function `built_by`, if there are no linear layers."""
+    """Return paths to the linear layers within the sub-modules at `blocks` that [lora] adapts. The
+    last layer of `torch.nn.MultiheadAttention` is none of them: it is never called, as the module
+    reads its weight. Raises ConfigError, naming the build function `built_by`, if there are no
+    linear layers."""
+    attentions = (each for each in whole.modules() if isinstance(each, nn.MultiheadAttention))
+    uncalled = {each.out_proj for each in attentions}
     linear = [
         f"{path}.{name}".removesuffix(".")
         for path, block in _matching(whole, blocks, "blocks").items()
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and module not in uncalled
     ]
     if not linear:
         raise ConfigError(

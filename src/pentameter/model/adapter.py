@@ -1,0 +1,36 @@
+"""A linear layer's low-rank adapter (LoRA), for those that read what the layer multiplies by.
+
+Shapes: N outputs, K inputs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from pentameter.planning.adapters import A
+
+
+def adapter_of(linear: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+    """Return the adapter's A (r, K) and B (N, r), and the factor alpha ÷ r of their product; None
+    for a layer without one."""
+    if not hasattr(linear, A):
+        return None
+    adapted: Any = linear
+    return adapted.lora_a, adapted.lora_b, adapted.lora_factor
+
+
+def weight_terms(linear: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield pairs (left, right) whose products add up to the matrix (N, K) by which the layer
+    multiplies, adapter included: left is (N, K) with right None, or (N, r) and right (r, K).
+
+    Whoever computes with a layer's matrix and does not call the layer reads it here: `weight` alone
+    leaves the adapter out.
+    """
+    yield linear.weight, None
+    adapter = adapter_of(linear)
+    if adapter is not None:
+        a, b, factor = adapter
+        yield factor * b, a
