@@ -50,13 +50,20 @@ def worst(*levels: Level) -> Level:
 
 
 def disagreement(
-    results: Sequence[Tensor], expected: Sequence[Tensor], *, may_differ: float = 0.0
+    results: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    *,
+    may_differ: float = 0.0,
+    bound: float | None = None,
 ) -> str | None:
     """Return a phrase that says how a kernel's results differ from those of its plain form by more
     than rounding, in shape, dtype, numbers that are not finite, or size; None if they agree.
-    may_differ: the share of a result's numbers, all finite, that may have any size."""
+
+    may_differ: the share of a result's numbers, all finite, that may have any size. bound: the
+    largest error of a result ÷ its largest number; by default the widest `bound_of` the dtypes.
+    """
     dtypes = {x.dtype for x in (*results, *expected) if x.is_floating_point()}
-    bound = max(map(_bound, dtypes), default=0.0)
+    bound = max(map(bound_of, dtypes), default=0.0) if bound is None else bound
     for number, (x, y) in enumerate(zip(results, expected, strict=True)):
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"result {number} is {tuple(x.shape)} in {x.dtype}, not {tuple(y.shape)}"
@@ -84,7 +91,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _bound(dtype: torch.dtype) -> float:
+def bound_of(dtype: torch.dtype) -> float:
+    """Return the largest error of one kernel that reads or writes a dtype ÷ its result's largest
+    number: MOST_ROUNDINGS."""
     return torch.finfo(dtype).eps / 2 * MOST_ROUNDINGS[dtype.itemsize]
 
 

@@ -4,7 +4,7 @@ precision."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -61,6 +61,8 @@ class StageModule(nn.Module):
         self._call_by_row = model_slice.call_by_row
         self._generator_offset = generator_offset
         self.reads_inputs = model_slice.reads_inputs
+        self.has_graph = False
+        """Whether training runs the graph that `torch.compile` has made of the slice."""
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
         self.bucket_sums: BucketSums | None = None
@@ -132,8 +134,8 @@ class StageModule(nn.Module):
         self.run_compiled(replays=replays and is_short and self.device.type == "cuda")
 
     def run_compiled(self, *, replays: bool = False) -> None:
-        """Train with `torch.compile` from now on. On a CPU its C++ is built with -O2: the graph of
-        a whole model is not proved, and it is with -O3 that g++ makes wrong kernels.
+        """Train with `torch.compile` from now on. On a CPU its C++ is built with -O2, as it is with
+        -O3 that g++ makes wrong kernels.
 
         If it `replays`, launches are recorded once as CUDA graphs; each `.grad` must then exist
         before autograd runs, which would otherwise take the graph's own memory for it: call
@@ -142,7 +144,7 @@ class StageModule(nn.Module):
         # Imports PyTorch's compiler, which runs that compile nothing need not load.
         from pentameter.parallel.memory.recomputed_attention import WithoutGenerator
 
-        self.replays = replays
+        self.replays, self.has_graph = replays, True
         careful: dict[str, Any] = {}
         if self.device.type == "cpu":
             with contextlib.suppress(StorageError):
@@ -159,6 +161,19 @@ class StageModule(nn.Module):
                 **careful,
             },
         )
+
+    def run_plain(self) -> None:
+        """Train eagerly from now on."""
+        self._train, self.has_graph = self._plain, False
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Within this context training is eager."""
+        run, self._train = self._train, self._plain
+        try:
+            yield
+        finally:
+            self._train = run
 
     def run_captured(self) -> None:
         """Train from now on by what `torch.compile` captures, forward, backward and recomputation,

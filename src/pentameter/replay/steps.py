@@ -23,6 +23,7 @@ from pentameter.replay.record import RunRecord, StepNumbers
 from pentameter.report.run_data import RunData
 from pentameter.train.compute import Compute
 from pentameter.train.guard import Guard
+from pentameter.train.proved_graphs import refuse_wrong_graphs
 from pentameter.train.row_losses import HighestRows, highest_rows
 from pentameter.train.saving import load_tensors, tensors_to_save
 from pentameter.train.start import build_engine
@@ -77,6 +78,7 @@ class Replay:
         self._record, self._data, self._plan, self._compute = record, data, plan, compute
         self._world, self._base = world, base
         self._engine, self._optimizer = build_engine(plan, compute, world, UserComponents())
+        refuse_wrong_graphs(self._engine, data.batches, 0)  # as the run did
         self._schedule = _earlier_schedule(record, base)
 
     def highest_rows(self, step: int) -> HighestRows:

@@ -41,6 +41,7 @@ from pentameter.train.hooks import (
 )
 from pentameter.train.log_files import EndKind
 from pentameter.train.pace import RankPace
+from pentameter.train.proved_graphs import refuse_wrong_graphs
 from pentameter.train.recorder import Recorder
 from pentameter.train.resuming import RunRequest
 from pentameter.train.run_lines import RunLines
@@ -163,6 +164,10 @@ class Trainer:
             loop = _Loop(run, checkpoints, hooks, signals, throughput, self._rate(), late)
             try:
                 hooks.call("on_start", run)
+                run.world.progress.note("training", run.state.step + 1)
+                wrong = refuse_wrong_graphs(run.engine, run.batches, run.state.step)
+                if wrong is not None:
+                    console.say(f"warning: {wrong}")
                 end = loop.run_to_end()
             except Exception as error:
                 # Tell the other ranks at once that this one misses another: hooks may take long.

@@ -1,0 +1,35 @@
+"""A graph that the compiler makes wrong of a whole model is not used."""
+
+import json
+
+import pytest
+
+from pentameter.config.load import load_config
+from pentameter.train.loop import Trainer
+
+TINY = {
+    "train.steps": 2, "train.batch_size": 2, "train.precision": "fp32", "train.device": "cpu",
+    "train.eval_interval": "none", "log.interval": 1, "model.n_layers": 1, "model.d_model": 16,
+    "model.n_heads": 2, "model.context_length": 16, "model.activation": "relu",
+    "model.sliding_window": 8,  # which the fused step does not know
+    "data.max_bytes": 20_000, "data.validation_fraction": 0.1,
+}  # fmt: skip
+
+
+def losses(run_dir, **more):
+    trainer = Trainer(load_config("quickstart", TINY | more), run_dir=run_dir, quiet=True)
+    trainer.fit()
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return trainer, [line["loss"] for line in lines if line["event"] == "train"]
+
+
+@pytest.mark.usefixtures("short_measurement")
+def test_a_wrong_graph_is_told_and_left(tmp_path):
+    from torch._inductor import config
+
+    with config.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
+        trainer, found = losses(tmp_path / "compiled", **{"train.compile": True})
+    assert not trainer.run.engine.stage_modules[0].has_graph
+    assert "so this run is not compiled" in (tmp_path / "compiled" / "log.txt").read_text()
+    _, expected = losses(tmp_path / "eager", **{"train.compile": False})
+    assert found == pytest.approx(expected, rel=1e-6)  # the loss's kernel is compiled on its own
