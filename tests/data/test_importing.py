@@ -247,6 +247,7 @@ def test_a_folder_of_token_files_is_its_files(tmp_path):
     nanogpt(folder / "train.bin")
     nanogpt(folder / "val.bin", FLAT[:4])
     (folder / "readme.md").write_text("how it was made")
+    (folder / "._train.bin").write_bytes(b"Mac OS X".ljust(120, b"\0"))
     assert token_files([folder]) == [folder / "train.bin", folder / "val.bin"]
     (folder / "more.txt").write_text("text too")
     assert token_files([folder]) == []

@@ -87,12 +87,13 @@ def token_files(paths: Sequence[Path]) -> list[Path]:
     """List the token files that the paths name; empty unless every path names some.
 
     They are recognized by suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
-    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes).
+    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes). Hidden files in
+    it, such as macOS puts beside each file of an archive (`._train.bin`), are no token files.
     """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(path.glob("*.bin"))
+            inside = [each for each in sorted(path.glob("*.bin")) if each.name[0] != "."]
             has_text = any(next(path.glob(f"*{suffix}*"), None) for suffix in (".txt", ".jsonl"))
             if not inside or has_text or find_header(path) is not None:
                 return []
