@@ -46,7 +46,8 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
     archive = _Archive(stream, where)
     while (header := archive.next_header()) is not None:
         content = _Content(archive, header.size)
-        is_hidden = any(part.startswith(".") for part in PurePosixPath(header.name).parts)
+        parts = PurePosixPath(header.name).parts
+        is_hidden = any(part[0] == "." and part != ".." for part in parts)
         if not is_hidden and header.kind == _SPARSE:
             raise CorruptError(
                 f"{where}: {header.name} is stored as a file with holes (sparse), in which there "
