@@ -250,6 +250,20 @@ def test_names_of_splits(tmp_path):
     assert [file.name for file in inputs_at([tmp_path / "test-0.parquet"]).files] == [files[1]]
 
 
+def test_a_folder_that_holds_all_tables_holds_none_out(tmp_path):
+    for name in ("train-0.parquet", "more.parquet"):
+        parquet(tmp_path / "dev" / "corpus" / name, text=[name])
+    found = inputs_at([tmp_path / "dev" / "corpus" / "*.parquet"])
+    assert [file.name for file in found.files] == ["train-0.parquet"]
+    assert found.held_out == {}
+    assert "more.parquet (one of 1) is named for no split" in found.warnings[0]
+    for name in ("part-0.parquet", "val.parquet"):
+        parquet(tmp_path / "dev" / "train" / name, text=[name])
+    found = inputs_at([tmp_path / "dev" / "train" / "*.parquet"])
+    assert [file.name for file in found.files] == ["part-0.parquet"]
+    assert [file.name for file in found.held_out["val"]] == ["val.parquet"]
+
+
 def test_several_subsets_are_told(tmp_path):
     for name in ("small", "large"):
         parquet(tmp_path / name / "train-0.parquet", text=[name])

@@ -9,6 +9,7 @@ split.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -266,12 +267,16 @@ def _by_split(
     """Return the tables as Inputs, assigned to splits by words in their paths. `named` pairs each
     table with its path relative to the folder that the user named. Without a table for training,
     all are one text; otherwise those named for no split are left out, with a line in `warnings`.
+    Nor does a folder that holds all of them hold any out (`/home/dev`).
     `has_held_out` and `are_alone` say that what a warning advises was done: other files are held
     out, and each table was named by itself."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
+    n_shared = _n_shared([path.parent.parts for _, path in named])
     for file, path in named:
-        split = split_of(path)
+        split = split_of(PurePosixPath(*path.parts[n_shared:]))
+        if split is None and split_of(PurePosixPath(*path.parts[:n_shared])) == "train":
+            split = "train"
         splits.setdefault(split, []).append(file)
         if split == "train":
             folders.add(path.parent if split_in(path.name) else path.parent.parent)
@@ -300,3 +305,9 @@ def _by_split(
             "for training; it is left out"
         )
     return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
+
+
+def _n_shared(several: Sequence[Sequence[str]]) -> int:
+    """Return how many of the first parts of several paths are the same in all."""
+    alike = (len(set(parts)) == 1 for parts in zip(*several, strict=False))
+    return sum(1 for _ in itertools.takewhile(bool, alike))
