@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import numpy as np
@@ -303,6 +304,8 @@ def test_what_is_not_prepared_has_no_header(tmp_path):
     assert find_header(tmp_path) is None
     assert find_header(tmp_path / "a.json") is None
     assert find_header(tmp_path / "no") is None
+    os.mkfifo(tmp_path / "pipe.json")  # which nobody writes to
+    assert find_header(tmp_path) is None
 
 
 @pytest.mark.parametrize(
