@@ -110,6 +110,14 @@ def test_a_special_token_of_one_character_is_no_text_either():
     assert BPE["§"] not in LibraryTokenizer(content, None).encode("a§b")
 
 
+def test_ids_of_special_tokens_are_those_of_the_library():
+    content = of_model(tokenizers.models.BPE(BPE, MERGES), special=["<x>", "<y>"], added=[])
+    content["added_tokens"][0]["content"] = ""  # which it leaves out, and numbers the others anew
+    tokenizer = LibraryTokenizer(content, None)
+    assert tokenizer.special_tokens == {"<y>": len(BPE)}
+    assert tokenizer.token(len(BPE)) == "<y>"
+
+
 def doubled(n_times, part="normalizer", text="a"):
     """Content whose normalizer or decoder doubles a text so many times."""
     step = {"type": "Replace", "pattern": {"String": text}, "content": text * 2}

@@ -190,9 +190,12 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Maps text to id for the tokens that the file marks as special."""
+        """Maps text to id for the tokens that the file marks as special, by the ids that they have
+        in the library; one that it does not take, such as an empty text, is none."""
         added = self.content.get("added_tokens") or []
-        return {token["content"]: token["id"] for token in added if token.get("special")}
+        texts = [token["content"] for token in added if token.get("special")]
+        ids = map(self._library.token_to_id, texts)
+        return {text: n for text, n in zip(texts, ids, strict=True) if n is not None}
 
     @classmethod
     def from_content(cls, content: Content) -> Self:
