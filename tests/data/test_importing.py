@@ -193,6 +193,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_leave_nothing(tmp_path):
         ("f_train_000001.bin", ["f_val_000000.bin", "f_val_000001.bin"], None),
         ("fineweb_training.bin", ["fineweb_val.bin"], []),
         ("a.bin", ["val.bin"], []),
+        ("a[1]_train.bin", ["a[1]_val.bin"], None),
     ],
 )
 def test_validation_files_beside_are_found(tmp_path, given, beside, val):

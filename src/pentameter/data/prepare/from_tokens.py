@@ -16,6 +16,7 @@ after it, and one at the very start belongs to the first document.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,8 @@ def files_by_split(paths: Sequence[Path]) -> dict[str, list[Path]]:
     if not splits["val"]:
         found: set[Path] = set()
         for path in splits["train"]:
-            pattern, n = re.subn(r"(?<![a-z])train(?![a-z])", "val", path.name, flags=re.I)
+            name = glob.escape(path.name)
+            pattern, n = re.subn(r"(?<![a-z])train(?![a-z])", "val", name, flags=re.I)
             if n:
                 found.update(path.parent.glob(re.sub(r"[0-9]+(?=\.)", "*[0-9]", pattern)))
         splits["val"] = sorted(found)
