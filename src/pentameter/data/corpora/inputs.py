@@ -62,13 +62,22 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     """
     contents = FileContents(data.encoding, data.text_field)
     given = {"val": data.validation_path, "test": data.test_path}
-    beside = {
-        split: inputs_at([path], contents).files
+    found = {
+        split: inputs_at([path], contents, has_held_out=True)
         for split, path in given.items()
         if path is not None
     }
+    beside = {split: each.files for split, each in found.items()}
     inputs = inputs_at(paths, contents, has_held_out=bool(beside))
-    inputs = replace(inputs, held_out=beside or inputs.held_out)
+    warnings = [line for each in found.values() for line in each.warnings]
+    warnings += [
+        _training_split_warning(given[n], n, each) for n, each in found.items() if each.held_out
+    ]
+    inputs = replace(
+        inputs,
+        held_out=beside or inputs.held_out,
+        warnings=tuple(dict.fromkeys([*inputs.warnings, *warnings])),
+    )
     if not hold_conversations(inputs.files, contents):
         warning = table_warning(inputs.files)
         inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
@@ -80,6 +89,16 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
                 "or tables are expected"
             )
     return _corpus(Conversations, inputs, contents, data)
+
+
+def _training_split_warning(path: str | None, split: str, found: Inputs) -> str:
+    """Return a sentence for the user: the files `found` at the path of a held-out split have splits
+    of their own by their names, of which the training split is read."""
+    others = [file for files in found.held_out.values() for file in files]
+    return (
+        f"{path} is a data set with several splits, and as {split} its training split "
+        f"({found.files[0]}, …) is read; name {others[0]} to read that"
+    )
 
 
 def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:
