@@ -291,10 +291,10 @@ def _by_split(
     out, and each table was named by itself."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
-    n_shared = _n_shared([path.parent.parts for _, path in named])
+    n_common = _n_common([path.parent.parts for _, path in named])
     for file, path in named:
-        split = split_of(PurePosixPath(*path.parts[n_shared:]))
-        if split is None and split_of(PurePosixPath(*path.parts[:n_shared])) == "train":
+        split = split_of(PurePosixPath(*path.parts[n_common:]))
+        if split is None and split_of(PurePosixPath(*path.parts[:n_common])) == "train":
             split = "train"
         splits.setdefault(split, []).append(file)
         if split == "train":
@@ -326,7 +326,7 @@ def _by_split(
     return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
 
 
-def _n_shared(several: Sequence[Sequence[str]]) -> int:
+def _n_common(several: Sequence[Sequence[str]]) -> int:
     """Return how many of the first parts of several paths are the same in all."""
     alike = (len(set(parts)) == 1 for parts in zip(*several, strict=False))
     return sum(1 for _ in itertools.takewhile(bool, alike))

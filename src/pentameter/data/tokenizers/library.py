@@ -257,7 +257,8 @@ class LibraryTokenizer(LibraryBacked):
         number = model.get("unk_id")
         if (token := model.get("unk_token")) is not None:
             number = self._library.token_to_id(token)
-        return frozenset({*self.special_tokens.values(), self.end_of_text} - {number, None})
+        ids = {*self.special_tokens.values(), self.end_of_text}
+        return frozenset(each for each in ids if each is not None and each != number)
 
     @cached_property
     def _without_reserved(self) -> tuple[Any, Ids]:
