@@ -44,11 +44,12 @@ FILES = {
     "./b/one.txt": "naïve 日本".encode(),
     "a.jsonl": JSONL,
     "c.txt.gz": gzip.compress(b"small"),
+    "../b/two.txt": b"above",
     ".hidden.txt": b"no",
     "d/.git/x": b"no",
     "d/e.md": b"# " + b"m" * 200_000,
 }
-TEXTS = ["naïve 日本", "x", "yy", "small", "# " + "m" * 200_000]
+TEXTS = ["naïve 日本", "x", "yy", "small", "above", "# " + "m" * 200_000]
 
 
 @pytest.mark.parametrize(

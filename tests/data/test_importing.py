@@ -193,6 +193,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_leave_nothing(tmp_path):
         ("f_train_000001.bin", ["f_val_000000.bin", "f_val_000001.bin"], None),
         ("fineweb_training.bin", ["fineweb_val.bin"], []),
         ("a.bin", ["val.bin"], []),
+        ("a[1]_train.bin", ["a[1]_val.bin"], None),
     ],
 )
 def test_validation_files_beside_are_found(tmp_path, given, beside, val):
@@ -247,6 +248,7 @@ def test_a_folder_of_token_files_is_its_files(tmp_path):
     nanogpt(folder / "train.bin")
     nanogpt(folder / "val.bin", FLAT[:4])
     (folder / "readme.md").write_text("how it was made")
+    (folder / "._train.bin").write_bytes(b"Mac OS X".ljust(120, b"\0"))
     assert token_files([folder]) == [folder / "train.bin", folder / "val.bin"]
     (folder / "more.txt").write_text("text too")
     assert token_files([folder]) == []

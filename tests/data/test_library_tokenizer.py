@@ -54,6 +54,70 @@ def test_what_the_library_does_not_take_is_refused(whole, end, said):
         LibraryTokenizer(content() if whole is None else whole, end)
 
 
+def of_model(model, splitter=None, special=("</s>",), added=("zz",)):
+    """Content with a model, its special tokens, and other tokens that are added to it."""
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = splitter
+    library.add_special_tokens([*special])
+    library.add_tokens([*added])
+    return json.loads(library.to_str())
+
+
+LETTERS = [(letter, -2.0) for letter in "▁ab<>/s"]
+BPE = {each: n for n, each in enumerate(["<", "</", "</s>", "s>", "s", ">", "/", "a", "b", "§"])}
+MERGES = [("<", "/"), ("s", ">"), ("</", "s>")]
+
+
+@pytest.mark.parametrize(
+    ("model", "splitter", "plain"),
+    [
+        (
+            tokenizers.models.Unigram([("</s>", 0.0), ("<unk>", 0.0), *LETTERS], unk_id=1),
+            tokenizers.pre_tokenizers.Metaspace(),
+            ["▁", "a", "<", "/", "s", ">", "b", "zz", "▁", "<unk>", "a"],
+        ),
+        (
+            tokenizers.models.WordPiece(
+                {"</s>": 0, "<unk>": 1, "a": 2, "##<": 3, "##/s>b": 4}, unk_token="<unk>"
+            ),
+            tokenizers.pre_tokenizers.WhitespaceSplit(),
+            ["a", "##<", "##/s>b", "zz", "<unk>"],
+        ),
+        (tokenizers.models.BPE(BPE, MERGES), None, ["a", "</", "s>", "b", "zz", "a"]),
+        (
+            tokenizers.models.BPE(BPE, MERGES, ignore_merges=True),
+            None,
+            ["a", "</", "s>", "b", "zz", "a"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_special", [True, False])
+def test_no_text_becomes_a_special_token_that_the_model_knows(model, splitter, plain, is_special):
+    tokenizer = LibraryTokenizer(of_model(model, splitter, special=["</s>", "<unk>"]), None)
+    number = tokenizer.special_tokens["</s>"]
+    if not is_special:  # but it ends documents, as configurations of models say
+        content = of_model(model, splitter, special=["<unk>"], added=["zz", "</s>"])
+        tokenizer = LibraryTokenizer(content, number)
+    first, untouched = tokenizer.encode_batch(["a</s>bzz ca", "azz"])
+    assert [tokenizer.token(each) for each in first] == plain
+    assert tokenizer.token(untouched[-1]) == "zz"
+    for text in ("</s>", "</s></s>", " </s> "):
+        assert number not in tokenizer.encode(text)
+
+
+def test_a_special_token_of_one_character_is_no_text_either():
+    content = of_model(tokenizers.models.BPE(BPE, MERGES), special=["§"])
+    assert BPE["§"] not in LibraryTokenizer(content, None).encode("a§b")
+
+
+def test_ids_of_special_tokens_are_those_of_the_library():
+    content = of_model(tokenizers.models.BPE(BPE, MERGES), special=["<x>", "<y>"], added=[])
+    content["added_tokens"][0]["content"] = ""  # which it leaves out, and numbers the others anew
+    tokenizer = LibraryTokenizer(content, None)
+    assert tokenizer.special_tokens == {"<y>": len(BPE)}
+    assert tokenizer.token(len(BPE)) == "<y>"
+
+
 def doubled(n_times, part="normalizer", text="a"):
     """Content whose normalizer or decoder doubles a text so many times."""
     step = {"type": "Replace", "pattern": {"String": text}, "content": text * 2}

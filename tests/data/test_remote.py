@@ -50,6 +50,16 @@ def copied(server, path="/a.txt"):
     return local_copy(file)
 
 
+@pytest.mark.parametrize(
+    "name", ["a" * 110 + ".jsonl", "b" * 99 + ".jsonl.gz", "c" * 95 + ".txt.gz.jsonl"]
+)
+def test_a_long_name_keeps_what_tells_its_format(server, name):
+    server.files[f"/{name}"] = body = b'{"text": "a"}\n'
+    suffixes = name[name.index(".") :]
+    assert copied(server, f"/{name}").name.endswith(suffixes)
+    assert copied(server, f"/{name}").read_bytes() == body
+
+
 def test_a_file_is_copied_once(server):
     first = copied(server)
     assert first.read_bytes() == BODY

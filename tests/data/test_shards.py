@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header, header_hash
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 SPLITS = ("train", "val", "test")
@@ -303,6 +305,8 @@ def test_what_is_not_prepared_has_no_header(tmp_path):
     assert find_header(tmp_path) is None
     assert find_header(tmp_path / "a.json") is None
     assert find_header(tmp_path / "no") is None
+    os.mkfifo(tmp_path / "pipe.json")  # which nobody writes to
+    assert find_header(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -332,6 +336,13 @@ def test_an_unseen_character_is_placed_in_the_whole_text(tmp_path):
     with pytest.raises(ConfigError, match=r"U\+00E9\) at position 14 of the text 'text'"):
         prepare(text, tmp_path / "out", tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_without_a_token_is_refused_in_words(tmp_path):
+    words = WordTokenizer.from_documents(["a b"])
+    with pytest.raises(ConfigError, match="the tokenizer makes no token of 'text'"):
+        prepare(text_of("  "), tmp_path / "out", tokenizer=words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_folder_is_never_overwritten(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from unittest import mock
 
@@ -15,6 +16,7 @@ from pentameter.data.batches.mixture import Mixture
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora import files
 from pentameter.data.open_dataset import open_dataset
+from pentameter.data.prepare import ahead as ahead_of_training
 from pentameter.data.prepare import stream as preparing_stream
 from pentameter.data.prepare.ahead import Ahead, Follower, failure_file
 from pentameter.data.prepare.splits import Splitting
@@ -27,6 +29,7 @@ from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.machine.child import PythonChild
 
 WORDS = [f"word{n}" for n in range(50)] + ["the", "a", "of"]
 BPE = train_bpe([" ".join(WORDS)] * 9, 300)
@@ -332,6 +335,24 @@ def test_those_who_wait_for_another_process_hear_of_its_error(folder, tmp_path):
     assert failure_file(target).exists()
     with pytest.raises(CorruptError, match=r"0\.jsonl, line 1 is not JSON"):
         open_stream(target, follower)
+
+
+def test_who_closes_at_once_waits_for_no_part(folder, tmp_path, monkeypatch):
+    """`close` may come while the process that writes is being started, and cannot be killed."""
+    started = threading.Event()
+
+    def slowly(*arguments):
+        started.set()
+        time.sleep(0.3)
+        return PythonChild(*arguments)
+
+    monkeypatch.setattr(ahead_of_training, "PythonChild", slowly)
+    ahead = Ahead(origin(folder), tmp_path / "out")
+    ahead.prepare(1 << 40)
+    assert started.wait(60)
+    ahead.close()
+    assert not is_stream(tmp_path / "out")
+    assert not failure_file(tmp_path / "out").exists()
 
 
 def test_a_stopped_run_is_no_failure_of_another(folder, tmp_path):

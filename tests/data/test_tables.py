@@ -1,6 +1,7 @@
 """Tables: Parquet and Arrow files, folders of data sets, a few rows at a time."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -248,6 +249,35 @@ def test_names_of_splits(tmp_path):
     parquet(only / "test" / "latest.parquet", text=["v"])
     assert parts(only)[:2] == (["test/latest.parquet", "validation-0.parquet"], {})
     assert [file.name for file in inputs_at([tmp_path / "test-0.parquet"]).files] == [files[1]]
+
+
+def test_what_a_path_held_out_leaves_out_is_told(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("text")
+    for name in ("train-0.parquet", "validation-0.parquet"):
+        parquet(tmp_path / "set" / name, text=[name])
+    (tmp_path / "set" / "notes.txt").write_text("notes")
+    others, several = corpus_at(text, validation_path=str(tmp_path / "set")).warnings
+    assert "its 1 other files are not read" in others
+    assert re.search(
+        r"as val its training split \(.*train-0.* is read; name .*validation-0", several
+    )
+    alone = str(tmp_path / "set" / "validation-0.parquet")
+    assert corpus_at(text, validation_path=alone).warnings == ()
+
+
+def test_a_folder_that_holds_all_tables_holds_none_out(tmp_path):
+    for name in ("train-0.parquet", "more.parquet"):
+        parquet(tmp_path / "dev" / "corpus" / name, text=[name])
+    found = inputs_at([tmp_path / "dev" / "corpus" / "*.parquet"])
+    assert [file.name for file in found.files] == ["train-0.parquet"]
+    assert found.held_out == {}
+    assert "more.parquet (one of 1) is named for no split" in found.warnings[0]
+    for name in ("part-0.parquet", "val.parquet"):
+        parquet(tmp_path / "dev" / "train" / name, text=[name])
+    found = inputs_at([tmp_path / "dev" / "train" / "*.parquet"])
+    assert [file.name for file in found.files] == ["part-0.parquet"]
+    assert [file.name for file in found.held_out["val"]] == ["val.parquet"]
 
 
 def test_several_subsets_are_told(tmp_path):

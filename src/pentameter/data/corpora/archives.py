@@ -1,7 +1,10 @@
 """Files in a tar archive, read one after another as streams: nothing is unpacked to a disk.
 
 The formats are those of POSIX (ustar, pax) and of GNU tar. Python's `tarfile` keeps each file's
-header in memory, takes a damaged header for the archive's end, and reads headers of any length.
+header in memory, takes a damaged header for the archive's end, and reads headers of any length. A
+subclass of its `TarInfo` can mend these, and not what is parsed where none can reach: a size that
+is no number counts as 0, a pax record may end behind its header, and the map of a sparse file is
+read to any length, in quadratic time (two minutes for 20 MB).
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
     archive = _Archive(stream, where)
     while (header := archive.next_header()) is not None:
         content = _Content(archive, header.size)
-        is_hidden = any(part.startswith(".") for part in PurePosixPath(header.name).parts)
+        parts = PurePosixPath(header.name).parts
+        is_hidden = any(part[0] == "." and part != ".." for part in parts)
         if not is_hidden and header.kind == _SPARSE:
             raise CorruptError(
                 f"{where}: {header.name} is stored as a file with holes (sparse), in which there "

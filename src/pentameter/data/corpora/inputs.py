@@ -9,6 +9,7 @@ split.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -61,13 +62,22 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     """
     contents = FileContents(data.encoding, data.text_field)
     given = {"val": data.validation_path, "test": data.test_path}
-    beside = {
-        split: inputs_at([path], contents).files
+    found = {
+        split: inputs_at([path], contents, has_held_out=True)
         for split, path in given.items()
         if path is not None
     }
+    beside = {split: each.files for split, each in found.items()}
     inputs = inputs_at(paths, contents, has_held_out=bool(beside))
-    inputs = replace(inputs, held_out=beside or inputs.held_out)
+    warnings = [line for each in found.values() for line in each.warnings]
+    warnings += [
+        _training_split_warning(given[n], n, each) for n, each in found.items() if each.held_out
+    ]
+    inputs = replace(
+        inputs,
+        held_out=beside or inputs.held_out,
+        warnings=tuple(dict.fromkeys([*inputs.warnings, *warnings])),
+    )
     if not hold_conversations(inputs.files, contents):
         warning = table_warning(inputs.files)
         inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
@@ -79,6 +89,16 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
                 "or tables are expected"
             )
     return _corpus(Conversations, inputs, contents, data)
+
+
+def _training_split_warning(path: str | None, split: str, found: Inputs) -> str:
+    """Return a sentence for the user: the files `found` at the path of a held-out split have splits
+    of their own by their names, of which the training split is read."""
+    others = [file for files in found.held_out.values() for file in files]
+    return (
+        f"{path} is a data set with several splits, and as {split} its training split "
+        f"({found.files[0]}, …) is read; name {others[0]} to read that"
+    )
 
 
 def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:
@@ -266,12 +286,16 @@ def _by_split(
     """Return the tables as Inputs, assigned to splits by words in their paths. `named` pairs each
     table with its path relative to the folder that the user named. Without a table for training,
     all are one text; otherwise those named for no split are left out, with a line in `warnings`.
+    Nor does a folder that holds all of them hold any out (`/home/dev`).
     `has_held_out` and `are_alone` say that what a warning advises was done: other files are held
     out, and each table was named by itself."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
+    n_common = _n_common([path.parent.parts for _, path in named])
     for file, path in named:
-        split = split_of(path)
+        split = split_of(PurePosixPath(*path.parts[n_common:]))
+        if split is None and split_of(PurePosixPath(*path.parts[:n_common])) == "train":
+            split = "train"
         splits.setdefault(split, []).append(file)
         if split == "train":
             folders.add(path.parent if split_in(path.name) else path.parent.parent)
@@ -300,3 +324,9 @@ def _by_split(
             "for training; it is left out"
         )
     return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
+
+
+def _n_common(several: Sequence[Sequence[str]]) -> int:
+    """Return how many of the first parts of several paths are the same in all."""
+    alike = (len(set(parts)) == 1 for parts in zip(*several, strict=False))
+    return sum(1 for _ in itertools.takewhile(bool, alike))

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from pentameter.config.naming import name_of
+from pentameter.config.naming import LONGEST_NAME, LONGEST_NAME_BYTES, name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem, url_within
 from pentameter.data.corpora.files import (
     FileContents,
@@ -168,7 +168,7 @@ def local_copy(file: RemoteFile) -> Path:
     """
     digest = hashlib.sha256(json.dumps(file.address).encode()).hexdigest()
     folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
-    path = folder / name_of(file.name)
+    path = folder / _copy_name(file.name)
     if not path.exists():
         partial = folder.with_name(f".{folder.name}.download")
         with suppress(FolderExistsError), building(folder) as unfinished:
@@ -182,6 +182,12 @@ def local_copy(file: RemoteFile) -> Path:
             f"{folder} and start again"
         )
     return path
+
+
+def _copy_name(name: str) -> str:
+    """Return a file's name for its copy; one too long keeps its end, which tells the format."""
+    is_short = len(name) <= LONGEST_NAME and len(name.encode()) <= LONGEST_NAME_BYTES
+    return name_of(name if is_short else name[-LONGEST_NAME // 2 :])
 
 
 def _n_kept(file: RemoteFile, partial: Path) -> int:

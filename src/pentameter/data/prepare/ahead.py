@@ -122,6 +122,8 @@ class Ahead:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._child = PythonChild("pentameter.data.prepare.stream:preparer")
                 request = (self._origin, self._folder)
+                if self._is_closing:  # since before there was a process to kill
+                    self._child.kill()
             self._child.ask(request)
         except ChildEndedError as error:
             raise StorageError(

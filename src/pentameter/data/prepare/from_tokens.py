@@ -16,6 +16,7 @@ after it, and one at the very start belongs to the first document.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,12 +88,13 @@ def token_files(paths: Sequence[Path]) -> list[Path]:
     """List the token files that the paths name; empty unless every path names some.
 
     They are recognized by suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
-    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes).
+    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes). Hidden files in
+    it, such as macOS puts beside each file of an archive (`._train.bin`), are no token files.
     """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(path.glob("*.bin"))
+            inside = [each for each in sorted(path.glob("*.bin")) if each.name[0] != "."]
             has_text = any(next(path.glob(f"*{suffix}*"), None) for suffix in (".txt", ".jsonl"))
             if not inside or has_text or find_header(path) is not None:
                 return []
@@ -152,7 +154,8 @@ def files_by_split(paths: Sequence[Path]) -> dict[str, list[Path]]:
     if not splits["val"]:
         found: set[Path] = set()
         for path in splits["train"]:
-            pattern, n = re.subn(r"(?<![a-z])train(?![a-z])", "val", path.name, flags=re.I)
+            name = glob.escape(path.name)
+            pattern, n = re.subn(r"(?<![a-z])train(?![a-z])", "val", name, flags=re.I)
             if n:
                 found.update(path.parent.glob(re.sub(r"[0-9]+(?=\.)", "*[0-9]", pattern)))
         splits["val"] = sorted(found)

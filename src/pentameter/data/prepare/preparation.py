@@ -34,7 +34,7 @@ from pentameter.data.tokenizers.setting import build_tokenizer, is_made_from_tex
 from pentameter.disk.atomic import FolderExistsError
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
-from pentameter.errors import CorruptError
+from pentameter.errors import ConfigError, CorruptError
 
 CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
 
@@ -152,7 +152,8 @@ class Preparation(ABC):
 
         `count_tokens` is called after each batch with the tokens written so far, in all splits;
         `warnings` collects sentences for the user. Raises FolderExistsError if the folder exists or
-        has appeared meanwhile, ConfigError for a character outside the vocabulary, StorageError if
+        has appeared meanwhile, ConfigError for a character outside the vocabulary and a corpus
+        without a token, StorageError if
         reading or writing fails, or the corpus changed between the passes.
         """
         contents = self.contents
@@ -167,6 +168,11 @@ class Preparation(ABC):
                     self.progress(ENCODING, n_done, n_bytes)
                     if count_tokens is not None:
                         count_tokens(writer.n_tokens)
+                if not writer.n_tokens:
+                    raise ConfigError(
+                        f"the tokenizer makes no token of {contents.name!r}: there is nothing in "
+                        "it that it knows; name another text, or another tokenizer"
+                    )
                 writer.finish(contents.description())
 
     def _made_tokenizer(self, warnings: list[str]) -> Tokenizer:

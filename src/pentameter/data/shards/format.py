@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from pentameter.data.tokenizers.base import FORMAT as TOKENIZER_FORMAT
-from pentameter.disk.atomic import read_json
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.disk.atomic import open_regular, read_json
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMAT = "pentameter-shards"
 VERSION = 2
@@ -86,11 +86,12 @@ def _is_header(file: Path) -> bool:
 
 
 def _begins_with(file: Path, words: str) -> bool:
-    """Return True if `words` occur in a file's first 100 bytes; False if it cannot be read."""
+    """Return True if `words` occur in a file's first 100 bytes; False if it cannot be read, or is a
+    pipe, which might never answer."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file, follow_links=True) as stream:
             return words.encode() in stream.read(100)
-    except OSError:
+    except (CorruptError, StorageError):
         return False
 
 

@@ -131,6 +131,25 @@ def _library_errors(what: str) -> Iterator[None]:
         raise ConfigError(f"the tokenizers library cannot {what}: {error!s:.300}") from error
 
 
+def _opened(content: Mapping[str, Any]) -> Any:
+    """Return the library's object for a parsed `tokenizer.json`, which adds nothing to a text and
+    takes nothing away."""
+    import tokenizers  # here: a process that only counts characters need not load it
+
+    library: Any = tokenizers.Tokenizer.from_str(json.dumps(content))
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # as ordinary text
+    return library
+
+
+def _encoded(library: Any, texts: Sequence[str]) -> list[Ids]:
+    """Return each text's token ids (n_tokens,), int64, encoded on the library's threads."""
+    with _library_errors("encode a text"):
+        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
 class LibraryTokenizer(LibraryBacked):
     """A tokenizer as a `tokenizer.json` describes it: normalizer, pre-tokenizer, model, decoder.
 
@@ -148,8 +167,6 @@ class LibraryTokenizer(LibraryBacked):
         Raises ConfigError if the library refuses the content, for one that could make more than
         MOST_CHARACTERS of one, and for an id outside the vocabulary.
         """
-        import tokenizers  # here: a process that only counts characters need not load it
-
         self.content = dict(content)
         self._growths = {part: Growth(self.content.get(part)) for part in ("normalizer", "decoder")}
         for part, growth in self._growths.items():
@@ -159,10 +176,7 @@ class LibraryTokenizer(LibraryBacked):
                     "replacements, or take another tokenizer"
                 )
         with _library_errors("open it"):
-            self._library = tokenizers.Tokenizer.from_str(json.dumps(self.content))
-        self._library.no_truncation()
-        self._library.no_padding()
-        self._library.encode_special_tokens = True  # as ordinary text
+            self._library = _opened(self.content)
         self.vocab_size = 1 + max(
             self._library.get_vocab(with_added_tokens=True).values(), default=-1
         )
@@ -176,9 +190,12 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Maps text to id for the tokens that the file marks as special."""
+        """Maps text to id for the tokens that the file marks as special, by the ids that they have
+        in the library; one that it does not take, such as an empty text, is none."""
         added = self.content.get("added_tokens") or []
-        return {token["content"]: token["id"] for token in added if token.get("special")}
+        texts = [token["content"] for token in added if token.get("special")]
+        ids = map(self._library.token_to_id, texts)
+        return {text: n for text, n in zip(texts, ids, strict=True) if n is not None}
 
     @classmethod
     def from_content(cls, content: Content) -> Self:
@@ -224,9 +241,58 @@ class LibraryTokenizer(LibraryBacked):
         """
         refuse_surrogates(texts)
         self._check_growth("normalizer", texts)
-        with _library_errors("encode a text"):
-            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        found = _encoded(self._library, texts)
+        forged = [n for n, ids in enumerate(found) if not self._reserved.isdisjoint(ids.tolist())]
+        if forged:
+            library, known = self._without_reserved
+            for n, ids in zip(forged, _encoded(library, [texts[n] for n in forged]), strict=True):
+                found[n] = known[ids]
+        return found
+
+    @cached_property
+    def _reserved(self) -> frozenset[int]:
+        """The ids that no text becomes: those of special tokens and of the end of text. The one of
+        unknown words is none of them, whose token is special in most files."""
+        model = self.content.get("model") or {}
+        number = model.get("unk_id")
+        if (token := model.get("unk_token")) is not None:
+            number = self._library.token_to_id(token)
+        ids = {*self.special_tokens.values(), self.end_of_text}
+        return frozenset(each for each in ids if each is not None and each != number)
+
+    @cached_property
+    def _without_reserved(self) -> tuple[Any, Ids]:
+        """The library's object without reserved tokens, so that no text becomes one, and the id
+        here of each id that it gives. A model may know them as words like any other, as Unigram
+        does, and find them wherever they are spelled."""
+        content, spelled = self.content, {self.token(number) for number in self._reserved}
+        model = dict(content["model"])
+        match model["vocab"]:
+            case Mapping() as vocab:
+                kept = [
+                    each for each in sorted(vocab, key=vocab.__getitem__) if each not in spelled
+                ]
+                model["vocab"] = {text: number for number, text in enumerate(kept)}
+            case pieces:  # of Unigram, whose places are their ids
+                model["vocab"] = [each for each in pieces if each[0] not in spelled]
+                if (unknown := model.get("unk_id")) is not None:
+                    before = (piece for piece, _ in pieces[:unknown])
+                    model["unk_id"] = unknown - sum(piece in spelled for piece in before)
+        if merges := model.get("merges"):
+            pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
+            model["merges"] = [
+                each
+                for each, pair in zip(merges, pairs, strict=True)
+                if spelled.isdisjoint([*pair, "".join(pair)])
+            ]
+        added = content.get("added_tokens") or []
+        added = [each for each in added if each["content"] not in spelled]
+        library = _opened({**content, "model": model, "added_tokens": added})
+        tokens = {n: text for text, n in library.get_vocab(with_added_tokens=True).items()}
+        ids = np.zeros(1 + max(tokens, default=-1), dtype=np.int64)
+        for number, text in tokens.items():
+            ids[number] = self._library.token_to_id(text)
+        return library, ids
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Return the text for token ids (n_tokens,). Raises ConfigError for an id outside the
