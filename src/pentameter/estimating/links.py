@@ -2,8 +2,9 @@
 
 A ring with n ranks moves (n - 1) / n of a gathered tensor through each link, and twice that for an
 all-reduce. Between nodes, all group members within a node use its network together. A small message
-costs one latency per hop: the ring's length, or in an all-reduce between nodes the tree's depth
-(NCCL's algorithms); between processes on a CPU it is one hop.
+costs one latency per hop: a ring's from one member of the node to the next and from node to node,
+or between nodes a tree's depth in an all-reduce (NCCL's algorithms) and in an all-to-all, whose
+messages pass beside each other; between processes on a CPU it is one hop.
 """
 
 from __future__ import annotations
@@ -122,8 +123,10 @@ class Links:
                 return inside if nodes == 1 else between
             case "all_reduce":
                 return 2 * ((within - 1) * inside + math.ceil(math.log2(nodes)) * between)
-            case _:
+            case "all_to_all":
                 return (within - 1) * inside + math.ceil(math.log2(nodes)) * between
+            case "all_gather" | "reduce_scatter" | "broadcast" | "reduce":
+                return (within - 1) * inside + (nodes - 1) * between
 
     def _passes(self, kind: Kind, size: int) -> float:
         """Return how many times a call's bytes pass through each member's link (a fraction for all
