@@ -184,3 +184,15 @@ def test_weights_that_kernels_drop_are_not_kept(how):
         queries, sums = 4 * D * N, 4 * 4 * N  # the result is kept for the product after it
         more = weights + queries - sums
         assert written.activations_bytes - fused.activations_bytes == L * more
+
+
+def test_a_stage_of_whole_windows_counts_where_it_is_the_fullest():
+    """With sinks a layer without a window keeps a mask of T · (T + 1): here the third stage's."""
+    model = {"n_layers": 16, "context_length": 512, "attention_sinks": True, "sliding_window": 8}
+    parallel = {"pipeline": 8}
+    _, windows = memory_of(parallel, model=model, micro_batch_size=1)
+    model["sliding_window_pattern"] = 5  # layers 5, 10 and 15 of 16
+    _, mixed = memory_of(parallel, model=model, micro_batch_size=1)
+    masks = 6 * 512 * 513 * 4  # of the micro-batches under way in the third stage
+    assert mixed.activations_bytes > masks
+    assert mixed.total_bytes > windows.total_bytes

@@ -306,13 +306,11 @@ def _divisors(n: int) -> list[int]:
 def _least_activation_bytes(step: Step) -> float:
     """Return the minimum activation bytes on the first pipeline rank: those saved by its blocks,
     for as many micro-batches as are in flight at once; half as many in a V schedule. A block is the
-    smaller of the first and the last one's kind, if the first layers have no experts."""
+    smallest of all kinds."""
     config, layout, stages = step.config, step.layout, step.stages
-    model, costs = config.model, ActivationBytes(step)
-    last = model.n_layers - 1
-    ends = {model.has_experts(layer): layer for layer in (last, 0)}.values()
-    runs = (run_operations(model, config.lora, range(layer, layer + 1)) for layer in ends)
-    each = min(costs.stage([op for op in run if op.layer is not None]) for run in runs)
+    costs = ActivationBytes(step)
+    blocks = run_operations(config.model, config.lora).alike_blocks
+    each = min(costs.stage(block) for block, _ in blocks)
     n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
     under_way = min(layout.pipeline, step.n_micro_batches) / (2 if layout.turns_back else 1)
     return each * n_layers * under_way
