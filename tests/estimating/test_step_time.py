@@ -308,3 +308,14 @@ def test_a_cpu_and_a_ring_have_no_kernels_that_drop_weights(cpu):
     assert not estimate(layout="tensor=2,context=4", **DROPPING).fused_dropout
     assert estimate(layout="tensor=2,context=4,context_mode=all-to-all", **DROPPING).fused_dropout
     assert not estimate(layout="data=1", cluster=cpu(), **DROPPING).fused_dropout
+
+
+def test_a_step_of_a_billion_micro_batches_is_timed_at_once():
+    """Those between the second and the last take as long as the second."""
+    few, many = (
+        estimate("data=2,zero=2", **{"train.batch_size": 2 * n, "train.micro_batch_size": 1})
+        for n in (1000, 1_000_000_000)
+    )
+    one = few.time.compute / 1000
+    assert many.time.compute / 1e9 == pytest.approx(one)
+    assert many.time.seconds == pytest.approx(1e6 * few.time.seconds, rel=1e-2)

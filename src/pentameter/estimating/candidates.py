@@ -16,7 +16,7 @@ from typing import Any
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import ModelConfig, ParallelConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, divisors
 from pentameter.estimating.cluster import Cluster, trained_precision
 from pentameter.estimating.communication import Communication
 from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
@@ -156,9 +156,9 @@ class Candidates:
         contexts = [1]
         if model.context_length >= LONG_CONTEXT:
             contexts += [size for size in (2, 4, 8, 16) if model.context_length % (2 * size) == 0]
-        tensors = [t for t in _divisors(self.cluster.node_size) if divides_heads(model, t)]
+        tensors = [t for t in divisors(self.cluster.node_size) if divides_heads(model, t)]
         for t, c in itertools.product(tensors, contexts):
-            for p in _divisors(n // (t * c) if n % (t * c) == 0 else 0):
+            for p in divisors(n // (t * c) if n % (t * c) == 0 else 0):
                 if p > model.n_layers:
                     continue
                 data = n // (t * c * p)
@@ -285,8 +285,8 @@ def _expert_degrees(model: ModelConfig, n_ranks: int, node_size: int) -> list[tu
     if model.n_experts is None:
         return [(1, 1)]
     found = []
-    for expert, shards in itertools.product(_divisors(model.n_experts), _divisors(node_size)):
-        fewer = any(model.n_experts % (expert * d) == 0 for d in _divisors(shards)[1:])
+    for expert, shards in itertools.product(divisors(model.n_experts), divisors(node_size)):
+        fewer = any(model.n_experts % (expert * d) == 0 for d in divisors(shards)[1:])
         divides = n_ranks % (expert * shards) == 0 and model.expert_width % shards == 0
         if divides and not fewer:
             found.append((expert, shards))
@@ -297,10 +297,6 @@ def _micro_batches(rows: int) -> list[int]:
     """Return the possible micro-batch sizes: the divisors of `rows` (sequences per data-parallel
     rank), up to LARGEST_MICRO_BATCH."""
     return [size for size in range(1, min(rows, LARGEST_MICRO_BATCH) + 1) if rows % size == 0]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _least_activation_bytes(step: Step) -> float:

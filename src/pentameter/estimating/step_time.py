@@ -333,11 +333,9 @@ class _StepOnCluster:
         gather, calls = gathers / n_gathering, n_gathers // n_gathering
         reduction, n_reduced = sums / n_reducing, n_sums // n_reducing
         total = 0.0
-        for number in range(M):
+        for number in sorted({0, min(1, M - 1), M - 1}):  # those between are as the second
             is_first, is_last = number == 0, number == M - 1
             gathers_anew = not self.rules.weights_stay_gathered
-            if number > 1 and not is_last:
-                continue
             repeated = M - 2 if number == 1 and not is_last else 1
             time = forward
             before = {name: dict(book) for name, book in self._books().items()}
