@@ -73,7 +73,7 @@ def near_files(path: Path) -> str:
     files in its folder, else `; beside it are …` with some that exist, else ""."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the name
         return ""
     near = difflib.get_close_matches(path.name[:LONGEST_COMPARED], names, n=3)
     if near:

@@ -143,15 +143,16 @@ def _evaluates(tree: Tree) -> bool:
     return has_path or value_in(tree, "data.validation_fraction") != 0
 
 
-def text_name(text: str) -> str:
+def text_name(text: str, suffix: str = "") -> str:
     """Return a run's name made from a corpus's name, a path or a URL: the last part up to its first
-    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name."""
+    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name; then
+    `suffix`."""
     if is_remote(text):
         text = last_part(text)
     path = PurePath(text)
     if path.name.startswith("*"):  # a pattern: corpus/*.parquet
         path = path.parent
-    return name_of(path.name.partition(".")[0])  # also of novel.txt.gz
+    return name_of(path.name.partition(".")[0], suffix)  # also of novel.txt.gz
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
