@@ -22,7 +22,7 @@ from pentameter.estimating.communication import Communication
 from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
 from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.links import Links
-from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
+from pentameter.estimating.memory import optimizer_slots, step_memory
 from pentameter.estimating.shares import stage_tables
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ParameterSpec
@@ -140,9 +140,7 @@ class Candidates:
         from `by_bound`; results are cached by its identity."""
         known = id(candidate)  # from `by_bound`, which keeps it alive
         if known not in self._bytes:
-            memory = step_memory(candidate.step, known=self._memories)
-            offload = candidate.step.config.train.offload
-            self._bytes[known] = device_bytes(memory, offload=offload)
+            self._bytes[known] = step_memory(candidate.step, known=self._memories).device_bytes
         return self._bytes[known]
 
     def _fuses_dropout(self, layout: Layout) -> bool:

@@ -24,7 +24,7 @@ from pentameter.estimating.costs import ActivationBytes, PassSeconds, Step
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import optimizer_slots
 from pentameter.estimating.operation_communication import Kind, When
-from pentameter.estimating.shares import stage_tables
+from pentameter.estimating.shares import alike_stages, stage_tables
 from pentameter.estimating.timeline import PipelineTime, Span, idle_fraction, pipeline_time
 
 FORWARD_SHARE = 1 / 3
@@ -415,7 +415,7 @@ def _update_seconds(step: Step, cluster: Cluster) -> float:
     and written; gradients are read for the update and for their norm, scaled and zeroed. Frozen
     weights have neither."""
     most, config, layout = 0.0, step.config, step.layout
-    for coordinate in {0, layout.pipeline - 1}:
+    for coordinate, *_ in alike_stages(config.model, layout, step.stages):
         tables = stage_tables(config, layout, step.stages, coordinate)
         n_bytes = sum(
             step.element_bytes
