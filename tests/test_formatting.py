@@ -80,3 +80,17 @@ def test_a_sparkline_has_a_bar_for_each_value():
 def test_little_money_is_not_none():
     said = {0.00417: "0.0042", 0.5: "0.5", 12.345: "12.35", 1234.5: "1,234", math.nan: "–"}
     assert {value: formatting.amount(value) for value in said} == said
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([-1e308, 0.0, 1e308], "▁▅█"), ([0.0, 5e-324], "▁▁"), ([1.0, math.inf, 2.0, 1.5], "▁·█▅")],
+)
+def test_any_finite_numbers_have_bars(values, bars):
+    assert formatting.sparkline(values) == bars
+
+
+@given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
+def test_no_number_is_a_page_of_digits(value):
+    for words in (formatting.duration, formatting.rough_duration, formatting.amount):
+        assert len(words(value)) < 30

@@ -73,7 +73,7 @@ def near_files(path: Path) -> str:
     files in its folder, else `; beside it are …` with some that exist, else ""."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the name
         return ""
     near = difflib.get_close_matches(path.name[:LONGEST_COMPARED], names, n=3)
     if near:
@@ -83,14 +83,18 @@ def near_files(path: Path) -> str:
     return f"; beside it are {shown}{more}" if names else ""
 
 
-def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
-    """Return the `count` divisors of n nearest to `wanted`, ascending; all if n has fewer.
+def divisors(n: int) -> list[int]:
+    """Return all divisors of n, ascending; [] for 0.
 
     Takes √n divisions, so that a mistyped huge number is refused as fast as any other.
     """
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    divisors = {*small, *(n // d for d in small)}
-    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
+    return sorted({*small, *(n // d for d in small)})
+
+
+def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
+    """Return the `count` divisors of n nearest to `wanted`, ascending; all if n has fewer."""
+    return sorted(sorted(divisors(n), key=lambda d: (abs(d - wanted), d))[:count])
 
 
 def listed(values: Iterable[object]) -> str:

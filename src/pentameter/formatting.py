@@ -68,6 +68,8 @@ def amount(value: float) -> str:
         return "–"
     if abs(value) < 1:
         return f"{value:.2g}"
+    if abs(value) >= HUGE**2:
+        return f"{value:.3e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.2f}"
 
 
@@ -94,13 +96,18 @@ def rough_duration(seconds: float) -> str:
         return "–"
     if seconds < 59.5:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 59.5 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 59.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < HUGE else f"{hours:.3e} h"
 
 
 def _two_units(n: int, size: int, large: str, small: str) -> str:
     """Format `n` small units as "2 d 3 h": large units, `size` small ones each, then the remainder
     unless it is 0. large, small: their names."""
     whole, rest = divmod(n, size)
+    if whole >= HUGE:
+        return f"{whole:.3e} {large}"
     return f"{whole:,} {large} {rest} {small}" if rest else f"{whole:,} {large}"
 
 
@@ -112,9 +119,12 @@ def sparkline(values: Sequence[float]) -> str:
     NaN and infinity."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    span = max(high / 2 - low / 2, math.ulp(0.0))  # halved, so that no difference overflows
     return "".join(
-        BARS[round(scale * (value - low))] if math.isfinite(value) else "·" for value in values
+        BARS[round((len(BARS) - 1) * ((value / 2 - low / 2) / span))]
+        if math.isfinite(value)
+        else "·"
+        for value in values
     )
 
 

@@ -534,3 +534,24 @@ def test_a_v_of_stages_has_two_a_process_unasked():
     assert load_config(plain, asked).parallel.virtual_stages == 2  # its 1 is the default
     with pytest.raises(ConfigError, match="has two stages a process"):
         load_config("shakespeare-char", {**asked, "parallel.virtual_stages": 3})
+
+
+@pytest.mark.parametrize(
+    "override", [["--data.path=https://[x/y.txt"], ["--data.path", "s3://\u2100/"]]
+)
+def test_what_only_looks_like_a_url_is_refused_as_none(override):
+    with pytest.raises(ConfigError, match="is no URL"):
+        load_config("quickstart", override)
+
+
+def test_links_in_a_circle_are_no_configuration(tmp_path):
+    (tmp_path / "a.toml").symlink_to("b.toml")
+    (tmp_path / "b.toml").symlink_to("a.toml")
+    with pytest.raises(ConfigError, match=r"a\.toml cannot be read"):
+        load_config(tmp_path / "a.toml")
+
+
+def test_a_head_of_one_channel_cannot_turn():
+    model = {"positions": "rotary", "d_model": 6, "n_heads": 6}
+    with pytest.raises(ConfigError, match="give heads two channels or more"):
+        load_config("quickstart", {"model": model})

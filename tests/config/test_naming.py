@@ -18,6 +18,22 @@ def test_what_is_made_of_a_text_is_a_name(text):
     assert name_of(name) == name
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("\u0301abc", "abc"), ("-\u0301", "text"), ("\u0301\u0302 a\u0301", "\u00e1")],
+)
+def test_no_name_begins_with_a_mark(text, name):
+    assert checked_name(name_of(text)) == name
+
+
+@given(st.text(max_size=300))
+def test_what_follows_a_name_is_kept(text):
+    name = name_of(text, "-tuned")
+    assert checked_name(name) == name
+    assert name.endswith("-tuned")
+    assert name_of(text).startswith(name.removesuffix("-tuned"))
+
+
 def test_names_are_safe_as_files(tmp_path):
     assert name_of("../my text (1)") == "my-text-1"
     assert name_of("日本") == "日本"

@@ -1,5 +1,7 @@
 """Clusters: what names one, what is refused, and how a group's ranks lie in nodes."""
 
+import os
+
 import pytest
 
 from pentameter.config.load import load_config
@@ -11,6 +13,7 @@ from pentameter.estimating.cluster import (
     parse_cluster,
 )
 from pentameter.estimating.estimate import best_precision, make_estimate
+from pentameter.estimating.scaling import scale
 from pentameter.machine.peaks import peak_flops
 
 MINE = """
@@ -64,9 +67,12 @@ def test_every_device_says_where_its_figures_are_from():
         ("h100:8x8", r"did you mean h100-pcie or h100-80gb\?"),
         ("h20o", r"did you mean h200\?"),
         ("h200:0x2", "DEVICE:GPUSxNODES"),
+        ("h200:00x2", "DEVICE:GPUSxNODES"),
+        ("h200:8x000", "DEVICE:GPUSxNODES"),
         ("h200:8y2", "DEVICE:GPUSxNODES"),
         ("l4:1", "only the peak of l4 is known"),
         ("nowhere.toml:1x1", r"nowhere\.toml cannot be read"),
+        ("no\0where.toml:1x1", r"no\\x00where\.toml cannot be the name of a file"),
     ],
 )
 def test_what_is_no_cluster_is_refused_with_what_is(text, said):
@@ -191,3 +197,35 @@ def test_numbers_that_no_device_has(tmp_path, line, said):
 )
 def test_groups_lie_in_nodes_of_eight(stride, size, shape):
     assert group_shape(stride, size, 8) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("calibrations = 3\n[devices]", r"must hold tables \[devices\.NAME\]"),
+        (f"x = {'[' * 2000}{']' * 2000}", "nested too deeply"),
+        (b"x = '\xff'", "not UTF-8"),
+        ("#" * (1 << 21), "larger than"),
+    ],
+)
+def test_a_file_that_describes_no_device(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=said):
+        parse_cluster(f"{path}:1x1")
+
+
+def test_a_pipe_describes_no_device(tmp_path):
+    os.mkfifo(tmp_path / "mine.toml")
+    with pytest.raises(ConfigError, match="a device or a pipe"):
+        parse_cluster(f"{tmp_path / 'mine.toml'}:1x1")
+
+
+def test_scaling_ends_where_no_network_is_known():
+    known = parse_cluster("a100-40gb:2x1")
+    device = known.device.model_copy(update={"network_bytes_per_second": None})
+    config = load_config("quickstart", {"model.vocab_size": 64, "train.steps": 10})
+    points = list(scale(config, known.model_copy(update={"device": device}), most=16))
+    assert [point.n_devices for point in points] == [1, 2, 4]
+    assert [point.best is None for point in points] == [False, False, True]
+    assert "no network between nodes" in points[-1].why

@@ -184,3 +184,29 @@ def test_weights_that_kernels_drop_are_not_kept(how):
         queries, sums = 4 * D * N, 4 * 4 * N  # the result is kept for the product after it
         more = weights + queries - sums
         assert written.activations_bytes - fused.activations_bytes == L * more
+
+
+def test_a_stage_of_whole_windows_counts_where_it_is_the_fullest():
+    """With sinks a layer without a window keeps a mask of T · (T + 1): here the third stage's."""
+    model = {"n_layers": 16, "context_length": 512, "attention_sinks": True, "sliding_window": 8}
+    parallel = {"pipeline": 8}
+    _, windows = memory_of(parallel, model=model, micro_batch_size=1)
+    model["sliding_window_pattern"] = 5  # layers 5, 10 and 15 of 16
+    _, mixed = memory_of(parallel, model=model, micro_batch_size=1)
+    masks = 6 * 512 * 513 * 4  # of the micro-batches under way in the third stage
+    assert mixed.activations_bytes > masks
+    assert mixed.total_bytes > windows.total_bytes
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_size", [8, 4])
+def test_what_is_offloaded_leaves_the_activations_where_they_are(zero, micro_batch_size):
+    """Gradients that are not there yet at the peak free nothing either."""
+    layout, train = {"zero": zero, "data": 2}, {"micro_batch_size": micro_batch_size}
+    _, held = memory_of(layout, **train)
+    _, offloaded = memory_of(layout, offload=True, **train)
+    assert held.device_bytes == held.total_bytes == offloaded.total_bytes
+    assert offloaded.activations_bytes < offloaded.device_bytes
+    on_host = held.weights_bytes + held.optimizer_bytes
+    shards = held.weights_bytes  # of gradients
+    assert on_host <= held.total_bytes - offloaded.device_bytes <= on_host + shards

@@ -74,6 +74,20 @@ def test_it_finds_the_fastest_that_fits(small):
     assert reasons(found.estimates[0], found.estimates[2])
 
 
+def test_all_that_fits_is_a_candidate_wherever_the_experts_are(small):
+    config, cluster = small
+    sizes = {"n_layers": 4, "n_experts": 4, "d_expert": 64, "dense_layers": [0, 3], "d_ff": 32768}
+    config = load_config(config, {"model": sizes})
+    every = {
+        (each.step.layout, each.step.config.train): each for each in candidates(config, cluster)
+    }
+    memory = {key: step_memory(each.step).total_bytes for key, each in every.items()}
+    smaller = with_memory(cluster, sorted(memory.values())[len(memory) // 2] + 1.5e9)
+    fitting = {key for key, n_bytes in memory.items() if n_bytes <= smaller.usable_bytes}
+    listed = {(each.step.layout, each.step.config.train) for each in candidates(config, smaller)}
+    assert fitting <= listed
+
+
 def test_what_may_not_be_is_left_out(small):
     config, cluster = small
     found = search(config, cluster, n_best=2, allowed=lambda each: each.step.layout.pipeline == 4)

@@ -308,3 +308,28 @@ def test_a_cpu_and_a_ring_have_no_kernels_that_drop_weights(cpu):
     assert not estimate(layout="tensor=2,context=4", **DROPPING).fused_dropout
     assert estimate(layout="tensor=2,context=4,context_mode=all-to-all", **DROPPING).fused_dropout
     assert not estimate(layout="data=1", cluster=cpu(), **DROPPING).fused_dropout
+
+
+def test_a_step_of_a_billion_micro_batches_is_timed_at_once():
+    """Those between the second and the last take as long as the second."""
+    few, many = (
+        estimate("data=2,zero=2", **{"train.batch_size": 2 * n, "train.micro_batch_size": 1})
+        for n in (1000, 1_000_000_000)
+    )
+    one = few.time.compute / 1000
+    assert many.time.compute / 1e9 == pytest.approx(one)
+    assert many.time.seconds == pytest.approx(1e6 * few.time.seconds, rel=1e-2)
+
+
+def test_the_update_is_that_of_the_fullest_rank_wherever_its_experts_are():
+    experts = {"model.n_experts": 128, "model.d_expert": 512}
+    ends = estimate("pipeline=4", **experts, **{"model.dense_layers": list(range(4, 16))})
+    middle = [*range(4), *range(8, 16)]
+    between = estimate("pipeline=4", **experts, **{"model.dense_layers": middle})
+    assert between.time.optimizer > 0.5 * ends.time.optimizer
+
+
+def test_a_cube_over_several_nodes_is_warned_of():
+    found = estimate("tensor=8,tensor_mode=3d", "a100-80gb:4x2")
+    assert any(said.startswith("depth-parallel") for said in found.warnings())
+    assert not any("several nodes" in said for said in estimate("tensor=8").warnings())

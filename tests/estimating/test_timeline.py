@@ -211,3 +211,11 @@ def test_what_is_under_way_is_counted_as_the_passes_go(name, p, v, m):
             later = max(later, held, 1) if has_gradients else 0
         found = passes_under_way(where, m)[place].peaks(sizes)
         assert (found[0], max(found[1], 1)) == (ever, later)
+
+
+def test_more_bytes_than_64_bits_hold_do_not_wrap_around():
+    order = Layout(pipeline=4)
+    (few, *_), (first, *_) = (passes_under_way(order, m) for m in (2, 8))
+    assert first.peaks([2**61, 0])[0] == 4 * 2**61
+    assert first.peaks([2**70, 0])[0] == 4 * 2**70
+    assert few.peaks([2**61, 0])[0] == 2 * 2**61

@@ -10,7 +10,7 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
-from pentameter.planning.layout import Layout, stage_layers
+from pentameter.planning.layout import Layout, parse_layout, stage_layers
 from pentameter.planning.layout_checks import check_tied_within
 from pentameter.planning.outline import tied_parameters
 from pentameter.planning.plan import make_plan
@@ -169,3 +169,38 @@ def test_a_parameter_of_several_stages_is_owned_by_the_first():
     with pytest.raises(ConfigError, match="two copies of b on one of them"):
         check_tied_within(replace(layout, data=2, zero=3), both, tied)
     check_tied_within(replace(layout, data=2), both, tied)  # whole in each
+
+
+def test_counts_that_no_run_reaches_are_planned_or_refused_at_once():
+    """Counting up to them would take minutes."""
+    prime = {"train.batch_size": 2**31 - 1, "parallel.pipeline": 2}
+    assert make_plan(load_config("quickstart", prime), 64).micro_batch_size == 1
+    whole = make_plan(load_config("quickstart", {"train.batch_size": 2**31 - 1}), 64)
+    assert whole.micro_batch_size == 2**31 - 1
+    experts = {"model.n_experts": 2**31 - 1, "parallel.expert": 2}
+    with pytest.raises(ConfigError, match="possible: 1, 2147483647"):
+        make_plan(load_config("quickstart", experts), 64)
+    loads = {0: 3.0, 4999: 4.0}  # layers that the ends weigh as much as
+    sizes = list(map(len, stage_layers(10_000, 5_000, *loads.values())))
+    assert max(size + loads.get(stage, 0.0) for stage, size in enumerate(sizes)) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"epochs": 20_000_000}, "at most 2,147,483,647"),
+        ({"tokens_per_step": 128 * 2**31}, "makes 2,147,483,648 sequences"),
+        ({"tokens_per_step": 10}, "nearest possible: 128$"),
+    ],
+)
+def test_what_no_resolved_configuration_may_hold_is_refused(train, said):
+    """Else the run's config.toml would be written, and refused when the run is resumed."""
+    with pytest.raises(ConfigError, match=said):
+        make_plan(load_config("quickstart", {"train": train}), 64, 50_000)
+
+
+def test_the_text_of_a_layout_may_have_any_number():
+    with pytest.raises(ConfigError, match=r"data='999.* must be a whole number"):
+        parse_layout(f"data={'9' * 5000}")
+    with pytest.raises(ConfigError, match="nearest possible: 16"):
+        parse_layout("tensor=2,tensor_mode=2.5d,tensor_depth=4")

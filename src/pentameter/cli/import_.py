@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
     save_model(stored, asked.out, config)
     print_warnings(warnings)
     model = stored.config.model
-    out, name = shlex.quote(str(asked.out)), f"{name_of(asked.out.name)}-tuned"
+    out, name = shlex.quote(str(asked.out)), name_of(asked.out.name, "-tuned")
     experts = (
         ""
         if model.n_experts is None

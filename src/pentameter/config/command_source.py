@@ -3,6 +3,7 @@ files beside the model that it begins with."""
 
 from __future__ import annotations
 
+import os
 import re
 from glob import has_magic
 from pathlib import Path
@@ -34,7 +35,7 @@ def configuration_of(
     the preset `quickstart`. `init_from` is the folder with the model to begin from, None for none.
     Raises ConfigError if `overrides` name a text too.
     """
-    is_elsewhere = is_remote(source) or (has_magic(source) and not Path(source).exists())
+    is_elsewhere = is_remote(source) or (has_magic(source) and not os.path.exists(source))
     if source in preset_names() or not (is_elsewhere or is_text(Path(source))):
         return source, overrides
     for key, text in parse_overrides(overrides):
@@ -43,9 +44,9 @@ def configuration_of(
                 f"{source} is the text to train on, and --{key} {text} names another; keep one"
             )
     named = [f"--data.path={source}", *overrides]
-    if init_from is not None and (init_from / "config.toml").is_file():
+    if init_from is not None and os.path.isfile(init_from / "config.toml"):
         # The quickstart on that text has the text's own name already.
-        return str(init_from / "config.toml"), [f"--name={text_name(source)}-tuned", *named]
+        return str(init_from / "config.toml"), [f"--name={text_name(source, '-tuned')}", *named]
     return PRESET_FOR_TEXT, named
 
 
@@ -83,7 +84,7 @@ def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, l
     if model is None:
         return config, []
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
-    if named.name != beside.name or named.exists() or not beside.exists():
+    if named.name != beside.name or os.path.exists(named) or not os.path.exists(beside):
         return config, []
     data = config.data.model_copy(update={"tokenizer": str(beside)})
     warning = f"{config.data.tokenizer} is not there; taking {beside}"

@@ -143,15 +143,16 @@ def _evaluates(tree: Tree) -> bool:
     return has_path or value_in(tree, "data.validation_fraction") != 0
 
 
-def text_name(text: str) -> str:
+def text_name(text: str, suffix: str = "") -> str:
     """Return a run's name made from a corpus's name, a path or a URL: the last part up to its first
-    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name."""
+    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name; then
+    `suffix`."""
     if is_remote(text):
         text = last_part(text)
     path = PurePath(text)
     if path.name.startswith("*"):  # a pattern: corpus/*.parquet
         path = path.parent
-    return name_of(path.name.partition(".")[0])  # also of novel.txt.gz
+    return name_of(path.name.partition(".")[0], suffix)  # also of novel.txt.gz
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
@@ -233,7 +234,8 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
     try:
         if path.is_dir():
             raise ConfigError(f"{named_by}{label} is a folder; {_configuration_in(path)}")
-        return str(path.resolve()), label, _read_file(path, f"{named_by}{label}")
+        text = read_small_file(path, f"{named_by}{label}")  # first: of a loop of links it says so
+        return str(path.resolve()), label, text
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
     except OSError as error:
@@ -254,9 +256,10 @@ def _configuration_in(folder: Path) -> str:
     return "name the .toml file in it"
 
 
-def _read_file(path: Path, label: str) -> bytes:
+def read_small_file(path: Path, label: str) -> bytes:
     """Return a regular file's bytes. Raises ConfigError, which begins with `label`, if it is
-    another kind of file or larger than LARGEST_FILE_BYTES.
+    another kind of file or larger than LARGEST_FILE_BYTES, and OSError or ValueError if it cannot
+    be opened.
 
     A pipe is opened without waiting for a writer.
     """
@@ -267,7 +270,7 @@ def _read_file(path: Path, label: str) -> bytes:
     if len(text) > LARGEST_FILE_BYTES:
         raise ConfigError(
             f"{label} is larger than {LARGEST_FILE_BYTES:,} bytes, and a configuration is not; "
-            "name the TOML file of a run"
+            "name a TOML file"
         )
     return text
 

@@ -576,9 +576,10 @@ def _check_rotary(model: ModelConfig) -> None:
     # 0.14 · 100 is 14.000000000000002: a fraction means the number that it was rounded from.
     if round(n_turning) % 2 or not math.isclose(n_turning, round(n_turning), rel_tol=1e-9):
         below = n_turning // 2 * 2
-        shares = (each / size for each in (below, below + 2) if 0 < each <= size)
+        shares = [each / size for each in (below, below + 2) if 0 < each <= size]
+        possible = listed(f"{share:.10g}" for share in shares)
         raise ValueError(
             f"model.rotary_fraction={model.rotary_fraction} of the {size} channels of a head is "
-            f"{n_turning:.10g}, which must be an even number (pairs that turn); nearest possible: "
-            f"{listed(f'{share:.10g}' for share in shares)}"
+            f"{n_turning:.10g}, which must be an even number (pairs that turn); "
+            + (f"nearest possible: {possible}" if shares else "give heads two channels or more")
         )

@@ -33,13 +33,16 @@ def checked_name(name: str) -> str:
     return name
 
 
-def name_of(text: str) -> str:
-    """Return a valid run name made from any text: other characters become `-`. If nothing is left,
-    return "text"."""
+def name_of(text: str, suffix: str = "") -> str:
+    """Return a valid run name made from any text: other characters become `-`, and combining marks
+    without a letter before them are left out. If nothing is left, it is "text". `suffix`, of
+    characters that names have, follows; what is too long is cut before it."""
     kept = "".join(c if _is_of_names(c) else "\0" for c in normalize("NFC", text))
-    name = re.sub("\0+", "-", kept).lstrip("._-")
-    name = name.encode()[:LONGEST_NAME_BYTES].decode(errors="ignore")[:LONGEST_NAME]
-    return name.rstrip("._-") or "text"
+    name = re.sub("\0+", "-", kept)
+    first = next((i for i, c in enumerate(name) if c.isalnum()), len(name))
+    longest_bytes = LONGEST_NAME_BYTES - len(suffix.encode())
+    name = name[first:].encode()[:longest_bytes].decode(errors="ignore")
+    return (name[: LONGEST_NAME - len(suffix)].rstrip("._-") or "text") + suffix
 
 
 def _is_of_names(character: str) -> bool:

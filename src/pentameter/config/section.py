@@ -9,9 +9,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pentameter.config.naming import checked_name
 
 # Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
-# 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
-Positive = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
-NonNegative = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+LARGEST_COUNT = 2**31 - 1
+"""Largest count: steps, rows and elements are indexed by 32-bit words in `keyed`."""
+Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST_COUNT)]
+NonNegative = Annotated[int, Field(strict=True, ge=0, le=LARGEST_COUNT)]
 Width = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Depth = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 ByteCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]

@@ -62,10 +62,14 @@ def shown_path(path: str) -> str:
 
 
 def last_part(path: str) -> str:
-    """Return the last part of a path, or of a URL's path, decoded; the host if a URL has none."""
+    """Return the last part of a path, or of a URL's path, decoded; the host if a URL has none. What
+    only looks like a URL is taken for a path."""
     if not is_remote(path):
         return PurePosixPath(path).name
-    parts = urlsplit(path)
+    try:
+        parts = urlsplit(path)
+    except ValueError:  # half an IPv6 address: `url_problem` says so
+        return PurePosixPath(path).name
     return PurePosixPath(unquote(parts.path)).name or parts.netloc.rpartition("@")[2]
 
 

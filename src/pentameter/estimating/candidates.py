@@ -16,13 +16,13 @@ from typing import Any
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import ModelConfig, ParallelConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, divisors
 from pentameter.estimating.cluster import Cluster, trained_precision
 from pentameter.estimating.communication import Communication
 from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
 from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.links import Links
-from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
+from pentameter.estimating.memory import optimizer_slots, step_memory
 from pentameter.estimating.shares import stage_tables
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ParameterSpec
@@ -140,9 +140,7 @@ class Candidates:
         from `by_bound`; results are cached by its identity."""
         known = id(candidate)  # from `by_bound`, which keeps it alive
         if known not in self._bytes:
-            memory = step_memory(candidate.step, known=self._memories)
-            offload = candidate.step.config.train.offload
-            self._bytes[known] = device_bytes(memory, offload=offload)
+            self._bytes[known] = step_memory(candidate.step, known=self._memories).device_bytes
         return self._bytes[known]
 
     def _fuses_dropout(self, layout: Layout) -> bool:
@@ -156,9 +154,9 @@ class Candidates:
         contexts = [1]
         if model.context_length >= LONG_CONTEXT:
             contexts += [size for size in (2, 4, 8, 16) if model.context_length % (2 * size) == 0]
-        tensors = [t for t in _divisors(self.cluster.node_size) if divides_heads(model, t)]
+        tensors = [t for t in divisors(self.cluster.node_size) if divides_heads(model, t)]
         for t, c in itertools.product(tensors, contexts):
-            for p in _divisors(n // (t * c) if n % (t * c) == 0 else 0):
+            for p in divisors(n // (t * c) if n % (t * c) == 0 else 0):
                 if p > model.n_layers:
                     continue
                 data = n // (t * c * p)
@@ -285,8 +283,8 @@ def _expert_degrees(model: ModelConfig, n_ranks: int, node_size: int) -> list[tu
     if model.n_experts is None:
         return [(1, 1)]
     found = []
-    for expert, shards in itertools.product(_divisors(model.n_experts), _divisors(node_size)):
-        fewer = any(model.n_experts % (expert * d) == 0 for d in _divisors(shards)[1:])
+    for expert, shards in itertools.product(divisors(model.n_experts), divisors(node_size)):
+        fewer = any(model.n_experts % (expert * d) == 0 for d in divisors(shards)[1:])
         divides = n_ranks % (expert * shards) == 0 and model.expert_width % shards == 0
         if divides and not fewer:
             found.append((expert, shards))
@@ -299,20 +297,14 @@ def _micro_batches(rows: int) -> list[int]:
     return [size for size in range(1, min(rows, LARGEST_MICRO_BATCH) + 1) if rows % size == 0]
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def _least_activation_bytes(step: Step) -> float:
     """Return the minimum activation bytes on the first pipeline rank: those saved by its blocks,
     for as many micro-batches as are in flight at once; half as many in a V schedule. A block is the
-    smaller of the first and the last one's kind, if the first layers have no experts."""
+    smallest of all kinds."""
     config, layout, stages = step.config, step.layout, step.stages
-    model, costs = config.model, ActivationBytes(step)
-    last = model.n_layers - 1
-    ends = {model.has_experts(layer): layer for layer in (last, 0)}.values()
-    runs = (run_operations(model, config.lora, range(layer, layer + 1)) for layer in ends)
-    each = min(costs.stage([op for op in run if op.layer is not None]) for run in runs)
+    costs = ActivationBytes(step)
+    blocks = run_operations(config.model, config.lora).alike_blocks
+    each = min(costs.stage(block) for block, _ in blocks)
     n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
     under_way = min(layout.pipeline, step.n_micro_batches) / (2 if layout.turns_back else 1)
     return each * n_layers * under_way

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from pentameter.config.choices import refuse_unknown
+from pentameter.config.load import parse_toml, read_small_file
 from pentameter.config.messages import shown
 from pentameter.config.schema import MatmulPrecision
 from pentameter.config.section import Positive, Section, Switch
@@ -208,6 +209,17 @@ class Cluster(Section):
         return self.node_size * self.n_nodes
 
     @property
+    def obstacle(self) -> str | None:
+        """Why communication between these nodes cannot be estimated, with the remedy: there are
+        several, and no network is known of the device. None if it can be."""
+        if self.n_nodes == 1 or self.device.network_bytes_per_second is not None:
+            return None
+        return (
+            f"no network between nodes is known of {self.device_key}; add "
+            "network_bytes_per_second to its table"
+        )
+
+    @property
     def sharing(self) -> int:
         """Ranks that share one set of the device's figures: all in a node on a CPU, else 1."""
         return self.node_size if self.device.shared else 1
@@ -269,7 +281,7 @@ class Cluster(Section):
 def known_devices() -> Mapping[str, Device]:
     """Return the devices in the package's `devices.toml` by key, in file order."""
     file = resources.files("pentameter.estimating") / "devices.toml"
-    return _devices(file.read_text(encoding="utf-8"), "devices.toml", {})
+    return _devices(file.read_bytes(), "devices.toml", {})
 
 
 def device_of_driver(name: str) -> Device | None:
@@ -289,12 +301,14 @@ def read_devices(path: Path) -> Mapping[str, Device]:
 
     Raises ConfigError if the file is missing or its content is invalid.
     """
+    label = printable(str(path))
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{printable(str(path))} cannot be read: {why}") from None
-    return _devices(text, printable(str(path)), _calibrations())
+        text = read_small_file(path, label)
+    except OSError as error:
+        raise ConfigError(f"{label} cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL or a lone surrogate
+        raise ConfigError(f"{label} cannot be the name of a file") from None
+    return _devices(text, label, _calibrations())
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -308,7 +322,7 @@ def parse_cluster(text: str) -> Cluster:
     if not key:
         key, shape = shape, "1x1"
     sizes = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", shape)
-    if sizes is None or "0" in sizes.groups("1"):
+    if sizes is None or not all(map(int, sizes.groups("1"))):
         raise ConfigError(
             f"--cluster {text!r} must be DEVICE:GPUSxNODES, such as a100-80gb:8x128 (1,024 devices "
             "in nodes of 8)"
@@ -320,14 +334,12 @@ def parse_cluster(text: str) -> Cluster:
             "describe it in a TOML file (docs/planner.md), or take one of: "
             + listed(name for name, each in known_devices().items() if each.can_be_planned)
         )
-    node_size, n_nodes = (int(size or 1) for size in sizes.groups())
-    if n_nodes > 1 and device.network_bytes_per_second is None:
-        raise ConfigError(
-            f"--cluster {text!r}: no network between nodes is known of {key}; add "
-            "network_bytes_per_second to its table"
-        )
+    node_size, n_nodes = map(int, sizes.groups("1"))
     name = Path(key).stem if key.endswith(".toml") else key
-    return Cluster(device_key=name, device=device, node_size=node_size, n_nodes=n_nodes)
+    cluster = Cluster(device_key=name, device=device, node_size=node_size, n_nodes=n_nodes)
+    if (obstacle := cluster.obstacle) is not None:
+        raise ConfigError(f"--cluster {text!r}: {obstacle}")
+    return cluster
 
 
 def _device(key: str) -> Device:
@@ -359,18 +371,16 @@ def _calibrations() -> Mapping[str, Any]:
     return found
 
 
-def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[str, Device]:
-    try:
-        tree = tomllib.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{label}: not valid TOML: {printable(str(error))}") from None
+def _devices(text: bytes, label: str, calibrations: Mapping[str, Any]) -> Mapping[str, Device]:
+    tree = parse_toml(text, label)
     unknown = tree.keys() - {"devices", "calibrations"}
-    if unknown or not isinstance(tree.get("devices"), dict):
+    own = tree.get("calibrations", {})
+    if unknown or not isinstance(tree.get("devices"), dict) or not isinstance(own, dict):
         raise ConfigError(
             f"{label}: holds {listed(sorted(unknown)) or 'no table'}; it must hold tables "
             "[devices.NAME], and may hold [calibrations.NAME]"
         )
-    calibrations = {**calibrations, **tree.get("calibrations", {})}
+    calibrations = {**calibrations, **own}
     found = {}
     for name, values in tree["devices"].items():
         named = values.get("calibration") if isinstance(values, dict) else None

@@ -18,7 +18,7 @@ from pentameter.estimating.cluster import (
 from pentameter.estimating.communication import WORLD, StepCommunication, communication_of_stages
 from pentameter.estimating.compute_time import fuses_dropout
 from pentameter.estimating.links import Links
-from pentameter.estimating.memory import Memory, device_bytes
+from pentameter.estimating.memory import Memory
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, step_of
 from pentameter.estimating.step_time import StepTime, step_time
 from pentameter.planning.auto_precision import auto_precision
@@ -77,7 +77,7 @@ class Estimate:
     @property
     def device_bytes(self) -> int:
         """Bytes that the fullest rank holds on its device."""
-        return device_bytes(self.memory, offload=self.plan.config.train.offload)
+        return self.memory.device_bytes
 
     @property
     def spare_bytes(self) -> float:
@@ -179,7 +179,6 @@ class Estimate:
             **found,
             "memory": {
                 **asdict(self.memory),
-                "device_bytes": self.device_bytes,
                 "usable_bytes": round(self.cluster.usable_bytes),
                 "spare_bytes": round(self.spare_bytes),
             },
@@ -215,11 +214,14 @@ class Estimate:
 def _between_nodes(layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Yield a sentence for each mesh dimension whose ranks wait for the network in every layer."""
     links = Links(layout, cluster)
-    for dimension in ("tensor", "row", "context"):
+    in_layers = (
+        ("tensor", "row", "depth", "context") if layout.is_3d else ("tensor", "row", "context")
+    )
+    for dimension in in_layers:
         if layout.sizes[dimension] > 1 and links.link(dimension) == "between nodes":
             yield (
                 f"{dimension}-parallel processes are in several nodes: every layer waits for "
-                f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
+                f"the network; keep parallel.{'context' if dimension == 'context' else 'tensor'} "
                 f"within the {cluster.node_size} devices of a node"
             )
     if layout.shards_experts and links.link("expert") == "between nodes":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
@@ -53,8 +53,8 @@ class Memory(StateBytes):
     """The fullest rank's bytes by component, in a step after the first one, which allocates the
     optimizer state.
 
-    With `train.offload`, weights, gradients and optimizer state are in host memory, the rest in
-    device memory.
+    With `train.offload`, weights, gradients' shards and optimizer state are in host memory, the
+    rest in device memory.
     """
 
     gathered_bytes: int
@@ -67,6 +67,8 @@ class Memory(StateBytes):
     """The most that forward passes in flight have saved for their backward passes."""
     total_bytes: int
     """The peak, which is less than the sum if gradients reuse the memory freed by activations."""
+    device_bytes: int
+    """The peak in device memory: `total_bytes`, unless there is `train.offload`."""
 
 
 def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
@@ -91,7 +93,7 @@ def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -
             (*held.peaks(under_way[each]), held.received(waiting[each])) for each in coordinates
         }
         found += [known[key].memory(*most) for most in _largest(peaks)]
-    return max(found, key=lambda memory: memory.total_bytes)
+    return max(found, key=lambda memory: memory.device_bytes)
 
 
 def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -127,14 +129,6 @@ def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateB
 
     ranks = map(on_rank, range(layout.pipeline))
     return max(ranks, key=lambda held: held.state_bytes)
-
-
-def device_bytes(memory: Memory, *, offload: bool) -> int:
-    """Return the bytes of a rank's Memory that are on its device: all, or with `offload` all but
-    weights, gradients and optimizer state."""
-    if not offload:
-        return memory.total_bytes
-    return max(0, memory.total_bytes - memory.state_bytes)
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
@@ -173,6 +167,11 @@ class _Snapshot:
 
     state_bytes: int
     activations_bytes: float = 0.0
+
+
+def _peak(points: Iterable[_Snapshot], received: int) -> int:
+    """Return the most bytes at one of these moments, with `received` bytes of messages."""
+    return round(max(point.state_bytes + received + point.activations_bytes for point in points))
 
 
 class _RankActivations:
@@ -265,7 +264,10 @@ class _RankMemory:
             self.fsdp.snapshots() if self.step.sharding.data_sum == "fsdp" else self.without_zero()
         )
         gradients = self.gradients_bytes
-        peak = max(point.state_bytes + received + point.activations_bytes for point in points)
+        total = self.weights_bytes + self.optimizer_bytes + _peak(points, received)
+        device = total
+        if self.step.config.train.offload:
+            device = _peak(_FsdpSnapshots(self, offload=True).snapshots(), received)
         return Memory(
             weights_bytes=self.weights_bytes,
             gradients_bytes=gradients,
@@ -273,7 +275,8 @@ class _RankMemory:
             gathered_bytes=max(point.state_bytes for point in points) - gradients,
             received_bytes=received,
             activations_bytes=activations,
-            total_bytes=self.weights_bytes + self.optimizer_bytes + round(peak),
+            total_bytes=total,
+            device_bytes=device,
         )
 
     def elements(self, spec: ParameterSpec) -> int:
@@ -386,8 +389,15 @@ class _FsdpSnapshots:
     state. They are estimated, not measured. Moments are each unit's gather in the forward pass, its
     gradients and their reduction in the backward pass, and the step's end."""
 
-    def __init__(self, rank: _RankMemory) -> None:
+    def __init__(self, rank: _RankMemory, *, offload: bool = False) -> None:
+        """With `offload`, snapshots are of device memory alone: a shard of gradients leaves it as
+        soon as it is reduced."""
         self.rank = rank
+        self.offload = offload
+
+    def kept(self, unit: _FsdpUnit) -> int:
+        """Return the bytes of a unit's reduced gradients that stay."""
+        return 0 if self.offload else unit.shard
 
     @property
     def adds_whole(self) -> bool:
@@ -434,12 +444,12 @@ class _FsdpSnapshots:
         adds_whole = self.adds_whole
         accumulated = 0  # gradients from earlier micro-batches
         if self.rank.accumulates:
-            accumulated = sum(unit.whole if adds_whole else unit.shard for unit in every)
+            accumulated = sum(unit.whole if adds_whole else self.kept(unit) for unit in every)
         # A reduction's input is kept until the next reduction, even across micro-batches.
         reduced = root.padded if self.rank.accumulates and not adds_whole else 0
         yield from self.gathering(blocks, root, accumulated + reduced)
         yield from self.reducing(blocks, root, accumulated, reduced)
-        yield _Snapshot(sum(unit.shard for unit in every))
+        yield _Snapshot(sum(map(self.kept, every)))
 
     def gathering(
         self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int
@@ -485,9 +495,9 @@ class _FsdpSnapshots:
             yield _Snapshot(held + unit.padded + unit.shard, index * each)
             reduced = unit.padded
             if adds_whole:
-                accumulated += unit.shard - unit.whole
+                accumulated += self.kept(unit) - unit.whole
             elif not self.rank.accumulates:
-                accumulated += unit.shard
+                accumulated += self.kept(unit)
         fresh = self.rank.kept_head_gradient_bytes() if adds_whole else root.fresh
         yield _Snapshot(
             accumulated + gathered + fresh + self.rank.embedding_gradient_bytes() + reduced

@@ -71,7 +71,8 @@ def scale(
     matmuls: str | None = None,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
-    `cluster`; beyond one node, for as many whole nodes as hold that number. The configuration's
+    `cluster`; beyond one node, for as many whole nodes as hold that number, or a last one that says
+    that no network between nodes is known. The configuration's
     batch size is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch`
     (batch rows in the training split) if it counts in epochs. `imbalance` is the most rows that a
     rank's experts get ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY for
@@ -81,6 +82,9 @@ def scale(
     n = 1
     while (resized := cluster.resized(n)).n_devices <= most:
         n_devices = resized.n_devices
+        if (obstacle := resized.obstacle) is not None:
+            yield ScalePoint(n_devices, None, None, None, 0.0, obstacle)
+            return
         candidates = all_candidates(
             config,
             resized,

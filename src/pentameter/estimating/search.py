@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 
 from pentameter.config.schema import Config, ParallelConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, divisors
 from pentameter.estimating.candidates import CHECKPOINTS, Candidates, LayoutCandidate
 from pentameter.estimating.cluster import Cluster
 from pentameter.estimating.estimate import Estimate, best_precision
@@ -234,7 +234,8 @@ def _single_changes(plan: Plan) -> list[Change]:
     one of the next smaller sizes that divide a rank's sequences, activation checkpointing, ZeRO
     stage, sequence parallelism, pipeline schedule."""
     rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
-    sizes = [size for size in (micro * 2, *range(micro - 1, 0, -1)) if rows % size == 0]
+    smaller = [size for size in reversed(divisors(rows)) if size < micro]
+    sizes = [*([micro * 2] if rows % (micro * 2) == 0 else []), *smaller]
     ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
     ways += [("train.activation_checkpoint", how) for how in CHECKPOINTS]
     ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3) if plan.layout.data > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pentameter.config.schema import Config, ModelConfig
@@ -60,7 +61,7 @@ def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) ->
 
 
 def stage_kind(model: ModelConfig, layers: range) -> object:
-    """Return a key that is equal for stages with equally many layers with experts, equally many
-    without, and the same ends of the model."""
-    n_with_experts = sum(map(model.has_experts, layers))
-    return len(layers), n_with_experts, layers.start == 0, layers.stop == model.n_layers
+    """Return a key that is equal for stages with equally many layers of each kind, with experts or
+    without and of each window, and the same ends of the model."""
+    kinds = Counter((model.has_experts(layer), model.window(layer)) for layer in layers)
+    return frozenset(kinds.items()), layers.start == 0, layers.stop == model.n_layers

@@ -24,7 +24,7 @@ from pentameter.estimating.costs import ActivationBytes, PassSeconds, Step
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import optimizer_slots
 from pentameter.estimating.operation_communication import Kind, When
-from pentameter.estimating.shares import stage_tables
+from pentameter.estimating.shares import alike_stages, stage_tables
 from pentameter.estimating.timeline import PipelineTime, Span, idle_fraction, pipeline_time
 
 FORWARD_SHARE = 1 / 3
@@ -333,11 +333,9 @@ class _StepOnCluster:
         gather, calls = gathers / n_gathering, n_gathers // n_gathering
         reduction, n_reduced = sums / n_reducing, n_sums // n_reducing
         total = 0.0
-        for number in range(M):
+        for number in sorted({0, min(1, M - 1), M - 1}):  # those between are as the second
             is_first, is_last = number == 0, number == M - 1
             gathers_anew = not self.rules.weights_stay_gathered
-            if number > 1 and not is_last:
-                continue
             repeated = M - 2 if number == 1 and not is_last else 1
             time = forward
             before = {name: dict(book) for name, book in self._books().items()}
@@ -417,7 +415,7 @@ def _update_seconds(step: Step, cluster: Cluster) -> float:
     and written; gradients are read for the update and for their norm, scaled and zeroed. Frozen
     weights have neither."""
     most, config, layout = 0.0, step.config, step.layout
-    for coordinate in {0, layout.pipeline - 1}:
+    for coordinate, *_ in alike_stages(config.model, layout, step.stages):
         tables = stage_tables(config, layout, step.stages, coordinate)
         n_bytes = sum(
             step.element_bytes

@@ -69,9 +69,10 @@ class UnderWay(NamedTuple):
     def peaks(self, per_pass: Sequence[int]) -> tuple[int, int]:
         """Return the largest total held by passes in flight, over the step and after the first
         backward pass (0 if none is). `per_pass` is how much one pass holds, per column."""
+        largest = sum(per_pass) * int(self.ever.max(initial=0))
+        dtype = object if largest >= 2**63 else self.ever.dtype  # which would wrap around
         ever, later = (
-            max((counts @ np.array(per_pass, dtype=counts.dtype)).tolist(), default=0)
-            for counts in self
+            max((counts @ np.array(per_pass, dtype=dtype)).tolist(), default=0) for counts in self
         )
         return ever, later
 

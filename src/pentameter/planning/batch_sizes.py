@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.config.section import LARGEST_COUNT
+from pentameter.errors import ConfigError, divisors, listed, nearest_divisors
 from pentameter.planning.layout import Layout
 
 
@@ -11,7 +12,8 @@ def global_batch_size(config: Config) -> int:
     """Return the sequences per optimizer step, over all devices and micro-batches:
     `train.batch_size` if it is set, else `train.tokens_per_step` ÷ `model.context_length`.
 
-    Raises ConfigError if `tokens_per_step` is not a multiple of the context length.
+    Raises ConfigError if `tokens_per_step` is not a multiple of the context length, or one of more
+    than LARGEST_COUNT sequences.
     """
     if config.train.batch_size is not None:
         return config.train.batch_size
@@ -22,7 +24,13 @@ def global_batch_size(config: Config) -> int:
         raise ConfigError(
             f"train.tokens_per_step={config.train.tokens_per_step} must be a multiple of "
             f"model.context_length={context}; nearest possible: "
-            f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
+            f"{listed(n * context for n in (batch_size, batch_size + 1) if n)}"
+        )
+    if batch_size > LARGEST_COUNT:
+        raise ConfigError(
+            f"train.tokens_per_step={config.train.tokens_per_step} makes {batch_size:,} sequences "
+            f"of model.context_length={context} tokens a step, and at most {LARGEST_COUNT:,} are "
+            "possible; lower it"
         )
     return batch_size
 
@@ -47,10 +55,7 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
         )
     if asked is None:
         at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline
-        n_micro = min(
-            (d for d in range(1, rows + 1) if rows % d == 0 and d >= at_least), default=rows
-        )
-        return rows // n_micro
+        return rows // next((d for d in divisors(rows) if d >= at_least), rows)
     if rows % asked:
         whose = "of a step" if n_shards == 1 else "that a step gives each part of the data"
         raise ConfigError(

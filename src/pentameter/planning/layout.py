@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from pentameter.config.choices import (
     look_up,
     refuse_unknown,
 )
+from pentameter.config.messages import shown
 from pentameter.config.schema import (
     ContextMode,
     ParallelConfig,
@@ -48,6 +50,9 @@ EXPERT_DIMENSIONS = ("pipeline", "expert_data", "expert_shard", "expert", "exper
 shard: another factorization of the ranks in a pipeline stage, outermost first. `expert` shards the
 experts, `expert_tensor` each expert's matrices; the rest holds replicas in `expert_data`, which
 ZeRO shards over `expert_shard`."""
+
+MOST_DIGITS = 100
+"""Most digits of a degree in a layout's text; Python refuses to read thousands."""
 
 NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
 """Keys in `[parallel]` that a layout written as text (`data=2,tensor=2`) leaves out."""
@@ -346,9 +351,12 @@ def _value(text: str, name: str, value: str) -> Any:
         return value
     if name == "sequence" and value.lower() in ("0", "1", "true", "false"):
         return value.lower() in ("1", "true")
-    if value.isdecimal():
+    if value.isdecimal() and len(value) <= MOST_DIGITS:
         return int(value)
-    raise ConfigError(f"layout {text!r}: {name}={value!r} must be a whole number")
+    raise ConfigError(
+        f"layout {shown(text)}: {name}={shown(value)} must be a whole number of at most "
+        f"{MOST_DIGITS} digits"
+    )
 
 
 def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int]:
@@ -394,7 +402,7 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
     if depth is not None:
         return depth
     # From 8 on, every fourth number is a grid of mode 2.5d if no depth is asked for.
-    edge = round((n // (asked or 1)) ** (1 / 3 if mode == "3d" else 1 / 2))
+    edge = max(1, round((n // (asked or 1)) ** (1 / 3 if mode == "3d" else 1 / 2)))
     possible: Iterable[int] = {
         "2d": [q * q for q in range(edge - 1, edge + 2)],
         "2.5d": [asked * q * q for q in range(edge - 1, edge + 2)]
@@ -546,10 +554,12 @@ def stage_layers(
     load = [1.0] * n_stages
     load[0] += first_weight
     load[-1] += last_weight
+    least = [(each, stage) for stage, each in enumerate(load)]
+    heapq.heapify(least)
     for _ in range(n_layers - n_stages):  # next to the least loaded stage, earlier stages first
-        stage = min(range(n_stages), key=lambda index: (load[index], index))
+        each, stage = least[0]
         counts[stage] += 1
-        load[stage] += 1
+        heapq.heapreplace(least, (each + 1, stage))
     starts = [0, *itertools.accumulate(counts)]
     return tuple(range(a, b) for a, b in itertools.pairwise(starts))
 

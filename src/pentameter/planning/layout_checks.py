@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
-from pentameter.errors import ConfigError, either, listed
+from pentameter.errors import ConfigError, divisors, either, listed
 from pentameter.planning.architecture import (
     Axis,
 )
@@ -291,7 +291,7 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
         raise ConfigError(
             f"parallel.tensor={t} must divide the {local_size} processes of a machine, as its "
             "processes exchange every layer's activations; possible: "
-            + listed(_divisors(local_size))
+            + listed(divisors(local_size))
         )
     if layout.n_stages > model.n_layers:
         each = f" × parallel.virtual_stages={layout.virtual_stages}"
@@ -330,7 +330,7 @@ def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -
             also = ", or a multiple" if key == "n_kv_heads" else ""
             raise ConfigError(
                 f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
-                f"{listed(_divisors(math.gcd(*sizes.values())))}{also}"
+                f"{listed(divisors(math.gcd(*sizes.values())))}{also}"
             )
     if "vocab" in axes:
         _check_vocabulary(model, f"parallel.{dimension}={n}", n)
@@ -377,7 +377,7 @@ def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
             f"heads together, of which each of parallel.tensor={sharding.layout.tensor} processes "
-            f"computes one; possible: {listed(_divisors(model.kv_heads))}"
+            f"computes one; possible: {listed(divisors(model.kv_heads))}"
         )
 
 
@@ -417,7 +417,7 @@ def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
         raise ConfigError(
             f"parallel.context_mode='all-to-all' gives each of parallel.context={layout.context} "
             f"processes some of the {n_heads} {'key/value ' if few else ''}heads that one of "
-            f"parallel.tensor={layout.tensor} has; possible: {listed(_divisors(n_heads))}, or "
+            f"parallel.tensor={layout.tensor} has; possible: {listed(divisors(n_heads))}, or "
             "parallel.context_mode='ring'"
         )
 
@@ -457,7 +457,3 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
                 )
         case unknown:
             refuse_unknown(unknown, "parallel.schedule", "the layout")
-
-
-def _divisors(n: int) -> Sequence[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

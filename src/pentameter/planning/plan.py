@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.config.section import LARGEST_COUNT
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.architecture import (
@@ -293,6 +294,11 @@ def _resolve(
     steps = train.steps or DEFAULT_STEPS
     if train.epochs is not None:
         steps = _steps(train.epochs, epoch, "train.epochs")
+        if steps > LARGEST_COUNT and rows_per_epoch != UNKNOWN_EPOCH:
+            raise ConfigError(
+                f"train.epochs={train.epochs} of {rows_per_epoch:,} sequences are {steps:,} steps, "
+                f"and a run has at most {LARGEST_COUNT:,}; lower it, or raise the batch"
+            )
     interval = _interval(train.eval_interval, "train.eval_interval", steps, epoch)
     return config.model_copy(
         update={
