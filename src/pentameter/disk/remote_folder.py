@@ -12,7 +12,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -240,19 +240,14 @@ class RemoteFolder:
                         self._fs.rm_file(temporary)
                     raise
             try:
-                is_equal = self._sha256(name, record.n_bytes) == record.sha256
+                stored = self._blocks(name, record.n_bytes, self.pauses[:3])
+                is_equal = _sha256(stored) == record.sha256
             except PentameterError as error:
                 raise _UnequalError(str(error)) from error
             if not is_equal:
                 raise _UnequalError("what was stored does not read back")
 
         self._retried("write", name, attempt)
-
-    def _sha256(self, name: str, n_bytes: int) -> str:
-        digest = hashlib.sha256()
-        for block in self._blocks(name, n_bytes, self.pauses[:3]):
-            digest.update(block)
-        return digest.hexdigest()
 
     def blocks(self, name: str, n_bytes: int) -> Iterator[bytes]:
         """Yield an object's `n_bytes` bytes in order, N_BLOCKS blocks requested at a time. Raises
@@ -369,3 +364,10 @@ def _asked_once(url: str) -> dict[str, Any]:
     known = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     retries = {**known.get("retries", {}), "total_max_attempts": 1}
     return {"config_kwargs": {**known, "retries": retries}}
+
+
+def _sha256(blocks: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()

@@ -168,7 +168,7 @@ class RunCheckpoints:
         except StorageError as error:
             if ends or failure_ends_run(self.run.config):
                 raise
-            self._say_not_saved(step, error)
+            _say_not_saved(self.run, step, error)
             return
         self._pending = pending
         pending.stall_seconds = time.perf_counter() - pending.save.started_at
@@ -210,7 +210,7 @@ class RunCheckpoints:
         except StorageError as error:
             if must_not_fail or (failure_ends_run(self.run.config) and not may_fail):
                 raise
-            self._say_not_saved(step, error)
+            _say_not_saved(self.run, step, error)
             return
         again, self.last_step = self.last_step == step, step
         self.old.rollback_steps = pending.rollback_steps
@@ -220,9 +220,6 @@ class RunCheckpoints:
         self.on_saved(
             CheckpointMetrics(step, saved.path, saved.n_bytes, saved.seconds, stall_seconds, again)
         )
-
-    def _say_not_saved(self, step: int, error: object) -> None:
-        self.run.console.say(f"warning: step {step} is not saved: {error}")
 
     @cached_property
     def _is_asynchronous(self) -> bool:
@@ -237,9 +234,8 @@ class RunCheckpoints:
             return
         if self.run.world.size == 1:
             try:
-                self._commit(may_fail=True)
-            except RunFolderInUseError:
-                pass  # it is what has ended the run, or the next thing to do
+                with suppress(RunFolderInUseError):  # that ends the run, or is the next to do so
+                    self._commit(may_fail=True)
             except Exception as error:  # raised by a hook; the run's first error counts
                 self.run.console.say(f"warning: after a checkpoint was saved: {error!r}")
             return
@@ -249,7 +245,7 @@ class RunCheckpoints:
             pending.save.written()
         except Exception as error:
             why = error
-        self._say_not_saved(pending.save.step, why)
+        _say_not_saved(self.run, pending.save.step, why)
 
     def check_if_due(self) -> None:
         """Every `train.check_copies` and `train.check_every` steps, look for silent corruption;
@@ -329,6 +325,10 @@ class RunCheckpoints:
         pending = _planned(run, tensors, self._log_ends)
         pending.save.started_at = start
         return pending
+
+
+def _say_not_saved(run: TrainingRun, step: int, error: object) -> None:
+    run.console.say(f"warning: step {step} is not saved: {error}")
 
 
 def _note_rollback_step(run: TrainingRun, begun_step: int) -> None:
