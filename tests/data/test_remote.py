@@ -219,7 +219,7 @@ def test_a_copy_that_goes_on_asks_room_for_the_rest(server, monkeypatch):
     server.failures.clear()
     assert copied(server).read_bytes() == BODY
     assert asked[0] == len(BODY)
-    assert 500_000 <= asked[1] < 2_000_000
+    assert 0 < asked[1] < len(BODY)  # what had come by then is kept
 
 
 # -- what is no file ----------------------------------------------------------------------------
