@@ -157,12 +157,18 @@ def best_checkpoint(
     With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
     adds a line to `warnings`. Raises CorruptError if all are damaged.
     """
+    checkpoint, damage = None, list[str]()
     for run, step in _recorded(folder, run_id):
-        with suppress(CorruptError):
+        try:
             checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step, check=check)
-            if checkpoint is not None:
-                return checkpoint
-    return find_checkpoint(folder, warnings, run_id=run_id, check=check)
+        except CorruptError as error:
+            damage.append(f"passed over a checkpoint: {error.__cause__}")
+        if checkpoint is not None:
+            break
+    else:
+        checkpoint = find_checkpoint(folder, warnings, run_id=run_id, check=check)
+    warnings += [line for line in dict.fromkeys(damage) if line not in warnings]
+    return checkpoint
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
@@ -266,7 +272,8 @@ def find_checkpoint(
                 damage.append(error)
         else:
             if damage and step is not None:
-                raise CorruptError(f"the checkpoint at step {step} is damaged: {damage[0]}")
+                said = f"the checkpoint at step {step} is damaged: {damage[0]}"
+                raise CorruptError(said) from damage[0]
             if damage:
                 raise CorruptError(
                     f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}"
