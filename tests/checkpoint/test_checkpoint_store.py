@@ -275,6 +275,13 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(store):
     assert not store.folder.exists()
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "heads.\ud800"])
+def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(store, name):
+    with pytest.raises(TypeError, match="no reader takes that name"):
+        store.save(1, {"model": {name: torch.ones(1)}}, {"step": 1}, {})
+    assert not store.folder.exists()
+
+
 def test_free_space_is_checked_before_the_save(store, save, monkeypatch):
     save(store, 1)
     full = os.statvfs_result((4096, 4096, 10**6, 10, 10, 10, 10, 10, 0, 255))
