@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from pentameter.checkpoint import opening
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk import atomic
@@ -195,6 +196,28 @@ def test_prune_keeps_the_newest_and_the_named(store, save):
     assert names(store) == expected
 
 
+def test_prune_counts_what_a_save_replaced_as_no_checkpoint_more(store, save):
+    for step in (1, 2):
+        save(store, step)
+    newest = store.folder / "step-00000002"
+    shutil.copytree(newest, newest.with_name(newest.name + ".replaced"))
+    assert store.prune(2) == []
+    assert "step-00000001" in names(store)
+
+
+def test_a_large_checkpoint_may_be_pruned_while_it_is_read(store, save, monkeypatch):
+    for step in (1, 2):
+        save(store, step)
+    monkeypatch.setattr(opening, "_PATIENCE_SECONDS", -1)  # over, once the first was read
+
+    def check(path, manifest):
+        if manifest.step == 2:
+            shutil.rmtree(path)
+        opening.check_content(path, manifest)
+
+    assert opening.find_checkpoint(store.folder, [], check=check).step == 1
+
+
 def test_nothing_is_committed_that_does_not_read_back(store, save, monkeypatch):
     save(store, 1)
     write = os.write
@@ -249,6 +272,13 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(store):
     for name in ("../x", "/x", "manifest.json", "state.json", "a/b", ".hidden", ""):
         with pytest.raises(ValueError, match=r"cannot hold"):
             store.save(1, {}, {}, {name: b""})
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "heads.\ud800"])
+def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(store, name):
+    with pytest.raises(TypeError, match="no reader takes that name"):
+        store.save(1, {"model": {name: torch.ones(1)}}, {"step": 1}, {})
     assert not store.folder.exists()
 
 

@@ -31,11 +31,24 @@ def test_a_best_that_is_gone_or_damaged_gives_way_to_the_last(store, save, run):
     assert find_model(run).path.name == "step-00000003"
     save(store, 4, best=2)
     (store.folder / "step-00000002" / "model.safetensors").write_bytes(b"")
-    assert find_model(run).path.name == "step-00000004"
-    (store.folder / "step-00000004" / "state.json").unlink()
     warnings: list[str] = []
+    assert find_model(run, warnings).path.name == "step-00000004"
+    (line,) = warnings
+    assert line.startswith("passed over a checkpoint:")
+    assert "step-00000002" in line
+    (store.folder / "step-00000004" / "state.json").unlink()
+    warnings.clear()
     assert find_model(run, warnings).path.name == "step-00000003"
     assert any("step-00000004" in warning for warning in warnings)
+
+
+def test_a_damaged_best_that_is_the_last_is_told_once(store, save, run):
+    for step in (1, 2):
+        save(store, step, best=2)
+    (store.folder / "step-00000002" / "model.safetensors").write_bytes(b"")
+    warnings: list[str] = []
+    assert find_model(run, warnings).path.name == "step-00000001"
+    assert len(warnings) == 1
 
 
 def test_the_best_before_stands_in_for_a_best_that_was_never_saved(store, run):

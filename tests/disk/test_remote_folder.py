@@ -14,7 +14,7 @@ import pytest
 
 from pentameter.disk import remote_folder
 from pentameter.disk.atomic import FileRecord
-from pentameter.disk.remote_folder import RemoteFolder
+from pentameter.disk.remote_folder import Attempts, RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
@@ -245,3 +245,26 @@ def test_a_word_is_said_once_with_the_answer_and_how_long(store, monkeypatch):
     (word,) = [each for each in said if each]
     assert word.startswith("cannot write s3://bucket/run/a: ")
     assert word.endswith("503; it is asked again for 0 s at most")
+
+
+def test_nobody_waits_for_what_was_given_up_though_it_was_limited_before():
+    attempts = Attempts()
+    attempts.limit(60)
+    answers = []
+    began_at = time.monotonic()
+    waiting = threading.Thread(
+        target=lambda: answers.append(attempts.failed(began_at, "503", 30.0, 30.0))
+    )
+    waiting.start()
+    attempts.abandon()
+    waiting.join(20)
+    assert answers == [False]
+
+
+def test_pauses_draw_no_number_of_the_users(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_folder, "START_PAUSES", (0.0,) * 4)
+    folder = RemoteFolder(f"file://{tmp_path}")
+    random.seed(1)
+    before = random.getstate()
+    folder.put("x", b"1")
+    assert random.getstate() == before

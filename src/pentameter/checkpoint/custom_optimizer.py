@@ -4,14 +4,15 @@ else in a checkpoint's optimizer.json.
 Kept are the state of each parameter, what the optimizer has changed in its parameter groups, and
 what it has changed in attributes of its own, all since it was made; and the same of optimizers that
 it holds. What it was made with is the user's code's to say. Learning rates are left out: they are
-set before every step. Attributes that are objects of other classes are taken for helpers of the
-code. What is kept must be the same on all ranks that hold a parameter, else no layout could go on
-from it; that, and a value that cannot be kept, is refused with ConfigError.
+set before every step. Attributes that are objects of other classes, and no containers, are
+taken for helpers of the code. What is one object in all groups comes back as one, and equal tensors
+of several groups as several. What is kept must be the same on all ranks that hold a parameter, else
+no layout could go on from it; that, and a value that cannot be kept, is refused with ConfigError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,14 @@ from torch.optim import Optimizer
 
 from pentameter.checkpoint.lazy_tensors import Tensors, few
 from pentameter.checkpoint.manifest import decode_versioned, encode_json
-from pentameter.checkpoint.packed_values import Held, Packer, Tree, Unpacker
+from pentameter.checkpoint.packed_values import (
+    Held,
+    Packer,
+    Tree,
+    Unpacker,
+    is_helper,
+    tensor_names,
+)
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.processes.world import World
 
@@ -50,9 +58,9 @@ class _AsMade:
     groups: list[dict[str, _Noted]]
     attributes: dict[str, _Noted]
 
-    def of_group(self, number: int) -> Mapping[str, _Noted]:
-        """Return the values of a group; none of one that was added later."""
-        return self.groups[number] if number < len(self.groups) else {}
+    def of_group(self, number: int) -> Mapping[str, _Noted] | None:
+        """Return the values of a group; None for one that was added later."""
+        return self.groups[number] if number < len(self.groups) else None
 
 
 def note_as_made(optimizer: Optimizer, held: Held) -> None:
@@ -112,6 +120,8 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any], whose: str) -> None:
             if ours.get(key) != theirs.get(key):
                 differing.append(f"{path}{key}")
         parameters = ours.get("parameters", {})
+        # Where all parameters of a stage are in one group, nothing is common there.
+        ours["common"] = sorted({*ours.get("common", []), *theirs.get("common", [])})
         for name, each in theirs.get("parameters", {}).items():
             if parameters.setdefault(name, each) != each:
                 differing.append(f"{path}{name}")
@@ -159,7 +169,7 @@ def _packed_part(
     made: _AsMade | None = getattr(part, _NOTE, None)
     parameters: dict[str, Tree] = {}
     for number, group in enumerate(part.param_groups):
-        before = {} if made is None else made.of_group(number)
+        before = {} if made is None else made.of_group(number) or {}
         values = changed(_settings(group), before, f"{path}param_groups/")
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -176,7 +186,17 @@ def _packed_part(
         "parameters": parameters,
         "shared": kept(others, f"{path}state"),
         "attributes": attributes,
+        "common": _common(part.param_groups),
     }
+
+
+def _common(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings that are one object in all groups, of several, that have them."""
+    ids: dict[str, list[int]] = {}
+    for group in groups:
+        for key, value in _settings(group).items():
+            ids.setdefault(key, []).append(id(value))
+    return sorted(key for key, each in ids.items() if len(each) > len(set(each)) == 1)
 
 
 def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) -> bool:
@@ -184,9 +204,10 @@ def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) 
     `before`, None for a new one. An object of another class is not."""
     alone = Packer(packer.whose, packer.held)
     tree = alone.pack(value, where)
-    if isinstance(tree, dict) and "object" in tree:
+    if is_helper(tree):
         return False
-    return bool(alone.tensors) or before is None or before.tree != tree
+    # In words, as 1, 1.0 and True are equal, and 0.0 and -0.0.
+    return bool(alone.tensors) or before is None or repr(before.tree) != repr(tree)
 
 
 def _parts(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -302,40 +323,62 @@ class CustomLoad:
         for path, part in self._parts.items():
             record, made = self._records[path], getattr(part, _NOTE, None)
             with _malformed():
+                common: dict[str, dict[str, Any]] = {key: {} for key in record.get("common", ())}
+                every, taken = dict(self._unpacker.tensors), set[str]()
                 for number, group in enumerate(part.param_groups):
                     own = [names[id(each)] for each in group["params"]]
-                    before = {} if made is None else made.of_group(number)
+                    before = None if made is None else made.of_group(number)
                     values = record["parameters"][own[0]]["group"] if own else {}
-                    self._restore(group, _settings(group), values, before)
+                    self._part_from(taken, [values[key] for key in values if key not in common])
+                    self._restore(group, _settings(group), values, before, common)
                     for parameter, name in zip(group["params"], own, strict=True):
                         state = record["parameters"][name]["state"]
                         if state is not None:
                             part.state[parameter] = unpack(state)
+                self._unpacker.tensors.update(every)
                 part.state.update(unpack(record["shared"]))
                 if made is not None:
                     attributes = _attributes(part)
                     self._restore(vars(part), attributes, record["attributes"], made.attributes)
+
+    def _part_from(self, taken: set[str], values: Tree) -> None:
+        """Have the `values` of a group be unpacked with tensors of their own: equal ones of several
+        groups are stored once. `taken` has the names of those that another group was given."""
+        tensors = self._unpacker.tensors
+        for name in set(tensor_names(values)):
+            if name in taken:
+                tensors[name] = tensors[name].clone()
+            taken.add(name)
 
     def _restore(
         self,
         into: dict[str, Any],
         present: Mapping[str, Any],
         saved: Mapping[str, Tree],
-        before: Mapping[str, _Noted],
+        before: Mapping[str, _Noted] | None,
+        common: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         """Put the `saved` values into a group or an object's attributes; what else has changed in
-        what is `present` becomes what it was `before`."""
-        packer = Packer(self._whose, self._held)
+        what is `present` becomes what it was `before`, None if that is not known. What is `common`
+        to several groups is made once: setting → packed value, as text → value."""
+        packer, unpack = Packer(self._whose, self._held), self._unpacker.unpack
+        values = dict(saved)
         for key, value in present.items():
+            if key in saved or before is None:
+                continue
             noted = before.get(key)
-            if key in saved or not before or not _has_changed(value, noted, packer, key):
+            if not _has_changed(value, noted, packer, key):
                 continue
             if noted is None:
                 del into[key]
             elif noted.is_plain:
-                into[key] = self._unpacker.unpack(noted.tree)
-        for key, tree in saved.items():
-            into[key] = self._unpacker.unpack(tree)
+                values[key] = noted.tree
+        for key, tree in values.items():
+            made = {} if common is None else common.get(key, {})
+            text = repr(tree)
+            if text not in made:
+                made[text] = unpack(tree)
+            into[key] = made[text]
 
 
 @contextmanager

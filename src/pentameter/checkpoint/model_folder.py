@@ -65,7 +65,8 @@ class StoredModel:
 
     @property
     def identity(self) -> str:
-        """The sha256, in hex, over the weight files: equal for equal weights in any folder."""
+        """The sha256, in hex, over the weight files: equal for equal files in any folder. The same
+        weights in another number of files, or of another format, have another one."""
         total = hashlib.sha256()
         for path in self.files:
             record = self.checkpoint.manifest.record(path.name) if self.checkpoint else None

@@ -31,7 +31,8 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
 
-_PATIENCE_SECONDS = 60  # a run may prune faster than its remaining checkpoints can be read
+# A run may prune faster than its remaining checkpoints can be read; large ones take minutes each.
+_PATIENCE_SECONDS, _MIN_SEARCHES = 60, 10
 
 Check = Callable[[Path, Manifest], None]
 """A function that raises CorruptError unless the files in a folder match a manifest."""
@@ -157,12 +158,18 @@ def best_checkpoint(
     With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
     adds a line to `warnings`. Raises CorruptError if all are damaged.
     """
+    checkpoint, damage = None, list[str]()
     for run, step in _recorded(folder, run_id):
-        with suppress(CorruptError):
+        try:
             checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step, check=check)
-            if checkpoint is not None:
-                return checkpoint
-    return find_checkpoint(folder, warnings, run_id=run_id, check=check)
+        except CorruptError as error:
+            damage.append(f"passed over a checkpoint: {error.__cause__}")
+        if checkpoint is not None:
+            break
+    else:
+        checkpoint = find_checkpoint(folder, warnings, run_id=run_id, check=check)
+    warnings += [line for line in dict.fromkeys(damage) if line not in warnings]
+    return checkpoint
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
@@ -244,10 +251,11 @@ def find_checkpoint(
     The step comes from names and contents, never from file times. Each damaged folder that is
     passed over adds a line to `warnings`; if all are damaged, or the one at `step` is, CorruptError
     names the newest one's file. A folder that another process prunes meanwhile is not damage: the
-    search starts over, for up to 60 seconds, then StorageError.
+    search starts over, for 60 seconds and ten times at least, then StorageError.
     """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < deadline:
+    deadline, n_searches = time.monotonic() + _PATIENCE_SECONDS, 0
+    while time.monotonic() < deadline or n_searches < _MIN_SEARCHES:
+        n_searches += 1
         damage: list[CorruptError] = []
         for candidate in list_checkpoints(folder):
             if step not in (None, candidate.step):
@@ -266,7 +274,8 @@ def find_checkpoint(
                 damage.append(error)
         else:
             if damage and step is not None:
-                raise CorruptError(f"the checkpoint at step {step} is damaged: {damage[0]}")
+                said = f"the checkpoint at step {step} is damaged: {damage[0]}"
+                raise CorruptError(said) from damage[0]
             if damage:
                 raise CorruptError(
                     f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}"

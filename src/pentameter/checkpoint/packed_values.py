@@ -3,15 +3,17 @@ and dtypes, tensors in the same kind of place.
 
 A value is a number, a text, a tensor, a generator, or a list, tuple, set or dict of such. Packed,
 it is itself where JSON has it, else an object whose only key says what it is. Any other value is
-packed as the name of its class, and does not come back.
+packed as the name of its class, and does not come back; an array, or a container of a class that is
+not known, with what it holds, so that a change is seen.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,11 +33,71 @@ Tree = Any
 """A packed value."""
 
 _DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
-_SEQUENCES: Mapping[type, str] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
+_SEQUENCES: Mapping[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+}
 _MAPPINGS: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered"}
 _MADE_BY: Mapping[str, Callable[[Iterable[Any]], Any]] = {
     kind: make for make, kind in [*_SEQUENCES.items(), *_MAPPINGS.items()]
 }
+_FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)} | {None: None}
+"""What makes the values that a defaultdict lacks."""
+_NUMBERS = [np.dtype(each) for each in "?bhiqBHIQefd"]
+_MAX_DEPTH = 100  # of values within one another
+
+
+def _made_of(value: Any) -> tuple[str, Any] | None:
+    """Return the kind of a value that can be made from simpler ones (`_MADE_FROM`), and these; None
+    for any other value."""
+    found: tuple[str, Any] | None = None
+    match value:
+        case np.generic() if value.dtype in _NUMBERS:
+            found = "number", (value.dtype.name, value.item())
+        case np.ndarray() if value.dtype in _NUMBERS:
+            found = "array", torch.from_numpy(value.copy())
+        case Counter() if type(value) is Counter:
+            found = "counter", dict(value)
+        case defaultdict() if type(value) is defaultdict:
+            names = [name for name, each in _FACTORIES.items() if each is value.default_factory]
+            found = ("default", (names[0], dict(value))) if names else None
+        case complex():
+            found = "complex", (value.real, value.imag)
+        case bytes():
+            found = "bytes", value.hex()
+        case random.Random() if type(value) is random.Random:
+            found = "random", value.getstate()
+        case np.random.Generator():
+            found = "numpy", value.bit_generator.state
+    return found
+
+
+def _random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
+
+
+def _numpy_generator(state: Any) -> np.random.Generator:
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+_MADE_FROM: Mapping[str, Callable[[Any], Any]] = {
+    "number": lambda simpler: np.dtype(simpler[0]).type(simpler[1]),
+    "array": lambda simpler: simpler.cpu().numpy(),
+    "counter": Counter,
+    "default": lambda simpler: defaultdict(_FACTORIES[simpler[0]], simpler[1]),
+    "complex": lambda simpler: complex(*simpler),
+    "bytes": bytes.fromhex,
+    "random": _random,
+    "numpy": _numpy_generator,
+}
+"""Kind of a value → how it is made from the simpler ones that `_made_of` finds in it."""
 
 
 @dataclass
@@ -49,6 +111,7 @@ class Packer:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: list[tuple[str, str]] = field(default_factory=list)
     """Where values are that cannot be kept, and their classes."""
+    _depth: int = 0  # of the value that is being packed, in the outermost one
 
     def __post_init__(self) -> None:
         self._known: dict[int, tuple[Tree, torch.Tensor]] = {
@@ -58,6 +121,15 @@ class Packer:
     def pack(self, value: Any, where: str, of: str | None = None) -> Tree:
         """Return `value` packed. `where` is its place in the optimizer, `of` the parameter to whose
         state it belongs; None for none."""
+        if self._depth == _MAX_DEPTH:
+            self.refuse(f"{_MAX_DEPTH} values within one another", f"{where[:60]}…", of)
+        self._depth += 1
+        try:
+            return self._packed(value, where, of)
+        finally:
+            self._depth -= 1
+
+    def _packed(self, value: Any, where: str, of: str | None) -> Tree:
         match value:
             case torch.Tensor():
                 if id(value) not in self._known:
@@ -66,16 +138,16 @@ class Packer:
                 packed, _ = self._known[id(value)]
             case None | bool() | int() | str():
                 packed = value
-            case float():
+            case float() if not isinstance(value, np.generic):
                 packed = float(value) if math.isfinite(value) else {"float": str(float(value))}
             case torch.dtype():
                 packed = {"dtype": str(value).removeprefix("torch.")}
             case torch.Generator():
                 state = self.pack(value.get_state(), where, of)
                 packed = {"generator": {"state": state, "device": value.device.type}}
-            case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
-                copied = self.pack(torch.from_numpy(np.array(value)), where, of)
-                packed = {"array": {"values": copied, "is_number": isinstance(value, np.generic)}}
+            case _ if (made := _made_of(value)) is not None:
+                kind, simpler = made
+                packed = {kind: self.pack(simpler, where, of)}
             case _:
                 packed = self._container(value, where, of)
         return packed
@@ -90,11 +162,18 @@ class Packer:
         if type(value) is deque:
             return {"deque": {"items": items(enumerate(value)), "length": value.maxlen}}
         if (kind := _SEQUENCES.get(type(value))) is not None:
-            ordered = sorted(value, key=repr) if kind == "set" else value
+            ordered = sorted(value, key=repr) if kind in ("set", "frozenset") else value
             return {kind: items(enumerate(ordered))}
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         self.objects.append((where, name))
-        return {"object": name}
+        content: Tree = None
+        if isinstance(value, Mapping):
+            content = self.pack(list(value.items()), where, of)
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            content = self.pack(list(value), where, of)
+        elif isinstance(value, np.ndarray | np.generic):
+            content = repr(value.tolist())
+        return {"object": name} if content is None else {"object": name, "content": content}
 
     def refuse(self, what: str, where: str, of: str | None) -> NoReturn:
         """Raise ConfigError: the optimizer keeps at `where` what cannot be saved, in words."""
@@ -108,7 +187,7 @@ class Packer:
     def _tensor(self, value: torch.Tensor, where: str, of: str | None) -> Tree:
         if not is_distributed(value) and hasattr(value, "__tensor_flatten__"):
             return self._wrapper(value, where, of)
-        value = value.detach()
+        value = value.detach().resolve_conj().resolve_neg()
         form = self._form(value, where, of)
         if str(value.dtype) not in DTYPE_CODES or value.layout != torch.strided or value.is_meta:
             self.refuse(f"a tensor of {value.dtype}, {value.layout}, {value.device}", where, of)
@@ -189,14 +268,11 @@ class Unpacker:
     def allocate(self, tree: Tree, of: str | None = None) -> None:
         """Allocate the tensors of a packed value, which belongs to the state of the parameter `of`,
         None for none. Raises CorruptError if one is to have its parameter's shape, and has not."""
-        if isinstance(tree, dict) and "tensor" in tree:
-            name = tree["tensor"]["name"]
+        for leaf in _leaves(tree):
+            name = leaf["name"]
             self.names.add(name)
             if name in self.stored and name not in self.tensors:
-                self.tensors[name] = self._empty(tree["tensor"], of)
-        elif isinstance(tree, dict | list):
-            for each in tree.values() if isinstance(tree, dict) else tree:
-                self.allocate(each, of)
+                self.tensors[name] = self._empty(leaf, of)
 
     def _empty(self, leaf: Mapping[str, Any], of: str | None) -> torch.Tensor:
         name, form = leaf["name"], leaf["form"]
@@ -234,9 +310,8 @@ class Unpacker:
             case "generator":
                 value = torch.Generator(content["device"])
                 value.set_state(self.unpack(content["state"]).cpu())
-            case "array":
-                array = self.unpack(content["values"]).cpu().numpy()
-                value = array[()] if content["is_number"] else array
+            case _ if kind in _MADE_FROM:
+                value = _MADE_FROM[kind](self.unpack(content))
             case "dict" | "ordered":
                 value = _MADE_BY[kind]((self.unpack(k), self.unpack(v)) for k, v in content)
             case "deque":
@@ -252,6 +327,25 @@ class Unpacker:
         make: Any = _wrapper_class(content["class"])
         size, stride = torch.Size(content["size"]), tuple(content["stride"])
         return make.__tensor_unflatten__(inner, context, size, stride)
+
+
+def is_helper(tree: Tree) -> bool:
+    """Return True if a packed value is an object of which nothing is known."""
+    return isinstance(tree, dict) and tree.keys() == {"object"}
+
+
+def tensor_names(tree: Tree) -> Iterator[str]:
+    """Yield the names of the tensors in a packed value."""
+    return (leaf["name"] for leaf in _leaves(tree))
+
+
+def _leaves(tree: Tree) -> Iterator[Mapping[str, Any]]:
+    """Yield what is packed of each tensor in a packed value."""
+    if isinstance(tree, dict) and "tensor" in tree:
+        yield tree["tensor"]
+    elif isinstance(tree, dict | list):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(each)
 
 
 def _wrapper_class(name: str) -> type:

@@ -117,7 +117,8 @@ def plan_file(
 
     `pieces` maps the keys that hold regions to the tensor and offset; all other keys hold whole
     tensors. Tensors that share memory are written once per name. Raises TypeError for a tensor
-    without dense data (sparse, meta) or with a dtype that the format lacks.
+    without dense data (sparse, meta), with a dtype that the format lacks, or with a name that no
+    reader of the format takes (`__metadata__`, or text that is no Unicode).
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     metadata = {"format": "pt"}
@@ -128,6 +129,8 @@ def plan_file(
     offset_bytes = 0
     for name in names:
         tensor = tensors[name]
+        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise TypeError(f"a tensor named {name!r} cannot be saved: no reader takes that name")
         code = DTYPE_CODES.get(str(tensor.dtype))
         described, is_dense = str(tensor.dtype), True
         if not isinstance(tensor, LazyTensor):  # a lazy one is computed from tensors with data

@@ -455,10 +455,10 @@ class CheckpointStore:
         if all(each.step in kept_steps for each in candidates[n_to_keep:]):
             return []  # whichever of the newest verify, which need not be known then
         removed = []
-        n_kept = 0
+        kept: set[int] = set()  # steps: what a save at one replaced may be there still
         for candidate in candidates:
-            if n_kept < n_to_keep:
-                n_kept += self._folders.is_valid(candidate.path)
+            if len(kept) < n_to_keep:
+                kept |= {candidate.step} if self._folders.is_valid(candidate.path) else set()
             elif candidate.step not in kept_steps:
                 self._folders.discard(candidate.path, remove)
                 removed.append(candidate.step)

@@ -47,6 +47,8 @@ _PUTS_WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "m
 SAY_AFTER_SECONDS = 5.0
 """Seconds for which requests fail until that is worth a line."""
 
+_JITTER = random.SystemRandom()
+
 Result = TypeVar("Result")
 
 
@@ -79,9 +81,10 @@ class Attempts:
                 self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Make no request any more: nobody waits for it."""
-        self.is_abandoned = True
-        self.limit(0.0)
+        """Make no request any more, whatever the limit was: nobody waits for it."""
+        with self._changed:
+            self.is_abandoned = True
+            self._changed.notify_all()
 
     @property
     def left_seconds(self) -> float:
@@ -105,7 +108,7 @@ class Attempts:
             self._since = began_at if self._since is None else self._since
             self._answer, self._rest_seconds = answer, pause + rest_seconds
             end = time.monotonic() + pause
-            while (left := self.left_seconds) > 0:
+            while not self.is_abandoned and (left := self.left_seconds) > 0:
                 if (now := time.monotonic()) >= end:
                     return True
                 self._changed.wait(min(end - now, left))
@@ -314,9 +317,10 @@ class RemoteFolder:
         def failed(error: Exception, n_attempts: int) -> PentameterError:
             return _failure(doing, where, error, told_of(error), n_attempts)
 
-        # Not keyed: nodes that failed together must not come back together.
+        # Not keyed: nodes that failed together must not come back together. Nor does it draw from
+        # the generator of a user's code.
         pauses = self.pauses if pauses is None else pauses
-        jitter = [pause * random.uniform(0.5, 1.0) for pause in pauses]
+        jitter = [pause * _JITTER.uniform(0.5, 1.0) for pause in pauses]
         rest = sum(jitter)
 
         def wait(error: Exception, pause: float) -> bool:

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
+from pentameter.config.section import Depth
 from pentameter.errors import ConfigError
 
 
@@ -147,6 +150,8 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         )
     section["activation"] = possible[activation]
     section |= {key: value for key, (value, _) in family.fixed.items()} | dict(family.read)
+    if not _is_depth(section["n_layers"]):
+        return section  # the schema refuses it later; rules look at each layer
     for rule in family.rules:
         try:
             section |= rule.read(content, section)
@@ -155,14 +160,22 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return section
 
 
+def _is_depth(n_layers: object) -> bool:
+    try:
+        TypeAdapter(Depth).validate_python(n_layers)
+    except ValidationError:
+        return False
+    return True
+
+
 def read_n_extra_layers(content: Mapping[str, Any], family: Family, path: Path) -> int:
     """Return how many layers that predict further tokens a folder may hold after the model's, from
     its config.json (`content`); 0 if the family has none. `path` is for messages. Raises
-    ConfigError if it is not a number from 0."""
+    ConfigError if it is not a number of layers."""
     if family.extra_layers is None:
         return 0
     key, default = family.extra_layers
     found = content.get(key, content.get(family.other_names.get(key, key), default))
-    if type(found) is not int or found < 0:
-        raise ConfigError(f"{path}: {key}={shown(found)} must be a whole number from 0")
+    if type(found) is not int or not (found == 0 or _is_depth(found)):
+        raise ConfigError(f"{path}: {key}={shown(found)} must be a whole number from 0 to 10000")
     return found

@@ -47,8 +47,6 @@ def _read_layers(content: Content, section: Content) -> dict[str, Any]:
         )
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         raise ValueError(f"mlp_only_layers={shown(listed)} is not a list of layers")
-    if type(n_layers) is not int:
-        return {}  # the schema refuses it later
     dense = [layer for layer in range(n_layers) if layer in listed or (layer + 1) % step]
     are_first = dense == list(range(len(dense)))
     return {"dense_layers": len(dense) if are_first else tuple(dense)}

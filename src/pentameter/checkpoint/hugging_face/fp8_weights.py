@@ -68,6 +68,8 @@ def dequantized(
                 f"{where}: {name} is of {weight.dtype}, which is read only as float8_e4m3fn with "
                 f"{name}{SCALES} beside it and a quantization_config with weight_block_size"
             )
+        if len(weight.shape) < 2:
+            raise CorruptError(f"{where}: {name} is {weight.shape} of FP8, which a matrix alone is")
         # A matrix for each expert has blocks of its own.
         sizes = (*(1 for _ in weight.shape[2:]), *block)
         blocks = tuple(-(-n // size) for n, size in zip(weight.shape, sizes, strict=True))

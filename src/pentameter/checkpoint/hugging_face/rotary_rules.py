@@ -3,6 +3,8 @@ in the keys of earlier versions. `families.py` assigns rules to families."""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -139,6 +141,8 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
         value = found.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ValueError(f"{where}: {key}={shown(value)} is not a number")
+        if value and abs(value) > sys.float_info.max:
+            raise ValueError(f"{where}: {key} is infinite or too large")
         if value:
             numbers[key] = float(value)
     values = {key: numbers[key] for key in ("attention_factor",) if key in numbers}
@@ -150,6 +154,8 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
         return values
     if scales_scores and "mscale" in numbers:
         return {**values, "mscale": numbers["mscale"]}
+    if not 0 < numbers.get("factor", 0.0) < math.inf:
+        return values  # the schema refuses it later
     given = RopeScalingConfig(type="yarn", factor=numbers["factor"])
     if "mscale" in numbers:
         given = given.model_copy(update={key: numbers[key] for key in _SHARPENING[1:]})

@@ -61,6 +61,8 @@ def _read_windows(
     all but every nth."""
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
     n = content.get("max_window_layers", 28)
+    if type(n) is not int:
+        raise ValueError(f"max_window_layers={shown(n)} is not a number of layers")
     return _windows(content, section, size, lambda layer: has_window(layer, n))
 
 
@@ -71,9 +73,9 @@ def _windows(
     none) in the layers that config.json lists, or else in those for which `has_window` is true.
     Raises ValueError as `_read_windows` does."""
     n_layers = section["n_layers"]
-    if not isinstance(n_layers, int):
-        return {}  # the schema refuses it later
     key, types = "layer_types", content.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise ValueError(f"{key}={shown(types)} is not a list of words, one for each layer")
     if types is None:
         key = "max_window_layers"
         types = [
@@ -82,9 +84,10 @@ def _windows(
         ]
     if types == _layer_types(n_layers, None, None):
         return {"sliding_window": None, "sliding_window_pattern": None}
-    for every in (None, *range(2, n_layers + 1)):
-        if size is not None and types == _layer_types(n_layers, size, every):
-            return {"sliding_window": size, "sliding_window_pattern": every}
+    whole = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    every = whole[0] + 1 if whole else None
+    if size is not None and every != 1 and types == _layer_types(n_layers, size, every):
+        return {"sliding_window": size, "sliding_window_pattern": every}
     raise ValueError(
         f"{key}={shown(content.get(key))} with sliding_window={shown(size)} is not supported: here "
         "all layers have a window, or all but every so many, or none"
