@@ -403,7 +403,11 @@ class Suspension:
             )  # fmt: skip
         self._workers.send(signal.SIGSTOP)
         self._until = None  # the next request may come before we have gone on
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # By the system's own way: without a shell that could resume this process (`ssh -t HOST
+        # pentameter …`) it does nothing, and all go on.
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self.on_signal)
         self._workers.send(signal.SIGCONT)
 
 
