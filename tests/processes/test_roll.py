@@ -154,9 +154,34 @@ def test_a_listing_that_fails_ends_no_beat(two, monkeypatch):
     third.close()
 
 
-def test_a_file_without_an_address_ends_no_beat(two):
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_run_folder_that_does_not_answer_for_a_moment_ends_no_beat(two, monkeypatch, number):
+    first, second = two
+    stat, folder = os.stat, first._folder.parent
+
+    def fail(path, **options):
+        if isinstance(path, Path) and path.is_relative_to(folder):
+            raise OSError(number, os.strerror(number))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", fail)
+        with pytest.raises(StorageError, match="not there any more"):
+            first.check_folder()
+        beat = first.me.beat
+        wait_until(lambda: first.me.beat > beat + 1)
+    beat = second.me.beat
+    wait_until(lambda: first.me.beat > beat + 1)
+    assert first.present().keys() == {first.me.name, second.me.name}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"address": None, "ping_port": 1e9}, {"address": "a\0"}, {"name": "\ud800"}, {"name": 3}],
+)
+def test_a_file_without_an_address_ends_no_beat(two, odd):
     first, _ = two
-    record = {**asdict(first.me), "name": "odd", "address": None, "ping_port": 1e9, "beat": 1}
+    record = {**asdict(first.me), "name": "odd", **odd}
     for beat in range(3):
         first._path("odd").write_text(json.dumps({**record, "beat": beat}))
         before = first.me.beat

@@ -254,7 +254,8 @@ class Roll:
         for name in self._pings.keys() - seen.keys():
             self._pings.pop(name).close()
         for name in seen.keys() - self._pings.keys():
-            with contextlib.suppress(OSError, TypeError, OverflowError):  # no route, no address
+            # No route, no address.
+            with contextlib.suppress(OSError, TypeError, ValueError, OverflowError):
                 self._pings[name] = _Ping(self._me.address, seen[name])
 
 
@@ -302,10 +303,12 @@ _TUPLES = ("reaches", "refused_by")
 
 
 def _node_at(path: Path) -> Node | None:
-    """Return the node that a file describes; None if it is damaged or cannot be read."""
+    """Return the node that a file describes; None if it is damaged, names another node or cannot be
+    read."""
     with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
         record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
-        return Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+        node = Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+        return node if node.name == path.stem else None
     return None
 
 
