@@ -165,3 +165,11 @@ def test_a_run_folder_that_comes_back_soon_is_gone_on_in(nodes, tmp_path):
     (nodes.folder / "go").touch()
     assert launcher.wait(60) == 0
     assert "attempt 2" not in launcher.stderr.read()
+
+
+def test_the_interfaces_that_nccl_is_told_stay(nodes, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker0")
+    nodes.start()
+    for pid in nodes.wait_for(2, {}):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert {b"NCCL_SOCKET_IFNAME=^docker0", b"GLOO_SOCKET_IFNAME=lo"} <= {*variables}

@@ -8,6 +8,7 @@ the processes, ends them when the attempt is over, and writes to its own file ho
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -188,7 +189,7 @@ class _Launcher:
         variables = {
             STORE: now.store,
             "GLOO_SOCKET_IFNAME": self._interface,
-            "NCCL_SOCKET_IFNAME": self._interface,
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or self._interface,
         }
         self._prepare(bool(now.progress))
         workers = Workers(self._files.enter_context(scratch_folder()))

@@ -370,15 +370,20 @@ def _port(held: socket.socket) -> int:
 
 def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return the IPv4 address by which other nodes reach this machine, and its network interface:
-    the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else that of the host's name, else
-    the first. Raises ConfigError if there is none but the loopback."""
+    the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it names one, else that of the
+    host's name, else the first. Raises ConfigError if there is none but the loopback."""
     addresses = _interfaces()
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if name := environ.get(variable):
-            if name not in addresses:
-                known = ", ".join(addresses) or "none"
-                raise ConfigError(f"{variable}={name} is no network interface here; known: {known}")
-            return addresses[name], name
+    if name := environ.get("GLOO_SOCKET_IFNAME"):
+        if name not in addresses:
+            known = ", ".join(addresses) or "none"
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name} is no network interface here; known: {known}"
+            )
+        return addresses[name], name
+    # NCCL takes patterns, too: ^docker,lo is any but these, eth the first that begins so.
+    name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if name in addresses:
+        return addresses[name], name
     others = {address: name for name, address in addresses.items() if name != "lo"}
     with contextlib.suppress(OSError):
         if (named := socket.gethostbyname(socket.gethostname())) in others:
