@@ -101,6 +101,24 @@ def test_another_program_is_noticed_and_this_one_is_not():
     assert beside <= len(usable_cores()) + 0.1
 
 
+@pytest.mark.parametrize("own_cores", [[{0}, {1}], [{0, 1}, {0, 1}]], ids=["bound", "common"])
+def test_ranks_see_one_load_whichever_cores_they_may_use(monkeypatch, own_cores):
+    """Each core is busy for 8 of 10 s, each rank computes for 5 s of them."""
+    now = [0.0]
+    monkeypatch.setattr(machine_cores.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: 0.8 * now[0] * len(cores))
+    monkeypatch.setattr(machine_cores, "_process_seconds", lambda: 0.5 * now[0])
+    ranks = []
+    for cores in map(frozenset, own_cores):
+        monkeypatch.setattr(machine_cores, "usable_cores", lambda cores=cores: cores)
+        ranks.append(OtherPrograms())
+    now[0] = 10.0
+    sent: list[object] = []
+    for rank in ranks:
+        rank.cores(lambda value: sent.append(value) or [value])
+    assert [rank.cores(lambda value: sent) for rank in ranks] == pytest.approx([0.6, 0.6])
+
+
 def test_a_busy_machine_is_told(monkeypatch):
     others = OtherPrograms()
     monkeypatch.setattr(others, "cores", lambda world: 1.25)

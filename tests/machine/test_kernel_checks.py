@@ -1,6 +1,8 @@
 """What a proof finds, what it lets pass, and where its verdicts are kept."""
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,12 @@ def test_one_wrong_number_is_found(dtype, wrong):
 def test_what_is_infinite_in_both_agrees():
     x = torch.tensor([1.0, -torch.inf, torch.nan])
     assert kernel_checks.disagreement([x], [x.clone()]) is None
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_wrong_number_in_an_infinite_ones_place_is_found(wrong):
+    expected = torch.tensor([1.0, -torch.inf])
+    assert kernel_checks.disagreement([torch.tensor([1.0, wrong])], [expected])
 
 
 def test_integers_shapes_and_dtypes_must_be_equal():
@@ -86,6 +94,56 @@ def test_flags_of_the_compiler_are_part_of_the_toolchain(monkeypatch):
     before = kernel_checks.toolchain()
     monkeypatch.setenv("TORCHINDUCTOR_CPP_MARCH", "x86-64-v4")
     assert kernel_checks.toolchain() != before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"name": "kernel", "level": "-O9"}',
+        '{"name": 1, "level": "-O3"}',
+        "[" * 9999,
+    ],
+)
+def test_a_damaged_verdict_is_none(text, tmp_path):
+    kernel_checks.record("key", "kernel", "-O3")
+    (verdict,) = tmp_path.rglob("key.json")
+    verdict.write_text(text)
+    assert kernel_checks.recall("key") is None
+    assert list(kernel_checks.verdicts()) == []
+
+
+def test_a_pipe_in_a_verdicts_place_is_not_waited_for(tmp_path):
+    kernel_checks.record("key", "kernel", "-O3")
+    (verdict,) = tmp_path.rglob("key.json")
+    verdict.unlink()
+    os.mkfifo(verdict)
+    assert kernel_checks.recall("key") is None
+
+
+def test_a_compiler_that_does_not_run_has_a_toolchain_of_its_own(monkeypatch, tmp_path):
+    before = kernel_checks.toolchain()
+    broken = tmp_path / "g++"
+    broken.write_bytes(b"\x00no program\x00")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert kernel_checks.toolchain() != before
+
+
+def test_the_careful_compiler_may_run_as_soon_as_it_is_there(monkeypatch):
+    seen = []
+
+    def watched(part, target):
+        seen.append(os.access(part, os.X_OK))
+        os.replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    path = Path(kernel_checks.careful_compiler())
+    assert seen == [True]
+    path.chmod(0o644)  # as one is left that was killed before it could set this
+    assert os.access(kernel_checks.careful_compiler(), os.X_OK)
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_the_verdict(monkeypatch, tmp_path):

@@ -119,6 +119,8 @@ def test_one_process_has_nobody_to_meet(environ):
         ({**POD, "LOCAL_RANK": "0"}, ["LOCAL_WORLD_SIZE is not set"]),
         ({**POD, "MASTER_ADDR": ""}, ["MASTER_ADDR is not set"]),
         ({**POD, "MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
+        ({**POD, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "1 to 65535"]),
+        ({**SRUN, "MASTER_PORT": "0"}, ["MASTER_PORT=0", "1 to 65535"]),
         ({**POD, "PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE=8", "torchrun -m pentameter"]),
         ({**SRUN, "SLURM_PROCID": "x"}, ["SLURM_PROCID='x'", "srun"]),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, ["TASKS_PER_NODE='4'", "NUM_TASKS=9"]),

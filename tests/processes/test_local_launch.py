@@ -29,14 +29,17 @@ def launch(tmp_path):
     """Start `launch N ACTION …`; whatever still runs at the end is ended."""
     started = []
 
-    def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        *arguments: object, orphaned: bool = False, **variables: str
+    ) -> subprocess.Popen[str]:
         (tmp_path / "tmp").mkdir(exist_ok=True)
         environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **variables}
         environment.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
             [sys.executable, LAUNCHED, *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,
+            # A session of its own has no shell, which a process group alone leaves it.
+            **({"start_new_session": True} if orphaned else {"process_group": 0}),
         )  # fmt: skip
         started.append(process)
         return process
@@ -300,6 +303,29 @@ def test_suspending_the_launcher_suspends_its_workers(launch, tmp_path):
     launcher.send_signal(signal.SIGTSTP)
     wait_until_suspended(*pids)
     launcher.send_signal(signal.SIGCONT)
+    launcher.send_signal(signal.SIGTERM)
+    assert end(launcher)[0] == 75
+
+
+@LINUX_ONLY
+def test_suspended_workers_end_with_a_launcher_that_is_killed(launch, tmp_path):
+    launcher = launch("launch", 2, "obey", tmp_path, 300)
+    pids = [launcher.pid, *wait_for(tmp_path / "pid-0", tmp_path / "pid-1")]
+    launcher.send_signal(signal.SIGTSTP)
+    wait_until_suspended(*pids)
+    launcher.kill()
+    wait_until_dead(*pids[1:])
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@LINUX_ONLY
+def test_ctrl_z_without_a_shell_that_could_resume_suspends_nobody(launch, tmp_path):
+    launcher = launch("launch", 2, "obey", tmp_path, orphaned=True)
+    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    launcher.send_signal(signal.SIGTSTP)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGTSTP)  # wait for no step
+    time.sleep(0.5)
     launcher.send_signal(signal.SIGTERM)
     assert end(launcher)[0] == 75
 

@@ -26,11 +26,12 @@ class Nodes:
         self.folder = folder
         self.launchers: list[subprocess.Popen[str]] = []
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, **options: int) -> subprocess.Popen[str]:
         launcher = subprocess.Popen(
             [sys.executable, str(NODE), "launch", str(self.folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            **(options or {"start_new_session": True}),
         )  # fmt: skip
         self.launchers.append(launcher)
         return launcher
@@ -165,3 +166,26 @@ def test_a_run_folder_that_comes_back_soon_is_gone_on_in(nodes, tmp_path):
     (nodes.folder / "go").touch()
     assert launcher.wait(60) == 0
     assert "attempt 2" not in launcher.stderr.read()
+
+
+def test_the_interfaces_that_nccl_is_told_stay(nodes, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker0")
+    nodes.start()
+    for pid in nodes.wait_for(2, {}):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert {b"NCCL_SOCKET_IFNAME=^docker0", b"GLOO_SOCKET_IFNAME=lo"} <= {*variables}
+
+
+def test_suspending_a_launcher_suspends_its_processes(nodes):
+    launcher = nodes.start(process_group=0)
+    pids = [launcher.pid, *nodes.wait_for(2, {})]
+    launcher.send_signal(signal.SIGTSTP)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGTSTP)  # these processes know no steps to wait for
+    deadline = time.monotonic() + 30
+    while {Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGCONT)
+    (nodes.folder / "go").touch()
+    assert launcher.wait(60) == 0

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pentameter.processes import progress
-from pentameter.processes.progress import Note, Progress, Watchdog, progress_path, read_progress
+from pentameter.processes.progress import (
+    Note,
+    Progress,
+    Watchdog,
+    culprits,
+    progress_path,
+    read_progress,
+)
 
 
 @pytest.fixture
@@ -86,3 +93,16 @@ def test_a_watchdog_times_out_when_nobody_has_made_progress(tmp_path, clock):
     watchdog.look([0, 1])
     assert watchdog.timed_out([0, 1], signalled_at)
     assert watchdog.place(1) == "in step 3 (training)"
+
+
+def test_who_waits_is_read_off_the_main_thread_whichever_the_signal_interrupts():
+    def dump(*frames: str) -> str:
+        return (
+            "Current thread 0x00007f37f2dff6c0 (most recent call first):\n"
+            + 4 * '  File "/x/threading.py", line 9 in run\n'
+            + "\nThread 0x00007f37f8c3b740 (most recent call first):\n"
+            + "".join(f'  File "{frame}", line 9 in f\n' for frame in frames)
+        )
+
+    shown = {0: dump("/x/torch/distributed/c10d.py", "/x/run.py"), 1: dump("/x/run.py")}
+    assert culprits([0, 1], shown) == [1]

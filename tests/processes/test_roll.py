@@ -95,6 +95,14 @@ def test_the_interface_that_gloo_is_told_is_the_address():
     assert own_address({"GLOO_SOCKET_IFNAME": "lo"}) == (LOOPBACK, "lo")
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=none0 is no network interface"):
         own_address({"GLOO_SOCKET_IFNAME": "none0"})
+    assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == (LOOPBACK, "lo")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="asks Linux for interfaces")
+@pytest.mark.parametrize("pattern", ["^docker0,lo", "none", "eth,ib"])
+def test_a_pattern_for_nccl_is_no_interface(pattern, monkeypatch):
+    monkeypatch.setattr(roll, "_interfaces", lambda: {"lo": LOOPBACK, "eth7": "10.0.0.7"})
+    assert own_address({"NCCL_SOCKET_IFNAME": pattern}) == ("10.0.0.7", "eth7")
 
 
 @pytest.fixture
@@ -154,9 +162,34 @@ def test_a_listing_that_fails_ends_no_beat(two, monkeypatch):
     third.close()
 
 
-def test_a_file_without_an_address_ends_no_beat(two):
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_run_folder_that_does_not_answer_for_a_moment_ends_no_beat(two, monkeypatch, number):
+    first, second = two
+    stat, folder = os.stat, first._folder.parent
+
+    def fail(path, **options):
+        if isinstance(path, Path) and path.is_relative_to(folder):
+            raise OSError(number, os.strerror(number))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", fail)
+        with pytest.raises(StorageError, match="not there any more"):
+            first.check_folder()
+        beat = first.me.beat
+        wait_until(lambda: first.me.beat > beat + 1)
+    beat = second.me.beat
+    wait_until(lambda: first.me.beat > beat + 1)
+    assert first.present().keys() == {first.me.name, second.me.name}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"address": None, "ping_port": 1e9}, {"address": "a\0"}, {"name": "\ud800"}, {"name": 3}],
+)
+def test_a_file_without_an_address_ends_no_beat(two, odd):
     first, _ = two
-    record = {**asdict(first.me), "name": "odd", "address": None, "ping_port": 1e9, "beat": 1}
+    record = {**asdict(first.me), "name": "odd", **odd}
     for beat in range(3):
         first._path("odd").write_text(json.dumps({**record, "beat": beat}))
         before = first.me.beat

@@ -30,14 +30,15 @@ class HeldFolder:
 
     def check(self, holds: Callable[[], bool]) -> None:
         """Raise StorageError unless `path` leads to this folder. `holds` says whether what lies
-        there now has what only this one has: mounted a second time, it may be another device."""
-        with suppress(OSError):
-            if self.at(self.path) == self:
-                return
-        if not holds():
-            reason = "it is not the folder that this run has opened, which is not there any more"
-            error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
-            raise StorageError(
-                f"cannot write to {self.path}: {error.strerror} Bring it back, and the same "
-                "command continues"
-            ) from error
+        there now has what only this one has: mounted a second time, it may be another device. What
+        it cannot read (OSError) is not there."""
+        for is_this in (lambda: self.at(self.path) == self, holds):
+            with suppress(OSError):
+                if is_this():
+                    return
+        reason = "it is not the folder that this run has opened, which is not there any more"
+        error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
+        raise StorageError(
+            f"cannot write to {self.path}: {error.strerror} Bring it back, and the same "
+            "command continues"
+        ) from error

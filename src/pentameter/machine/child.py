@@ -41,6 +41,7 @@ when the parent is gone, then a space and the temporary folder to remove in that
 _LEAVING_SECONDS = 10.0
 """Longest wait, after a child has closed its connection, until it has exited."""
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _PACKAGE = Path(__file__).parents[1]
 
 # The child loads this very package, whichever others could be found.
@@ -326,6 +327,7 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
     descriptor, _, folder = lifeline.partition(" ")
     if descriptor:
         os.set_inheritable(int(descriptor), False)
+        _go_on_without_parent()
         threading.Thread(target=_watch, args=(int(descriptor), folder), daemon=True).start()
     return folder
 
@@ -443,6 +445,15 @@ def _kill(worker: int) -> int:
     for, its id is no other process's."""
     os.kill(worker, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _go_on_without_parent() -> None:
+    """Have Linux resume this process, if it is suspended then, when its parent ends: a suspended
+    one would see no pipe that closes."""
+    if sys.platform == "linux":
+        import ctypes  # `--help` need not wait for it
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _watch(lifeline: int, folder: str) -> None:

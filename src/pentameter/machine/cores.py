@@ -146,7 +146,7 @@ def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 class OtherPrograms:
-    """The load that programs outside this run put on this process's cores, averaged from
+    """The load that programs outside this run put on its processes' cores, averaged from
     construction on."""
 
     def __init__(self) -> None:
@@ -159,9 +159,13 @@ class OtherPrograms:
         Collective."""
         busy, used, now = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
         node = platform.node()
-        by_process = collect((node, used - self._start[1]))
-        used_by_run = sum(seconds for machine, seconds in by_process if machine == node)
-        return max(0.0, busy - self._start[0] - used_by_run) / max(now - self._start[2], 1e-3)
+        mine = node, self._cores, busy - self._start[0], used - self._start[1]
+        here = [each[1:] for each in collect(mine) if each[0] == node]
+        busy_on = {
+            cores: seconds for cores, seconds, _ in here
+        }  # ranks may have cores of their own
+        used_by_run = sum(seconds for *_, seconds in here)
+        return max(0.0, sum(busy_on.values()) - used_by_run) / max(now - self._start[2], 1e-3)
 
     def warning(self, collect: Collect) -> str | None:
         """Return a sentence for people if other programs keep BUSY_CORES or more busy. None if they

@@ -24,9 +24,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pentameter.disk.atomic import make_folder, write_atomic
+from pentameter.disk.atomic import (
+    make_folder,
+    read_regular,
+    storage_errors,
+    temporary_name,
+    write_atomic,
+)
 from pentameter.disk.cache import cache_folder
-from pentameter.errors import StorageError
+from pentameter.errors import CorruptError, StorageError
 from pentameter.machine.capabilities import compiler_command, machine_capabilities
 
 Level = Literal["-O3", "-O2", "plain"]
@@ -40,6 +46,7 @@ roundings of these of the result's largest number. Of 16 bits few are rounded on
 sums are in fp32. Sums of 2^18 wide numbers are off by 512 roundings of either sign. Lost or stale
 numbers are off by as much as they are: of the largest, by 256 roundings of bf16."""
 
+_VERDICT_BYTES = 1 << 20
 _COMPILED = ("model", "fused_cpu")
 """Packages whose code is compiled, into whose proofs their sources go."""
 
@@ -77,7 +84,8 @@ def disagreement(
 
 def _difference(x: Tensor, y: Tensor, bound: float, may_differ: float) -> str | None:
     finite = y.isfinite()
-    if not torch.equal(finite, x.isfinite()):
+    odd_x, odd_y = x.masked_fill(finite, 0), y.masked_fill(finite, 0)
+    if not (x.isfinite() == finite).all() or not odd_x.isclose(odd_y, equal_nan=True).all():
         return "not finite"
     if not finite.any():
         return None
@@ -116,10 +124,13 @@ def stand_in(x: Tensor, seed: int) -> Tensor:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """Return the verdict that `record` kept under a key from `key_of`; None if there is none."""
-    with suppress(OSError, ValueError):
-        verdict = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
-        return verdict if isinstance(verdict, dict) else None
+    """Return the verdict that `record` kept under a key from `key_of`; None if there is none, or
+    only a damaged one."""
+    with suppress(CorruptError, StorageError, ValueError, RecursionError, TypeError, KeyError):
+        path = _folder() / f"{key}.json"
+        verdict: dict[str, Any] = json.loads(read_regular(path, max_bytes=_VERDICT_BYTES))
+        if isinstance(verdict["name"], str) and verdict["level"] in LEVELS:
+            return verdict
     return None
 
 
@@ -165,16 +176,20 @@ def _version(command: str | None) -> tuple[object, ...]:
     path = None if command is None else shutil.which(command)
     if path is None:
         return ()
-    said = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=30).stdout
+    said = b""
+    with suppress(OSError, subprocess.TimeoutExpired):  # `find_compiler` says what is wrong with it
+        done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=30)
+        said = done.stdout
     about = os.stat(path)
     return path, about.st_size, about.st_mtime_ns, said
 
 
 @functools.cache
 def _sources() -> str:
-    """Return a hash over the sources of what is compiled."""
+    """Return a hash over the sources of what is compiled, and of the proof itself."""
     package = Path(__file__).parents[1]
     files = sorted(path for name in _COMPILED for path in (package / name).rglob("*.*"))
+    files.append(Path(__file__))
     sources = (path.read_bytes() for path in files if path.suffix in (".py", ".cpp", ".h"))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
@@ -185,10 +200,13 @@ def careful_compiler() -> str:
     command = compiler_command() or "g++"
     number = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = _folder() / f"O2-{number}" / Path(command).name
-    if not path.exists():
+    if not os.access(path, os.X_OK):
         make_folder(path.parent)
-        write_atomic(path, f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'.encode())
-        path.chmod(0o755)
+        part = path.with_name(temporary_name(path.name))
+        write_atomic(part, f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'.encode())
+        with storage_errors(path, "write"):
+            part.chmod(0o755)
+            part.replace(path)  # now: another rank may run it as soon as it is there
     return str(path)
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -85,8 +85,7 @@ def run_local(
     with ExitStack() as stack:
         workers = Workers(stack.enter_context(scratch_folder()), grace_seconds)
         stack.enter_context(handling_stop_signals(workers.on_signal))
-        suspend = signal.signal(signal.SIGTSTP, Suspension(workers).on_signal)
-        stack.callback(signal.signal, signal.SIGTSTP, suspend)
+        stack.enter_context(handling_ctrl_z(lambda: workers))
         stack.callback(workers.end)
         workers.start(program, [Launched(rank, n_processes) for rank in range(n_processes)])
         while not workers.have_ended():
@@ -372,15 +371,27 @@ class Workers:
             child.close()
 
 
-class Suspension:
-    """What Ctrl-Z does to a launcher: it suspends all `workers`, then the launcher, and resumes
-    them when that is resumed. They have sessions of their own and would go on.
+@contextmanager
+def handling_ctrl_z(workers: Callable[[], Workers | None]) -> Iterator[None]:
+    """Context manager: while the block runs in a launcher, Ctrl-Z (SIGTSTP) does what `_Suspension`
+    says. Main thread only."""
+    previous = signal.signal(signal.SIGTSTP, _Suspension(workers).on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, previous)
+
+
+class _Suspension:
+    """What Ctrl-Z does to a launcher: it suspends all that `workers` returns (None: there are none
+    now), then the launcher, and resumes them when that is resumed. They have sessions of their own
+    and would go on.
 
     They are asked first: between two steps none waits for another. Suspended elsewhere, those that
     wait would find on waking that their time is over. A second Ctrl-Z does not wait.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Callable[[], Workers | None]) -> None:
         self._workers = workers
         self._until: float | None = None  # monotonic seconds, while the workers are asked
 
@@ -390,21 +401,31 @@ class Suspension:
             self._until = 0.0
             return
         self._until = time.monotonic() + SUSPEND_SECONDS
-        self._workers.send(signal.SIGTSTP)
-        while not (paused := all(map(is_stopped, self._workers.pids.values()))):
-            if time.monotonic() > self._until:
+        workers = self._workers()
+        if workers is not None:
+            self._suspend(workers)
+        self._until = None  # the next request may come before we have gone on
+        # By the system's own way: without a shell that could resume this process (`ssh -t HOST
+        # pentameter …`) it does nothing, and all go on.
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self.on_signal)
+        if workers is not None:
+            workers.send(signal.SIGCONT)
+
+    def _suspend(self, workers: Workers) -> None:
+        workers.send(signal.SIGTSTP)
+        while not (paused := all(map(is_stopped, workers.pids.values()))):
+            if self._until is None or time.monotonic() > self._until:
                 break
             time.sleep(POLL_SECONDS)
-        if not paused and len(self._workers.pids) > 1:
+        if not paused and len(workers.pids) > 1:
             print(
                 "pentameter: suspended within a step; after parallel.timeout_seconds the processes "
                 "will have lost each other",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        self._workers.send(signal.SIGSTOP)
-        self._until = None  # the next request may come before we have gone on
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._workers.send(signal.SIGCONT)
+        workers.send(signal.SIGSTOP)
 
 
 def _unreported(rank: int, code: int, progress: Note) -> Failure:

@@ -8,6 +8,7 @@ the processes, ends them when the attempt is over, and writes to its own file ho
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -31,7 +32,7 @@ from pentameter.processes.attempts import (
     write_attempt,
 )
 from pentameter.processes.failure import first_failure
-from pentameter.processes.local_launch import POLL_SECONDS, Workers
+from pentameter.processes.local_launch import POLL_SECONDS, Workers, handling_ctrl_z
 from pentameter.processes.place import STORE
 from pentameter.processes.program import Launched, Program
 from pentameter.processes.roll import GONE_SECONDS, Node, Roll, own_address
@@ -74,6 +75,7 @@ def run_on_nodes(
         stack.callback(roll.close)
         launcher = _Launcher(program, folder, roll, rules, progress, prepare, interface)
         stack.enter_context(handling_stop_signals(launcher.on_signal))
+        stack.enter_context(handling_ctrl_z(lambda: launcher.workers))
         stack.callback(launcher.end)
         while not launcher.is_done():
             time.sleep(POLL_SECONDS)
@@ -99,7 +101,7 @@ class _Launcher:
         self._read = self._said = self._before
         self._away_since: float | None = None
         self._waits_for: Owner | None = None
-        self._workers: Workers | None = None
+        self.workers: Workers | None = None
         self._mine = Attempt()  # the one whose processes were started last
         self._files = ExitStack()
         self._received: list[int] = []
@@ -119,8 +121,8 @@ class _Launcher:
             self._said = now
             if now.members and now.members[0] == self._roll.me.name:  # for all nodes
                 _say(now)
-        if self._workers is not None:
-            self._follow(self._workers, now)
+        if self.workers is not None:
+            self._follow(self.workers, now)
         elif self._received:
             self._roll.update(state="leaving")
             raise InterruptedRunError(
@@ -188,11 +190,11 @@ class _Launcher:
         variables = {
             STORE: now.store,
             "GLOO_SOCKET_IFNAME": self._interface,
-            "NCCL_SOCKET_IFNAME": self._interface,
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or self._interface,
         }
         self._prepare(bool(now.progress))
         workers = Workers(self._files.enter_context(scratch_folder()))
-        self._workers = workers
+        self.workers = workers
         workers.start(
             self._program,
             [
@@ -234,14 +236,14 @@ class _Launcher:
         """Handle a stop signal: forward it to the processes; this node leaves when they have
         ended."""
         self._received.append(number)
-        if self._workers is not None:
-            self._workers.on_signal(number, frame)
+        if self.workers is not None:
+            self.workers.on_signal(number, frame)
 
     def end(self) -> None:
         """End this node's processes, and remove their files."""
-        if self._workers is not None:
-            self._workers.end()
-            self._workers = None
+        if self.workers is not None:
+            self.workers.end()
+            self.workers = None
         self._files.close()
 
 

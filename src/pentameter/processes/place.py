@@ -122,7 +122,7 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
                     f"WORLD_SIZE={place.world_size} processes are to meet, and {name} is not set; "
                     "set it to that of rank 0, or start the command with torchrun"
                 )
-        _number(environ, "MASTER_PORT", "")
+        _chosen_port(environ)
     return place
 
 
@@ -158,7 +158,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     host = environ.get("MASTER_ADDR") or first_node(environ.get("SLURM_STEP_NODELIST", ""))
     port = rendezvous_port(environ)
     if environ.get("MASTER_PORT"):
-        port = _number(environ, "MASTER_PORT", "")
+        port = _chosen_port(environ)
     host = f"[{host}]" if ":" in host else host
     return Place(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
 
@@ -185,6 +185,13 @@ def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
             f"{world_size} of all; set both, or unset both"
         )
     return Place(rank, world_size, local_rank, local_size, init_method, source)
+
+
+def _chosen_port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT", "")
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"MASTER_PORT={port} must be a TCP port, from 1 to 65535")
+    return port
 
 
 def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:

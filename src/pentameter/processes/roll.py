@@ -254,7 +254,8 @@ class Roll:
         for name in self._pings.keys() - seen.keys():
             self._pings.pop(name).close()
         for name in seen.keys() - self._pings.keys():
-            with contextlib.suppress(OSError, TypeError, OverflowError):  # no route, no address
+            # No route, no address.
+            with contextlib.suppress(OSError, TypeError, ValueError, OverflowError):
                 self._pings[name] = _Ping(self._me.address, seen[name])
 
 
@@ -302,10 +303,12 @@ _TUPLES = ("reaches", "refused_by")
 
 
 def _node_at(path: Path) -> Node | None:
-    """Return the node that a file describes; None if it is damaged or cannot be read."""
+    """Return the node that a file describes; None if it is damaged, names another node or cannot be
+    read."""
     with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
         record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
-        return Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+        node = Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
+        return node if node.name == path.stem else None
     return None
 
 
@@ -367,15 +370,20 @@ def _port(held: socket.socket) -> int:
 
 def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return the IPv4 address by which other nodes reach this machine, and its network interface:
-    the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else that of the host's name, else
-    the first. Raises ConfigError if there is none but the loopback."""
+    the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it names one, else that of the
+    host's name, else the first. Raises ConfigError if there is none but the loopback."""
     addresses = _interfaces()
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if name := environ.get(variable):
-            if name not in addresses:
-                known = ", ".join(addresses) or "none"
-                raise ConfigError(f"{variable}={name} is no network interface here; known: {known}")
-            return addresses[name], name
+    if name := environ.get("GLOO_SOCKET_IFNAME"):
+        if name not in addresses:
+            known = ", ".join(addresses) or "none"
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name} is no network interface here; known: {known}"
+            )
+        return addresses[name], name
+    # NCCL takes patterns, too: ^docker,lo is any but these, eth the first that begins so.
+    name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if name in addresses:
+        return addresses[name], name
     others = {address: name for name, address in addresses.items() if name != "lo"}
     with contextlib.suppress(OSError):
         if (named := socket.gethostbyname(socket.gethostname())) in others:

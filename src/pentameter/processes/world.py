@@ -7,6 +7,7 @@ nothing is sent and torch.distributed is never imported.
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ PAUSE_SECONDS = 0.05
 _FIRST_PAUSE_SECONDS = 0.001
 _LEAVE_SECONDS = 5.0  # until work that was begun is left to itself, as its disk does not answer
 _LEAVE_LOST_SECONDS = 0.5  # ranks that miss another one are to say so soon
+
+
+class OtherRankError(Exception):
+    """Another rank's error, told by its type and message: it could not be sent as it is."""
 
 
 class _LeftError(Exception):
@@ -152,7 +157,7 @@ class World:
         If several ranks fail, PentameterErrors come before any other error, then the lowest rank's.
         """
         result, own = _attempted(work)
-        self._raise_first(self.all_gather(own), own)
+        self._raise_first(self.all_gather(_sendable(own)), own)
         return result  # type: ignore[return-value]
 
     def gathered(self, work: Callable[[], T]) -> list[T]:
@@ -168,7 +173,7 @@ class World:
     def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
         """Return the results of all ranks, of which `outcome` is this one's with its error; raise
         the first error. Collective."""
-        outcomes = self.all_gather(outcome)
+        outcomes = self.all_gather((outcome[0], _sendable(outcome[1])))
         self._raise_first([error for _, error in outcomes], outcome[1])
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
@@ -205,3 +210,17 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return work(), None
     except BaseException as error:
         return None, error
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """Return `error` if another process can make it again from its pickle, as it cannot one that
+    holds a lock, or whose constructor takes more than a message; else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        if not isinstance(error, PentameterError):
+            return OtherRankError(f"{type(error).__name__}: {error}")
+        told = PentameterError(str(error))
+        told.exit_code = error.exit_code
+        return told
+    return error
