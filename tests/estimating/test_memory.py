@@ -7,14 +7,20 @@ from dataclasses import asdict
 import pytest
 
 from pentameter.config.schema import Config
-from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
+from pentameter.estimating.memory import state_bytes
+from pentameter.estimating.plan_estimates import (
+    plan_memory,
+    plan_record,
+    plan_state_bytes,
+    step_of,
+)
 from pentameter.planning.plan import make_plan
 
 T, D, L, B = 64, 32, 4, 16
 N = 16 * T  # tokens of a micro-batch
 
 
-def memory_of(parallel, *, model=None, optimizer=None, **train):
+def memory_of(parallel, *, model=None, optimizer=None, lora=None, **train):
     config = Config.model_validate(
         {
             "model": {
@@ -28,6 +34,7 @@ def memory_of(parallel, *, model=None, optimizer=None, **train):
             "data": {"corpus": "grammar"},
             "train": {"batch_size": B, "precision": "fp32", **train},
             "optimizer": optimizer or {},
+            "lora": lora or {},
             "parallel": parallel,
         }
     )
@@ -51,6 +58,15 @@ def test_one_process_holds_four_numbers_for_each_weight():
 def test_optimizers_keep_what_they_need(optimizer, slots):
     plan, memory = memory_of({}, optimizer=optimizer)
     assert memory.optimizer_bytes == slots * 4 * plan.n_parameters
+
+
+def test_frozen_weights_have_neither_gradients_nor_state():
+    plan, _ = memory_of({}, lora={"rank": 2})
+    assert 0 < plan.n_trained < plan.n_parameters / 4
+    held = state_bytes(step_of(plan), [plan.table])  # as for a custom model
+    assert held.weights_bytes == 4 * (plan.n_parameters + plan.n_trained)
+    assert held.gradients_bytes == 4 * plan.n_trained
+    assert held.optimizer_bytes == 8 * plan.n_trained
 
 
 def test_muon_keeps_one_number_for_the_matrices_of_blocks():

@@ -78,6 +78,14 @@ def test_frozen_weights_cost_no_gradients():
     assert two_thirds == pytest.approx(2 / 3, rel=0.08)
 
 
+@pytest.mark.parametrize("layout", ["data=8", "data=8,zero=3", "data=2,pipeline=4"])
+def test_frozen_weights_are_not_updated(layout):
+    whole, adapted = estimate(layout), estimate(layout, **{"lora.rank": 16})
+    share = adapted.plan.n_trained / whole.plan.n_parameters
+    assert share < 0.05
+    assert adapted.time.optimizer < 2 * share * whole.time.optimizer  # on the fullest process
+
+
 def test_what_leaves_the_node_is_slower():
     inside, between = estimate("tensor=8"), estimate("tensor=8", cluster="a100-80gb:4x4")
     assert between.time.exposed["tensor"] > 2 * inside.time.exposed["tensor"]

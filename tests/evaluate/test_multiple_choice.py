@@ -77,9 +77,10 @@ def brute_force(engine, question):
     return scores
 
 
+@pytest.mark.parametrize("model", [{}, {"n_experts": 4, "expert_capacity": 0.5}])
 @pytest.mark.parametrize("batch_size", [1, 5, 100])
-def test_scores_are_those_of_one_pass_for_each_token(batch_size):
-    engine = assemble(plan(), CPU, "fp64", compiled=False)
+def test_scores_are_those_of_one_pass_for_each_token(batch_size, model):
+    engine = assemble(plan(**model), CPU, "fp64", compiled=False)
     questions = random_questions()
     expected = [score for question in questions for score in brute_force(engine, question)]
     choices = encode_questions(questions, TOKENIZER, CONTEXT)

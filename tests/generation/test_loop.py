@@ -22,6 +22,7 @@ from pentameter.generation.loop import (
     window_tokens,
 )
 from pentameter.generation.sampling import Sampling, choose, uniform_numbers
+from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 
@@ -128,6 +129,7 @@ def test_logits_through_the_cache_are_those_of_the_window(context_length: int) -
         {"positions": "sinusoidal", "norm_position": "post", "norm": "rmsnorm"},
         {"tied_head": False, "head_bias": True, "bias": True, "qkv_bias": True},
         {"dropout": 0.5, "attention_dropout": 0.5, "embedding_scale": True},
+        {"n_experts": 4, "expert_capacity": 0.4, "dense_layers": (0,)},
     ],
 )
 def test_architecture_variants(settings: dict[str, Any]) -> None:
@@ -136,6 +138,20 @@ def test_architecture_variants(settings: dict[str, Any]) -> None:
     sampling = Sampling(1.2, top_k=6, top_p=0.95)
     expected = recomputed(model, prompt, 30, sampling)
     assert tokens_of(model, prompt, 30, sampling) == [expected]
+
+
+def test_an_expert_has_as_much_room_with_a_cache_as_without() -> None:
+    model = make_model(n_experts=4, expert_capacity=0.4).eval().double()
+    tokens = torch.tensor(
+        [[3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]]
+    )
+    with torch.inference_mode():
+        whole = model(tokens)
+        for sizes in ([1] * 12, [5, 3, 4], [11, 1]):
+            cache = KVCache(model.config, 2, dtype=torch.float64)
+            found = [model(piece, cache=cache) for piece in tokens.split(sizes, 1)]
+            # float64: only the order of sums differs.
+            torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-10)
 
 
 def test_a_sample_is_the_same_in_any_batch() -> None:

@@ -48,7 +48,7 @@ metadata: {{version: 2}}
 """
 
 
-def engine_for(tokenizer):
+def engine_for(tokenizer, **model):
     config = {
         "model": {
             "vocab_size": tokenizer.vocab_size,
@@ -58,6 +58,7 @@ def engine_for(tokenizer):
             "n_heads": 2,
             "d_model": 16,
             "init_std": 0.5,  # logits that differ
+            **model,
         },
         "data": {"corpus": "grammar"},
         "train": {"steps": 1, "batch_size": 1},
@@ -107,6 +108,17 @@ def test_log_probabilities_are_those_of_a_pass_for_each_token():
         expected = one_by_one(ids[-(CONTEXT + 1 - len(scored)) :], scored)
         assert score == pytest.approx(expected[0], abs=1e-10)
         assert is_likeliest == expected[1]
+
+
+def test_an_expert_s_capacity_does_not_depend_on_what_runs_together():
+    engine = engine_for(TOKENIZER, n_experts=4, expert_capacity=0.5)
+    pairs = [(text(n, n), " " + text(1 + n % 3, 99 - n)) for n in range(1, 9)]
+    alone, together = (
+        HarnessModel(engine, TOKENIZER, size).loglikelihood(requests(*pairs), disable_tqdm=True)
+        for size in (1, 8)
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert one[0] == pytest.approx(other[0], abs=1e-10)
 
 
 def test_a_continuation_of_the_likeliest_tokens_is_known_as_one():

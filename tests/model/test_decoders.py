@@ -160,6 +160,11 @@ def test_the_softcap_bounds_logits():
         ({"n_kv_heads": 3}, "n_kv_heads=3 must divide model.n_heads=4"),
         ({"positions": "learned", "rope_theta": 500.0}, "rope_theta is of rotary positions"),
         ({"head_size": 5}, "must be an even number"),
+        (
+            {"head_size": 100, "rotary_fraction": 0.15},
+            r"is 15, which must be an even number .*nearest possible: 0\.14, 0\.16",
+        ),
+        ({"head_size": 100, "rotary_fraction": 0.145}, "is 14.5, which must be an even number"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position='post'"),
         ({"sliding_window_pattern": 2}, "sliding_window is not set"),
         ({"n_heads": 5}, "or set model.head_size"),

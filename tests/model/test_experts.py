@@ -162,6 +162,15 @@ def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() 
     assert chosen.tolist() == [expected] * B
 
 
+def test_what_stands_behind_a_token_does_not_change_its_capacity() -> None:
+    experts = experts_of(expert_capacity=0.75)
+    x = stream()
+    whole = experts.router(x).experts.view(B, T, 2)
+    assert (whole == E).any()  # some are left out
+    for n in range(1, T):
+        assert torch.equal(experts.router(x[:, :n]).experts.view(B, n, 2), whole[:, :n])
+
+
 def test_an_expert_without_tokens_has_zero_gradients() -> None:
     experts = experts_of(activation="swiglu", bias=True)
     with torch.no_grad():

@@ -61,6 +61,12 @@ def test_the_number_of_processes_makes_up_a_grid(text, sizes, of_parameters):
         ("tensor=9,tensor_mode=2.5d", "must be d · q · q .* nearest possible: 8, 12"),
         ("tensor=12,tensor_mode=2.5d,tensor_depth=2", "must be 2 · q · q .* possible: 8, 18"),
         ("tensor=9,tensor_mode=3d", "must be l · l · l .* nearest possible: 8, 27"),
+        ("tensor=3001,tensor_mode=2d", "nearest possible: 2916, 3025"),
+        ("tensor=3001,tensor_mode=2.5d", "nearest possible: 3000, 3004"),
+        ("tensor=1000000007,tensor_mode=2.5d", "nearest possible: 1000000004, 1000000008"),
+        ("tensor=1000000007,tensor_mode=3d", "nearest possible: 1000000000, 1003003001"),
+        ("tensor=2,tensor_mode=2d", "nearest possible: 4"),
+        ("tensor=2,tensor_mode=2.5d", "nearest possible: 8"),
         ("tensor=4,tensor_mode=2d,sequence=1", "divides the stream already"),
         ("tensor=4,tensor_mode=2d,tensor_depth=2", "tensor_depth=2 is the depth of"),
     ],
@@ -68,6 +74,28 @@ def test_the_number_of_processes_makes_up_a_grid(text, sizes, of_parameters):
 def test_what_is_no_grid_is_refused_with_what_is(text, said):
     with pytest.raises(ConfigError, match=said):
         parse_layout(text)
+
+
+def test_the_nearest_grids_are_those_of_a_search_through_all():
+    edges = range(2, 40)
+    grids = {
+        "2d": {q * q for q in edges},
+        "2.5d": {d * q * q for d in range(2, 200) for q in edges},
+        "3d": {edge**3 for edge in edges},
+    }
+    for mode, possible in grids.items():
+        for n in range(2, 150):
+            if n in possible:
+                assert parse_layout(f"tensor={n},tensor_mode={mode}").tensor == n
+                continue
+            near = [
+                *[max((each for each in possible if each < n), default=0)],
+                min(possible - {*range(n)}),
+            ]
+            with pytest.raises(ConfigError) as refused:
+                parse_layout(f"tensor={n},tensor_mode={mode}")
+            listed = ", ".join(str(each) for each in near if each)
+            assert str(refused.value).endswith(f"nearest possible: {listed}")
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ SHARED = {
     "latent attention": make_slots(
         positions="rotary", attention="latent", kv_rank=12, q_rank=10, v_head_size=6
     ),
+    "experts with a capacity": make_slots(n_experts=4, d_expert=24, expert_capacity=0.4),
 }
 
 
@@ -123,8 +124,11 @@ def test_a_text_is_the_same_alone_and_among_others(kind: str, seed: int) -> None
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 17, 64, 66, 80, 130])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_the_text_is_that_of_sample(n_prompt: int, temperature: float) -> None:
-    model, like = make_model().double(), make_model().double()
+@pytest.mark.parametrize("settings", [{}, {"n_experts": 4, "expert_capacity": 0.4}])
+def test_the_text_is_that_of_sample(
+    n_prompt: int, temperature: float, settings: dict[str, Any]
+) -> None:
+    model, like = make_model(**settings).double(), make_model(**settings).double()
     prompt = np.random.default_rng(n_prompt).integers(0, V, n_prompt)
     steps = stream_tokens(
         like,

@@ -39,7 +39,7 @@ def gradient_of_own_tokens() -> None:
 
     def backward(ctx, g):
         whole = g.new_zeros(ctx.n_rows, *g.shape[1:])
-        ctx.shards.shard(whole).copy_(g)
+        ctx.shards.shard_of(whole).copy_(g)
         return whole, None
 
     plant(expert_parallel._Shard, "backward", staticmethod(backward))

@@ -15,12 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pentameter.model import attention, matmul
 from pentameter.model.dropout import StreamDropout
 from pentameter.parallel import assemble, data_parallel, engine, gradients, waits
 from pentameter.parallel.context import context_parallel, ring_attention
 from pentameter.parallel.grid import summa, tensor_grid
 from pentameter.parallel.sources import gpt_source, tied_parameters
-from pentameter.parallel.tensor import sharded_norm
+from pentameter.parallel.tensor import sharded_norm, tensor_parallel
+from pentameter.planning import layout
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.verify import steps
 
@@ -202,6 +204,96 @@ def evaluation_by_each_process() -> None:
         return whole if layout.world_size > 1 else own_rows(batch, layout, rank)
 
     plant(engine, "evaluation_rows", every_part)
+
+
+def counts_up_to_the_last_target() -> None:
+    """Tokens that the loss mask excludes between two targets are counted as targets."""
+
+    def count(self, batch):
+        counts = batch.targets != IGNORED_TARGET
+        own = sum(int(row.nonzero()[0].max(initial=-1)) + 1 for row in counts)
+        total = torch.tensor(float(own))
+        dist.all_reduce(total)
+        return round(total.item())
+
+    plant(engine.BatchShard, "count_targets", count)
+
+
+def tiles_at_their_chunk() -> None:
+    """Each tile of a chunk is taken to begin where the chunk does."""
+    tiles = ring_attention._tiles
+
+    def at_the_start(starts, size, tile):
+        n_tiles = -(-size // tile)
+        for number, (_, tokens) in enumerate(tiles(starts, size, tile)):
+            yield starts[number // n_tiles], tokens
+
+    plant(ring_attention, "_tiles", at_the_start)
+
+
+def last_chunk_of_the_loss() -> None:
+    """The gradient of the head's weight is that of the last chunk of the loss."""
+    differentiate = matmul.Matmul.differentiate
+
+    def alone(self, g, x, weight, weight_grad):
+        return differentiate(self, g, x, weight, weight_grad.zero_())
+
+    plant(matmul.Matmul, "differentiate", alone)
+
+
+def keys_of_another_head() -> None:
+    """Ranks that hold copies of several key heads read them in turn, not in groups."""
+    context = tensor_parallel.TensorParallelContext
+    local_rows = context.local_rows
+
+    def in_turn(self, linear):
+        if self.sharding.kv_copies == 1 or isinstance(linear.weight, DTensor):
+            return local_rows(self, linear)
+        n = self.size // self.sharding.kv_copies
+        found = [gradients.local(each) for each in (linear.weight, linear.bias) if each is not None]
+        return [each.chunk(n)[self.rank % n] for each in found]
+
+    plant(context, "local_rows", in_turn)
+
+
+def window_before_the_text() -> None:
+    """The first block of a window also sees the padding before the text."""
+    in_windows = attention._attend_in_windows
+
+    def padded(q, k, v, window, attend):
+        n_blocks = q.shape[2] // window
+
+        def sees_it(q, k, v, *, attn_mask):
+            mask = attn_mask.clone()
+            mask[::n_blocks] = mask[1]
+            return attend(q, k, v, attn_mask=mask)
+
+        return in_windows(q, k, v, window, sees_it)
+
+    plant(attention, "_attend_in_windows", padded)
+
+
+def rows_of_each_process() -> None:
+    """Each process writes the losses of its own rows to the first places."""
+
+    def gather(self, own):
+        losses = torch.zeros(len(own) * self.plan.layout.n_batch_shards, dtype=torch.float64)
+        losses[: len(own)] = own
+        dist.all_reduce(losses)
+        return losses.numpy()
+
+    plant(engine.BatchShard, "gather_rows", gather)
+
+
+def partial_row_losses() -> None:
+    """Processes that have part of each row keep what they found in it."""
+    plant(engine.BatchShard, "gather_rows", lambda self, own: own.double().numpy())
+
+
+def logits_of_the_last_position() -> None:
+    """A text is continued from the last position that a process has, its padding."""
+    holder = layout.Layout.holder
+    plant(layout.Layout, "holder", lambda self, *where: (holder(self, *where)[0], -1))
 
 
 def nothing_finite() -> None:

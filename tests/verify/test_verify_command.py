@@ -118,7 +118,7 @@ def test_one_of_several_processes_is_refused(monkeypatch):
 def test_a_case_that_no_run_could_have_is_wrong_usage(capsys):
     with pytest.raises(ConfigError, match=r"layout 'pipeline=2,micro_batches=1': .*raise|lower"):
         command.run(["grammar", "--layouts", "pipeline=2,micro_batches=1"])
-    with pytest.raises(ConfigError, match=r"idle_experts; did you mean tensor\?"):
+    with pytest.raises(ConfigError, match=r"kv_heads; did you mean tensor\?"):
         command.run(["grammar", "--layouts", "tenser=2"])
 
 

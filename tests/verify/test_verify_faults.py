@@ -61,6 +61,13 @@ def outcome_of(fault, layout, workers, **options):
         ("wrong_half", "context=2", "loss", "loss"),
         ("heads_numbered_from_zero", "context=2,context_mode=all-to-all", "loss", "loss"),
         ("evaluation_by_each_process", "data=2", "evaluation loss", "evaluation loss"),
+        ("counts_up_to_the_last_target", "data=2", "loss", "loss"),
+        ("tiles_at_their_chunk", "context=2", "loss", "loss"),
+        ("last_chunk_of_the_loss", "data=2", "gradient", EMBEDDING),
+        ("rows_of_each_process", "data=2", "row losses", "row losses"),
+        ("partial_row_losses", "context=2", "row losses", "row losses"),
+        ("logits_of_the_last_position", "tensor=2", "next logits", "next logits"),
+        ("logits_of_the_last_position", "context=2", "next logits", "next logits"),
         ("smallest_doubled", "data=2", "gradient", None),
         ("smallest_dropped", "data=2,zero=3", "gradient", None),
         ("smallest_off_by_a_thousandth", "tensor=2", "gradient", None),
@@ -86,6 +93,28 @@ def test_a_fault_is_caught_where_it_shows_first(fault, layout, kind, tensor, wor
     assert tensor is None or outcome.first.tensor == tensor
     assert outcome.first.error > 1e-6
     assert outcome.first.subject in outcome.problem
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "kind"),
+    [
+        ("window_before_the_text", "tensor=2", "evaluation loss"),
+        ("keys_of_another_head", "tensor=4,kv_heads=2", "loss"),
+    ],
+)
+def test_a_fault_in_what_only_some_models_have_is_caught(fault, layout, kind, workers):
+    """Attention in windows, and key heads that several query heads share."""
+    model = {"model.sliding_window": 64, "model.sliding_window_pattern": 2}
+    config = load_config("qwen3-0.6b", model)
+    (case,) = chosen_cases(config, layout)
+    small = shrink(config, [case])
+    (right,) = verify_layouts(small, [case], workers, n_steps=1)
+    assert right.passed, right.problem
+    prepare = f"planted_faults:{fault}"
+    (wrong,) = verify_layouts(small, [case], workers, n_steps=1, prepare=prepare)
+    assert wrong.failure is None, wrong.worker_traceback
+    assert wrong.first.kind == kind
+    assert wrong.first.error > 1e-6
 
 
 def test_the_same_processes_and_cases_pass_without_a_fault(workers):

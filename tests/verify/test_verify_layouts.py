@@ -97,6 +97,14 @@ def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
         assert outcome.worst.error <= TOLERANCE / 100
 
 
+def test_what_an_expert_has_room_for_is_the_same_on_every_layout(workers):
+    """One process cuts the padding off rows whose losses are asked for, a pipeline does not."""
+    config = load_config("qwen3-0.6b", {"model.n_experts": 4, "model.expert_capacity": 0.7})
+    cases = chosen_cases(config, "data=2;tensor=2;pipeline=2;data=2,expert=2")
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=1):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+
+
 SHARDED = "data=2,zero=3,expert=2,micro_batches=2;tensor=2,expert=2,idle_experts=true"
 
 

@@ -3,10 +3,14 @@
 import pytest
 
 from pentameter.config.load import load_config, preset_names
+from pentameter.model import loss
+from pentameter.model.loss import exceeds_chunk
+from pentameter.parallel.context import ring_attention
 from pentameter.planning.gpt import parameter_table
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.shrink import case_config, described_changes, shrink
+from pentameter.verify.steps import made_up_batch, several_blocks
 
 STRUCTURE = {
     "model": (
@@ -90,6 +94,36 @@ def test_layouts_of_higher_degrees_get_heads_layers_and_rows_enough():
     assert small.model.n_layers == 8  # more than stages: the cut is uneven
     for case in cases:
         make_plan(case_config(small, case))
+
+
+def test_what_is_computed_in_blocks_has_several():
+    """Windows that divide a longer context; in layouts, tiles of a ring's chunk and chunks of the
+    loss, the last ones smaller; and no block is small for the one process."""
+    config = load_config("gpt-oss-20b")
+    cases = chosen_cases(config, "context=2;tensor=2;data=2,micro_batches=4")
+    small = shrink(config, cases)
+    T, window = small.model.context_length, small.model.sliding_window
+    assert T % window == 0
+    assert 2 * window < T
+    tiles, limit = ring_attention.TILE, loss.MAX_LOGITS
+    with several_blocks():
+        assert 1 < ring_attention.TILE < T // 4 < 2 * ring_attention.TILE
+        for case in cases:
+            plan = make_plan(case_config(small, case))
+            n_rows = plan.micro_batch_size * T // case.layout.context
+            assert exceeds_chunk(n_rows, plan.vocab_size_padded // case.layout.tensor)
+    assert (tiles, limit) == (ring_attention.TILE, loss.MAX_LOGITS)
+
+
+def test_made_up_targets_have_holes():
+    config = load_config("quickstart")
+    (case,) = chosen_cases(config, "data=2")
+    plan = make_plan(case_config(shrink(config, [case]), case))
+    for step in range(3):
+        counted = made_up_batch(plan, step).targets >= 0
+        ends = [row.nonzero()[0].max(initial=-1) + 1 for row in counted]
+        assert min(ends) == 0
+        assert sum(ends) > counted.sum() > 0
 
 
 def test_the_changes_are_told():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
@@ -26,7 +27,7 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
-from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.errors import ConfigError, listed, nearest_divisors
 
 LATENT_KEYS = ("kv_rank", "q_rank", "rope_head_size", "v_head_size")
 """Keys that act with `attention = "latent"` only."""
@@ -241,8 +242,8 @@ class ModelConfig(AttentionSizes, Section):
     router_z_loss: NonNegativeFloat = 0.0
     """Factor of the mean squared log-sum-exp of a token's router logits (Zoph et al. 2022)."""
     expert_capacity: PositiveFloat | None = None
-    """Tokens that an expert takes from a sequence, as a multiple of an equal share; it leaves out
-    later ones. When absent, all."""
+    """Tokens that an expert takes from a sequence, as a multiple of an equal share of
+    context_length tokens; it leaves out later ones. When absent, all."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation of the residual stream."""
     norm_position: Literal["pre", "post", "output"] = "pre"
@@ -572,8 +573,12 @@ def _check_rotary(model: ModelConfig) -> None:
         return
     size = model.head_size or model.d_model // model.n_heads
     n_turning = size * model.rotary_fraction
-    if n_turning % 2:
+    # 0.14 · 100 is 14.000000000000002: a fraction means the number that it was rounded from.
+    if round(n_turning) % 2 or not math.isclose(n_turning, round(n_turning), rel_tol=1e-9):
+        below = n_turning // 2 * 2
+        shares = (each / size for each in (below, below + 2) if 0 < each <= size)
         raise ValueError(
             f"model.rotary_fraction={model.rotary_fraction} of the {size} channels of a head is "
-            f"{n_turning:g}, which must be an even number (pairs that turn)"
+            f"{n_turning:.10g}, which must be an even number (pairs that turn); nearest possible: "
+            f"{listed(f'{share:.10g}' for share in shares)}"
         )

@@ -251,7 +251,8 @@ class _OperationTime(_ElementwiseTime):
         rate = self.cluster.device.calibration.fresh_bytes_per_second
         if rate is None or not self.step.layout.zero:
             return PassSeconds(0.0, 0.0, 0.0)
-        n = sum(math.prod(self.step.sharding.parameter_shape(s)) for s in op.parameters)
+        trained = (spec for spec in op.parameters if spec.is_trained)
+        n = sum(math.prod(self.step.sharding.parameter_shape(spec)) for spec in trained)
         made = (self._bytes([op.result]), self._bytes(op.reads), self.step.element_bytes * n)
         return PassSeconds(*(each * self.cluster.sharing / rate for each in made))
 

@@ -173,8 +173,11 @@ def pass_seconds(step: Step) -> list[PassSeconds]:
         activations = sum(op.token_products for op in run)
         forward = weights + activations
         # A matmul has two gradients; with two activations as factors, both count as inputs'
-        # gradients.
-        backward_input = weights + 2 * activations + (forward if recomputed else 0)
+        # gradients. Nothing that is trained may come before it.
+        backward_input = sum(
+            op.weight_products + 2 * op.token_products for op in run if op.gives_gradient
+        )
+        backward_input += forward if recomputed else 0
         seconds.append(PassSeconds(forward, backward_input, trained))
     return seconds
 

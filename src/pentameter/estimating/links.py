@@ -2,8 +2,9 @@
 
 A ring with n ranks moves (n - 1) / n of a gathered tensor through each link, and twice that for an
 all-reduce. Between nodes, all group members within a node use its network together. A small message
-costs one latency per hop: the ring's length, or in an all-reduce between nodes the tree's depth
-(NCCL's algorithms); between processes on a CPU it is one hop.
+costs one latency per hop: a ring's from one member of a node to the next, and between nodes a
+tree's depth, of gathers too, which published runs are nearer to than to a ring of nodes
+(docs/decisions.md); between processes on a CPU it is one hop.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateBytes:
     """Return the fullest rank's bytes for weights, gradients and optimizer state, estimated by the
-    parameters' shapes alone. `tables` lists each pipeline stage's parameters; one in several stages
-    is counted once per rank."""
+    parameters' shapes alone; of frozen ones there are weights alone. `tables` lists each pipeline
+    stage's parameters; one in several stages is counted once per rank."""
     layout, sharding, optimizers = step.layout, step.sharding, step.config.optimizer
     whole_gradients = step.rules.keeps_whole_gradients(step.n_micro_batches)
 
@@ -118,6 +118,8 @@ def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateB
             local = sharding.parameter_shape(spec)
             n_local = sharding.zero_elements(spec)
             weights += n_local
+            if not spec.is_trained:
+                continue
             gradients += math.prod(local) if whole_gradients else n_local
             optimizer += n_local * optimizer_slots(optimizers, spec)
         e = step.element_bytes

@@ -71,15 +71,16 @@ def scale(
     matmuls: str | None = None,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
-    `cluster`. The configuration's batch size is kept. `vocab_size` is needed if the configuration
-    sets none, `rows_per_epoch` (batch rows in the training split) if it counts in epochs.
-    `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks.
-    `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None."""
+    `cluster`; beyond one node, for as many whole nodes as hold that number. The configuration's
+    batch size is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch`
+    (batch rows in the training split) if it counts in epochs. `imbalance` is the most rows that a
+    rank's experts get ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY for
+    linear layers' matmuls, or None."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1
-    while n <= most:
-        resized = cluster.resized(n)
+    while (resized := cluster.resized(n)).n_devices <= most:
+        n_devices = resized.n_devices
         candidates = all_candidates(
             config,
             resized,
@@ -110,11 +111,15 @@ def scale(
         top = min(every, key=lambda each: each.time.seconds, default=None)
         why = ""
         if top is None:
-            why = "nothing fits" if n < batch_size else "the batch has no more sequences to divide"
+            why = (
+                "nothing fits"
+                if n_devices < batch_size
+                else "the batch has no more sequences to divide"
+            )
         else:
-            first = first or top.tokens_per_second / n
-        efficiency = 0.0 if top is None else top.tokens_per_second / n / first
-        yield ScalePoint(n, top, flat, alone, efficiency, why)
+            first = first or top.tokens_per_second / n_devices
+        efficiency = 0.0 if top is None else top.tokens_per_second / n_devices / first
+        yield ScalePoint(n_devices, top, flat, alone, efficiency, why)
         n *= 2
 
 

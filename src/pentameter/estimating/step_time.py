@@ -414,7 +414,8 @@ def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
 
 def _update_seconds(step: Step, cluster: Cluster) -> float:
     """Return the seconds for the optimizer's update on the fullest rank: weights and state are read
-    and written; gradients are read for the update and for their norm, scaled and zeroed."""
+    and written; gradients are read for the update and for their norm, scaled and zeroed. Frozen
+    weights have neither."""
     most, config, layout = 0.0, step.config, step.layout
     for coordinate in {0, layout.pipeline - 1}:
         tables = stage_tables(config, layout, step.stages, coordinate)
@@ -424,6 +425,7 @@ def _update_seconds(step: Step, cluster: Cluster) -> float:
             * step.sharding.zero_elements(spec)
             for _, table in tables
             for spec in table
+            if spec.is_trained
         )
         most = max(most, n_bytes / cluster.memory_bandwidth)
     return most

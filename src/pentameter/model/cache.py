@@ -1,6 +1,7 @@
-"""The key/value cache: keys and values for past tokens, so that generation need not recompute them.
+"""The key/value cache: keys and values for past tokens, so that generation need not recompute them;
+and the experts that past tokens chose, where an expert has a capacity.
 
-Shapes: B batch, T tokens, H KV heads, K head size.
+Shapes: B batch, T tokens, H KV heads, K head size, k experts per token.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
@@ -21,6 +23,25 @@ class Cache(Protocol):
         the whole model, H KV heads. Return all those that its attention is to read, the cached and
         the new ones, (B, H, S, K). Latent attention appends a latent (B, 1, T, C) and a rotated key
         (B, 1, T, R) in their place."""
+
+    def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
+        """Append the experts, int64 (B, T, k) below `n_experts`, that the new tokens chose in the
+        block with index `layer`. Return each choice's number, from 1, among those of its sequence
+        that chose the same expert, the cached ones counted, int64 (B, T, k). Only experts with a
+        capacity ask."""
+
+
+def choice_numbers(chosen: Tensor, n_experts: int, before: Tensor | None = None) -> Tensor:
+    """Return the number, from 1, of each of the `chosen` experts, int64 (B, T, k) below
+    `n_experts`, among those of its sequence that chose the same expert, int64 (B, T, k). `before`,
+    int64 (B, S), are the choices of the sequence's earlier tokens, `n_experts` for none."""
+    flat = chosen.flatten(1)  # (B, T · k)
+    numbers = F.one_hot(flat, n_experts).cumsum(1)
+    if before is not None:
+        counts = numbers.new_zeros(len(flat), n_experts + 1)
+        counts.scatter_add_(1, before, torch.ones_like(before))
+        numbers = numbers + counts[:, None, :n_experts]
+    return numbers.gather(-1, flat[..., None]).view_as(chosen)
 
 
 class KVCache:
@@ -48,6 +69,11 @@ class KVCache:
             ]
             for n in channels
         )
+        self._chosen = [
+            torch.zeros(shape, dtype=torch.int64, device=device)
+            for shape in [(batch_size, config.context_length, config.n_chosen)] * config.n_layers
+            if config.expert_capacity is not None
+        ]
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +87,13 @@ class KVCache:
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
+
+    def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
+        """Append the new tokens' `chosen` experts (B, T, k) in one layer, and return their numbers
+        among their sequence's choices of the same expert, (B, T, k), as `Cache` says."""
+        stored = self._chosen[layer]
+        stored[:, self.length : self.length + chosen.shape[1]] = chosen
+        return choice_numbers(chosen, n_experts, stored[:, : self.length].flatten(1))
 
     def advance(self, n_tokens: int) -> None:
         """Add `n_tokens`, which every layer has appended by now, to `length`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.cache import Cache
+from pentameter.model.cache import Cache, choice_numbers
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
@@ -50,6 +51,11 @@ class Routing:
         counts = torch.zeros(self.n_experts + 1, dtype=torch.int64, device=experts.device)
         counts.scatter_add_(0, experts, torch.ones_like(experts))
         return experts.argsort(stable=True), counts[: self.n_experts].cumsum(0)
+
+
+Numbers = Callable[[Tensor, int], Tensor]
+"""Returns the number, from 1, of each of chosen experts (B, T, k), below the given number, among
+those of its sequence that chose the same expert (B, T, k)."""
 
 
 class Router(nn.Module):
@@ -82,18 +88,19 @@ class Router(nn.Module):
         """Sums over the same tokens, float32 (2,): the squared log-sum-exp of a token's logits, and
         its squared logits."""
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, numbers: Numbers = choice_numbers) -> Routing:
         """Return the Routing of the tokens in x (B, T, D), as `route` does for their logits."""
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(precise), self.weight.to(precise), bias)
-        return self.route(logits)
+        return self.route(logits, numbers)
 
-    def route(self, logits: Tensor) -> Routing:
-        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64. In
-        training, auxiliary losses are attached to its weights, so that the backward pass includes
-        them, and the backward pass adds to `counts` if there is a `balance`."""
+    def route(self, logits: Tensor, numbers: Numbers = choice_numbers) -> Routing:
+        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64;
+        `numbers` are as for `routing`. In training, auxiliary losses are attached to its weights,
+        so that the backward pass includes them, and the backward pass adds to `counts` if there is
+        a `balance`."""
         config = self.config
         scores = _scores(logits, config)
         chosen = self._choose(scores if config.router != "softmax" else logits, scores)
@@ -103,16 +110,23 @@ class Router(nn.Module):
         if self.training:
             sums = _logit_sums(logits, scores, config)
             weights = _Counted.apply(weights, chosen, sums, (self.counts, self.logit_sums))
-        return self.routing(chosen, weights)
+        return self.routing(chosen, weights, numbers)
 
-    def routing(self, chosen: Tensor, weights: Tensor) -> Routing:
+    def routing(
+        self, chosen: Tensor, weights: Tensor, numbers: Numbers = choice_numbers
+    ) -> Routing:
         """Return the Routing of tokens that chose these experts, int64 (B, T, k), whose outputs
-        have these weights (B, T, k). An expert takes no more rows than it has capacity for."""
+        have these weights (B, T, k). An expert takes no more rows than it has capacity for:
+        ⌈`expert_capacity` · `context_length` · k / E⌉ of a sequence, the first ones, however many
+        tokens stand behind them. `numbers` numbers the rows; it is a cache's for sequences that
+        begin there."""
         config = self.config
-        if config.expert_capacity is not None:
-            chosen = _within_capacity(chosen, config)
-        assert config.n_experts is not None
-        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), config.n_experts)
+        E, capacity = config.n_experts, config.expert_capacity
+        assert E is not None
+        if capacity is not None:
+            n_most = -int(-(capacity * config.context_length * config.n_chosen) // E)
+            chosen = chosen.masked_fill(numbers(chosen, E) > n_most, E)
+        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), E)
 
     @torch.no_grad()
     def _choose(self, ranked: Tensor, scores: Tensor) -> Tensor:
@@ -226,18 +240,6 @@ def _counts(chosen: Tensor, n_experts: int) -> Tensor:
     flat = chosen.flatten(1)
     counts = torch.zeros(len(flat), n_experts, device=chosen.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
-
-
-def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
-    """Return chosen experts (B, T, k) with E in place of those that have no room. An expert takes
-    at most ⌈`expert_capacity` · T · k / E⌉ tokens of a sequence, the first ones."""
-    E, capacity = config.n_experts, config.expert_capacity
-    assert E is not None
-    assert capacity is not None
-    n_most = -int(-(capacity * chosen[0].numel()) // E)
-    flat = chosen.flatten(1)  # (B, T · k)
-    number = F.one_hot(flat, E).cumsum(1).gather(-1, flat[..., None]).squeeze(-1)  # from 1
-    return flat.masked_fill(number > n_most, E).view_as(chosen)
 
 
 @torch.no_grad()
@@ -384,6 +386,7 @@ class Experts(nn.Module):
         super().__init__()
         E, D, width = config.n_experts, config.d_model, config.expert_width
         assert E is not None
+        self.layer = layer
         self.activation = activation_of(config)
         self.router = Router(config)
         self.gate = GroupedLinear(E, D, width, bias=config.bias) if config.has_gate else None
@@ -405,9 +408,11 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum.
         positions: the tokens', for dropout. dropout_keys: int32 (B, n_sites, 2), None for no
-        dropout. `cache` is ignored: only attention has one."""
+        dropout. With a `cache`, x continues sequences whose earlier choices count for an expert's
+        capacity."""
         flat = x.flatten(0, 1)
-        tokens, routing = self.tokens.shard(flat, self.router(x))
+        numbers = choice_numbers if cache is None else partial(cache.number_choices, self.layer)
+        tokens, routing = self.tokens.shard(flat, self.router(x, numbers))
         order, ends = routing.order()
         rows = SortedRows.apply(tokens, order, routing.experts.shape[1])
         dispatched = self.exchange.dispatch(rows, ends)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -369,6 +369,20 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
             refuse_unknown(unknown, "parallel.tensor_mode", "the layout")
 
 
+def _fitting_depth(mode: TensorMode, n: int, asked: int | None) -> int | None:
+    """Return the depth of the grid that `n` ranks form in a tensor mode, as `_resolved_depth` says,
+    or None if they form none. `asked` is the configured depth, if any."""
+    depths = [1]
+    if mode == "2.5d":
+        edges = range(math.isqrt(n // 2), 1, -1)  # the largest edge has the smallest depth
+        depths = [asked] if asked else [n // (q * q) for q in edges if n % (q * q) == 0]
+    for depth in depths:
+        sizes = grid_sizes(mode, n, depth)
+        if math.prod(sizes) == n and (mode == "1d" or sizes[-1] > 1):
+            return depth
+    return None
+
+
 def _resolved_depth(parallel: ParallelConfig) -> int:
     """Return the grid's depth for a tensor mode: in 2.5d the configured one, or the smallest above
     1 that fits the `tensor` ranks; 1 in other modes. Raises ConfigError, with the nearest possible
@@ -376,20 +390,20 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
     mode, n, asked = parallel.tensor_mode, parallel.tensor, parallel.tensor_depth
     if n == 1:
         return 1
-    depths = [1] if mode != "2.5d" else [asked] if asked is not None else range(2, n // 4 + 1)
-    for depth in depths:
-        sizes = grid_sizes(mode, n, depth)
-        if math.prod(sizes) == n and (mode == "1d" or sizes[-1] > 1):
-            return depth
-    edges = range(2, n + 2)
-    possible = {
-        "2d": [q * q for q in edges],
-        "2.5d": sorted({d * q * q for q in edges for d in ([asked] if asked else edges)}),
-        "3d": [edge**3 for edge in edges],
+    depth = _fitting_depth(mode, n, asked)
+    if depth is not None:
+        return depth
+    # From 8 on, every fourth number is a grid of mode 2.5d if no depth is asked for.
+    edge = round((n // (asked or 1)) ** (1 / 3 if mode == "3d" else 1 / 2))
+    possible: Iterable[int] = {
+        "2d": [q * q for q in range(edge - 1, edge + 2)],
+        "2.5d": [asked * q * q for q in range(edge - 1, edge + 2)]
+        if asked
+        else range(n - 4, n + 9),
+        "3d": [q**3 for q in range(edge - 1, edge + 2)],
     }[mode]
-    near = [each for each in possible if each < n][-1:] + [each for each in possible if each > n][
-        :1
-    ]
+    fits = [each for each in possible if each > 1 and _fitting_depth(mode, each, asked) is not None]
+    near = [each for each in fits if each < n][-1:] + [each for each in fits if each > n][:1]
     form = {"2d": "q · q", "2.5d": f"{asked or 'd'} · q · q", "3d": "l · l · l"}[mode]
     raise ConfigError(
         f"parallel.tensor={n} must be {form} for parallel.tensor_mode='{mode}'; nearest possible: "

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
 from pentameter.model.attention import CausalAttention
+from pentameter.model.cache import choice_numbers
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
@@ -65,6 +67,110 @@ def hiding(
     return zeros.masked_fill_(hidden, float("-inf"))
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """What each layer has stored of the tokens in all slots, (n_slots, G, S, K) each."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    chosen: Sequence[Tensor]
+    """The experts that each token chose, int64 (n_slots, 1, S, k), where experts have a capacity;
+    else empty."""
+
+    @property
+    def all(self) -> list[Tensor]:
+        """Every tensor stored."""
+        return [*self.keys, *self.values, *self.chosen]
+
+
+class _Pass:
+    """One model pass, which writes to slots and reads from them; it is the cache that the model's
+    layers ask.
+
+    slots: those that are read, B of them. numbers: each token's position in its text's window (T,).
+    n_seen: stored positions that are read, S. first: for a piece of one text, the position of its
+    first token. write_at: without one, where the token of each slot is written, (B,).
+    """
+
+    def __init__(
+        self,
+        memory: _Memory,
+        slots: slice,
+        numbers: Tensor,
+        n_seen: int,
+        *,
+        first: int | None = None,
+        write_at: Tensor | None = None,
+    ) -> None:
+        key = torch.arange(n_seen, device=numbers.device)
+        self.numbers = numbers
+        self._memory, self._slots, self._n_seen = memory, slots, n_seen
+        self._first, self._write_at = first, write_at
+        self._is_piece = first is not None
+        self._masks: dict[int | None, Tensor] = {}
+        self._hidden_after = key > numbers[:, None]  # (T, S)
+        self._distance = numbers[:, None] - key
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, (1, G, T, K) each, and return all that the pass's
+        slots hold, (B, G, S, K) each. Called by attention."""
+        memory = self._memory
+        return self._stored(memory.keys[layer], k), self._stored(memory.values[layer], v)
+
+    def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
+        """Store the experts (1, T, k) that the new tokens chose in a layer, and return each
+        choice's number among its text's choices of the same expert, (1, T, k), as
+        `model.cache.Cache` says. Called by experts with a capacity."""
+        seen = self._stored(self._memory.chosen[layer], chosen[:, None])[:, 0]  # (B, S, k)
+        distance = self._distance[:1] if self._is_piece else self._distance  # (B, S)
+        before = seen.masked_fill((distance <= 0)[..., None], n_experts).flatten(1)
+        of_texts = chosen if self._is_piece else chosen.transpose(0, 1)  # (B, T, k)
+        return choice_numbers(of_texts, n_experts, before).view_as(chosen)
+
+    def _stored(self, stored: Tensor, new: Tensor) -> Tensor:
+        """Write `new` (1, G, T, K) to what all slots have `stored`, and return (B, G, S, K)."""
+        of_pass = stored[self._slots]
+        if self._first is not None:
+            of_pass[:, :, self._first : self._first + new.shape[2]] = new
+        else:
+            assert self._write_at is not None
+            rows = torch.arange(len(of_pass), device=new.device)
+            of_pass[rows, :, self._write_at] = new[0].transpose(0, 1)
+        return of_pass[:, :, : self._n_seen]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return attention's output (1, H, T, K). All T tokens of a piece attend to one slot;
+        without a piece each attends to its own."""
+        if not self._is_piece:
+            q = q.transpose(0, 2)  # (B, H, 1, K)
+        n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
+        grouped = q.unflatten(1, (-1, n_sharing)).flatten(2, 3) * q.shape[3] ** -0.5
+        # PyTorch's fused attention rounds by the thread that happens to compute a head.
+        scores = (grouped @ k.transpose(2, 3)).unflatten(2, (n_sharing, T))
+        weights = _softmax(scores + self._mask(window, scores.dtype), sinks)
+        y = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (n_sharing, T)).flatten(1, 2)
+        return y if self._is_piece else y.transpose(0, 2)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the mask for layers with this window (None: none), in `dtype` but at least fp32,
+        which broadcasts to scores (B, G, n, T, S), n the heads per KV head."""
+        if window not in self._masks:
+            mask = hiding(self._hidden_after, self._distance, window, dtype)
+            self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
+        return self._masks[window]
+
+
 class Slots:
     """A GPT with a key-value cache for `n_slots` texts. The model's attention is replaced to read
     these slots, so it must not be used otherwise. Logits beyond `vocab_size` (padding) are left
@@ -82,10 +188,15 @@ class Slots:
         # padded row writes.
         self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
         n_heads, *channels = model.config.cached_per_token
+        n_layers = model.config.n_layers
         make = partial(torch.zeros, device=self._device, dtype=self._dtype)
-        self._keys, self._values = (
-            [make((n_slots, n_heads, self._n_keys, n)) for _ in range(*model.layers)]
-            for n in channels
+        keys, values = (
+            [make((n_slots, n_heads, self._n_keys, n)) for _ in range(n_layers)] for n in channels
+        )
+        chosen = make((n_slots, 1, self._n_keys, model.config.n_chosen), dtype=torch.int64)
+        has_capacity = model.config.expert_capacity is not None
+        self._memory = _Memory(
+            keys, values, [chosen.clone() for _ in range(n_layers)] if has_capacity else ()
         )
         for module in model.modules():
             if isinstance(module, CausalAttention):
@@ -93,18 +204,17 @@ class Slots:
         unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)
         self.shapes = Shapes((n_slots,), (*sizes, self._n_keys))
-        self._slots, self._write_rows = slice(0), torch.empty(0)  # of the pass under way
-        self._is_piece, self._first, self._n_seen = False, 0, 0
+        self._under_way: _Pass | None = None
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that all cached keys and values take."""
-        return sum(each.numel() * each.element_size() for each in (*self._keys, *self._values))
+        """Bytes that all that is cached takes."""
+        return sum(each.numel() * each.element_size() for each in self._memory.all)
 
     def clear(self, slot: int, n_tokens: int) -> None:
         """Zero a slot's first n_tokens positions for its next text: masked keys have weight 0, but
         a NaN would spread all the same."""
-        for each in (*self._keys, *self._values):
+        for each in self._memory.all:
             each[slot, :, : _rounded_up(n_tokens, _KEY_UNIT)] = 0
 
     @torch.inference_mode()
@@ -116,10 +226,10 @@ class Slots:
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
         numbers = torch.arange(start, start + T, device=self._device)
-        self._slots, self._first, self._is_piece = slice(slot, slot + 1), start, True
-        self._n_seen = _rounded_up(start + T, _KEY_UNIT)
+        n_seen = _rounded_up(start + T, _KEY_UNIT)
+        under_way = _Pass(self._memory, slice(slot, slot + 1), numbers, n_seen, first=start)
         positions = numbers.clamp(max=self.context_length - 1)
-        return self._pass(padded, positions, numbers, slice(n_real - 1, n_real))[0]
+        return self._pass(padded, positions, under_way, slice(n_real - 1, n_real))[0]
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
@@ -140,80 +250,33 @@ class Slots:
             tokens[slot - first], numbers[slot - first] = token, number
             write_at[slot - first] = number
         last = max(numbers)
-        self._n_seen = next(size for size in self.shapes.key_sizes if size > last)
-        self._slots, self._is_piece = slice(first, first + n_rows), False
-        n_heads, n_keys = self._keys[0].shape[1:3]
-        of_head = torch.arange(first, first + n_rows)[:, None] * n_heads + torch.arange(n_heads)
-        write_rows = of_head * n_keys + torch.tensor(write_at)[:, None]
-        self._write_rows = write_rows.flatten().to(self._device)
-        positions = torch.tensor(numbers, device=self._device)
-        return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
+        n_seen = next(size for size in self.shapes.key_sizes if size > last)
+        positions, places = (
+            torch.tensor(each, device=self._device) for each in (numbers, write_at)
+        )
+        slots = slice(first, first + n_rows)
+        under_way = _Pass(self._memory, slots, positions, n_seen, write_at=places)
+        return self._pass(torch.tensor([tokens]), positions, under_way, slice(None))
 
-    def _pass(self, tokens: Tensor, positions: Tensor, numbers: Tensor, asked: slice) -> Floats:
-        """Return logits (n, V) for the slice `asked` in tokens (1, T). positions (T,) are the
-        model's positions; each token attends to keys up to its entry in numbers (T,)."""
-        key = torch.arange(self._n_seen, device=self._device)
-        self._masks: dict[int | None, Tensor] = {}
-        self._hidden_after = key > numbers[:, None]  # (T, S)
-        self._distance = numbers[:, None] - key
-        model = self._model
+    def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Floats:
+        """Return logits (n, V) for the slice `asked` in tokens (1, T), whose pass is `under_way`.
+        positions (T,) are the model's positions."""
+        model, self._under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens.to(self._device), positions)
             rotary = rotation(positions, model.config, x.dtype)
             for block in model.blocks.values():
-                # The slots stand in for a cache: `append` is all that attention asks of one.
-                x = block(x, Positions(positions, positions, rotary), None, self)
+                x = block(x, Positions(positions, positions, rotary), None, under_way)
             x = x[:, asked]
             if model.has_final_norm:
                 x = model.final_norm(x)
             logits = model.logits(x)[0, :, : self._vocab_size]
         return logits.to("cpu", torch.float64).numpy()
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, (1, G, T, K) each, and return all that the pass's
-        slots hold, (B, G, S, K) each. Called by attention."""
-        seen = []
-        for stored, new in ((self._keys[layer], k), (self._values[layer], v)):
-            of_pass = stored[self._slots]
-            if self._is_piece:
-                of_pass[:, :, self._first : self._first + new.shape[2]] = new
-            else:
-                rows = new[0].transpose(0, 1).reshape(-1, new.shape[3])  # (B · G, K)
-                stored.view(-1, new.shape[3]).index_copy_(0, self._write_rows, rows)
-            seen.append(of_pass[:, :, : self._n_seen])
-        return seen[0], seen[1]
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: AttentionDropout,
-        dropout_keys: Tensor | None,
-        positions: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return attention's output (1, H, T, K). While `read` runs, all T tokens attend to one
-        slot; while `write` runs, each attends to its own."""
-        if not self._is_piece:
-            q = q.transpose(0, 2)  # (B, H, 1, K)
-        n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
-        grouped = q.unflatten(1, (-1, n_sharing)).flatten(2, 3) * q.shape[3] ** -0.5
-        # PyTorch's fused attention rounds by the thread that happens to compute a head.
-        scores = (grouped @ k.transpose(2, 3)).unflatten(2, (n_sharing, T))
-        weights = _softmax(scores + self._mask(window, scores.dtype), sinks)
-        y = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (n_sharing, T)).flatten(1, 2)
-        return y if self._is_piece else y.transpose(0, 2)
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask for layers with this window (None: none), in `dtype` but at least fp32,
-        which broadcasts to scores (B, G, n, T, S), n the heads per KV head."""
-        if window not in self._masks:
-            mask = hiding(self._hidden_after, self._distance, window, dtype)
-            self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
-        return self._masks[window]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Return what the pass under way says is attention's output, (1, H, T, K)."""
+        assert self._under_way is not None
+        return self._under_way.attend(q, k, v, **options)
 
     # -- which shapes give the same bits ---------------------------------------------------------
 
@@ -222,7 +285,7 @@ class Slots:
         """Find by trial the padded shapes with which `write` gives every row the same bits, in any
         slot and beside any other rows; use and return them. All slots are zero afterwards."""
         whole, everyone = self.shapes, self.n_slots
-        _make_up([*self._keys, *self._values])
+        _make_up([*self._memory.keys, *self._memory.values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
         if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
             self.shapes = Shapes((1,), whole.key_sizes)
@@ -232,7 +295,7 @@ class Slots:
             batches.append(everyone)
             keys = [n for n in whole.key_sizes[:-1] if self._agree(batches, n, (0,), moves[2:])]
             self.shapes = Shapes(tuple(batches), (*keys, self._n_keys))
-        for each in (*self._keys, *self._values):
+        for each in self._memory.all:
             each.zero_()
         return self.shapes
 
@@ -258,7 +321,7 @@ class Slots:
         the slots' content is restored afterwards."""
         slots = torch.arange(len(rows), device=self._device)
         numbers = torch.tensor([number for _, number in rows], device=self._device)
-        stored = [*self._keys, *self._values]
+        stored = self._memory.all
         before = [each[slots, :, numbers].clone() for each in stored]
         shapes, self.shapes = self.shapes, Shapes((len(rows),), (n_keys,))
         logits = self._write(dict(enumerate(rows)), 0, len(rows))

@@ -28,6 +28,7 @@ SETTINGS = {
     "activation_checkpoint": "full or selective",
     "tied_head": "true or false",
     "idle_experts": "true or false",
+    "kv_heads": "in 1 … 64",
 }
 """Setting that a case's text may have besides its layout → its valid values, in words for an
 error."""
@@ -172,6 +173,10 @@ EXPERT_LAYOUTS = (
 """Layouts that shard experts, for a model that has some; with `idle_experts` some get no token, and
 with as many ranks as experts whole ranks get none."""
 
+WITH_COPIED_HEADS = "tensor=4,kv_heads=2"
+"""The layout, for a model whose query heads share keys, in which ranks hold copies of several key
+heads."""
+
 WITH_OTHER_HEAD = (
     "tensor=2",
     "pipeline=2",
@@ -203,6 +208,13 @@ class Case:
     """Whether tokens choose one expert each, among those that had the fewest tokens in the step
     before, so that the others get none from the second step on; None keeps the configuration's
     routing. Also in the one process."""
+    kv_heads: int | None = None
+    """Key and value heads, also in the one process; None for as many as can be sharded."""
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the case changes the built-in model, in the one process too."""
+        return (self.tied_head, self.idle_experts, self.kv_heads) != (None, None, None)
 
     @property
     def alone(self) -> Case:
@@ -255,6 +267,8 @@ class Case:
             settings.append("tied head" if self.tied_head else "untied head")
         if self.idle_experts:
             settings.append("idle experts")
+        if self.kv_heads is not None:
+            settings.append(f"{self.kv_heads} key heads")
         return ", ".join(settings)
 
 
@@ -279,8 +293,9 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     with `;` between them, such as `data=2;tensor=2,zero=1`.
 
     `all` means LAYOUTS, EXPERT_LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied
-    or untied), and the configuration's own layout; without those on which its experts or adapters
-    could not be trained. Raises ConfigError for an invalid layout, or if none is named.
+    or untied), WITH_COPIED_HEADS if query heads share keys, and the configuration's own layout;
+    without those on which its experts or adapters could not be trained. Raises ConfigError for an
+    invalid layout, or if none is named.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
@@ -288,8 +303,12 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             other = not config.model.tied_head
             possible = [*map(_parse, (*LAYOUTS, *EXPERT_LAYOUTS))]
             possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
+            if config.model.shares_kv_heads and config.model.qk_norm != "width":
+                possible.append(_parse(WITH_COPIED_HEADS))
             for case in possible:
-                kv_copies = sharding_of(case.layout, config.model).kv_copies
+                n_kv = case.kv_heads or config.model.n_kv_heads
+                model = config.model.model_copy(update={"n_kv_heads": n_kv})
+                kv_copies = sharding_of(case.layout, model).kv_copies
                 if not (
                     adapters_obstacle(config.lora, case.layout, kv_copies)
                     or model_obstacle(config.model, case.layout)
@@ -350,7 +369,7 @@ def _setting(text: str, name: str, value: str) -> Any:
     """Return the value of setting `name` in SETTINGS, as `Case` stores it: an int, str or bool.
     Raises ConfigError, quoting the whole case `text`, if it is invalid."""
     match name:
-        case "micro_batches" if value.isdecimal() and 1 <= int(value) <= 64:
+        case "micro_batches" | "kv_heads" if value.isdecimal() and 1 <= int(value) <= 64:
             return int(value)
         case "activation_checkpoint" if value in get_args(Recompute):
             return value

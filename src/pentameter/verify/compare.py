@@ -40,7 +40,13 @@ rounding. A gradient that is 1e-8 of the largest and wrong by a thousandth is st
 TIMEOUT_SECONDS = 120.0
 """Seconds after which a case (all its steps on all ranks) counts as hanging; it takes a few."""
 
-Kind = Literal["loss", "gradient", "gradient norm", "weight", "evaluation loss"]
+Kind = Literal[
+    "loss", "gradient", "gradient norm", "weight", "evaluation loss", "row losses", "next logits"
+]
+
+
+READ: tuple[Kind, ...] = ("loss", "evaluation loss", "row losses", "next logits")
+"""The kinds of numbers that a forward pass gives."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Difference:
         return strict({name: getattr(self, name) for name in names})
 
     def __str__(self) -> str:
-        what = self.remark or f"is off by {self.error:.1e}"
+        verb = "are" if self.kind in ("row losses", "next logits") else "is"
+        what = self.remark or f"{verb} off by {self.error:.1e}"
         return f"the {self.subject} {what} (step {self.step}, rank {self.rank})"
 
 
@@ -82,7 +89,7 @@ class Outcome:
     case: Case
     seconds: float
     loss_error: float | None = None
-    """Largest error in a loss, in training or evaluation."""
+    """Largest error in a loss, in training or evaluation, or in logits."""
     gradient_error: float | None = None
     """Largest error in a gradient before clipping, or in the gradients' norm."""
     parameter_error: float | None = None
@@ -159,11 +166,12 @@ def verify_layouts(
         """Return each rank's loss, gradients and weights after each step, indexed by rank. A
         worker calls the function `prepare` ("module:name") before it builds the model."""
         file, n_processes = workers.new_file(), case.layout.world_size
+        is_layout = case != case.alone
         config = case_config(small, case)
         seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # on the same cores
         return workers.run(
             [
-                Job(config, n_steps, rank, n_processes, file, seconds, prepare, model)
+                Job(config, n_steps, rank, n_processes, file, seconds, prepare, model, is_layout)
                 for rank in range(n_processes)
             ]
         )
@@ -186,7 +194,7 @@ def verify_layouts(
         yield Outcome(
             case,
             time.monotonic() - started,
-            loss_error=_largest(found, "loss", "evaluation loss"),
+            loss_error=_largest(found, *READ),
             gradient_error=_largest(found, "gradient", "gradient norm"),
             parameter_error=_largest(found, "weight"),
             worst=max(found, key=lambda difference: difference.error),
@@ -230,7 +238,8 @@ def differences(
     reference: the one process's numbers, by step. ranks: each rank's numbers, by step. plan: the
     case's, which says which parameters each rank holds. Differences come in the order in which a
     step computes the numbers, so that the first one beyond the tolerance is closest to the fault:
-    loss, gradients from the head to the embedding, their norm, weights, evaluation loss.
+    loss, gradients from the head to the embedding, their norm, weights; evaluation loss, row losses
+    and next logits.
     """
     names = [spec.name for spec in plan.table]
     specs = [_specs(plan, rank) for rank in range(len(ranks))]
@@ -248,6 +257,9 @@ def differences(
         weights = [n.weights for n in by_rank]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
         yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *by_rank)])
+        if true.row_losses is not None and true.next_logits is not None:
+            yield from _scalars("row losses", step, [n.row_losses for n in (true, *by_rank)])
+            yield from _scalars("next logits", step, [n.next_logits for n in (true, *by_rank)])
 
 
 def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
@@ -258,12 +270,19 @@ def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
     return [spec for spec in plan.table if spec.name in names]
 
 
-def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
-    """Yield each rank's Difference in one number (`kind`) in step `step`; `values` are the one
-    process's, then each rank's."""
+def _scalars(
+    kind: Kind, step: int, values: Sequence[float | Float64 | None]
+) -> Iterator[Difference]:
+    """Yield each rank's Difference in one number, or in an array without a name (`kind`), in step
+    `step`; `values` are the one process's, then each rank's."""
     true, *of_ranks = values
+    assert true is not None
     for rank, value in enumerate(of_ranks):
-        yield Difference(kind, kind, step, rank, relative_error(value, true))
+        if value is None or np.shape(value) != np.shape(true):
+            remark = f"are {'missing' if value is None else f'of shape {np.shape(value)}'}"
+            yield Difference(kind, kind, step, rank, math.inf, remark)
+        else:
+            yield Difference(kind, kind, step, rank, relative_error(value, true))
 
 
 def _tensors(

@@ -31,6 +31,9 @@ class Job:
     it."""
     model: SentModel | None = None
     """A custom model; None for the built-in GPT."""
+    small_blocks: bool = False
+    """Whether what is computed in blocks (a ring's tiles, chunks of the loss) has some so small
+    that there are several at verify's sizes; otherwise each is one block, as in small runs."""
 
     @property
     def shards_experts(self) -> bool:
@@ -66,3 +69,9 @@ class StepNumbers:
     """Weights after clipping and the optimizer step."""
     evaluation_loss: float
     """Loss of an evaluation with these weights."""
+    row_losses: Float64 | None = None
+    """Each row's loss in an evaluation (B,), as choices are scored, after the last step; None after
+    others, and of a custom model."""
+    next_logits: Float64 | None = None
+    """Logits after a text (1, V), as a run samples, after the last step; None after others, and of
+    a custom model."""

@@ -62,12 +62,13 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     it gets a vocabulary, and no dropout, which a custom model draws anew for each micro-batch.
 
     Heads, widths and context are divisible by every tensor degree, the vocabulary by none. There
-    are more layers than any pipeline has stages, so that uneven stages are covered, too.
+    are more layers than any pipeline has stages, so that uneven stages are covered, too. A sliding
+    window is a quarter of the context, which it divides: such windows are computed block by block.
     """
     tensor = max(2, math.lcm(*(_width_shards(case.layout) for case in cases)))
     by_sequence = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
     context = math.lcm(*(case.layout.context for case in cases))
-    n_heads = math.lcm(*(_head_shards(case.layout) for case in cases), 2)
+    n_heads = math.lcm(2, *(math.lcm(_head_shards(c.layout), c.kv_heads or 1) for c in cases))
     width = 4 * math.lcm(n_heads, tensor)
     n_kv_heads = _kv_heads(config, cases, n_heads)
     if n_kv_heads is not None and config.model.n_kv_heads != config.model.n_heads:
@@ -84,7 +85,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.head_size": None if model.head_size is None else 4,
         "model.d_model": width,
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
-        "model.sliding_window": None if model.sliding_window is None else by_sequence * context + 1,
+        "model.sliding_window": None if model.sliding_window is None else by_sequence * context,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
         **(_latent(model) | _experts(model, cases)),
@@ -200,8 +201,8 @@ def shrunk_cases(
     for case in cases:
         try:
             make_plan(case_config(small, case), outline_of=outline_of)
-            if (case.tied_head, case.idle_experts) != (None, None) and not is_gpt:
-                raise ConfigError("tied_head and idle_experts are of the built-in model")
+            if not is_gpt and case.changes_model:
+                raise ConfigError("tied_head, idle_experts and kv_heads are of the built-in model")
             if case.idle_experts and config.model.n_experts is None:
                 raise ConfigError("idle_experts=true needs experts; set model.n_experts")
             possible.append(case)
@@ -213,7 +214,7 @@ def shrunk_cases(
 
 def case_config(small: Config, case: Case) -> Config:
     """Return the shrunk configuration `small` with a case's layout, micro-batches, recomputation,
-    kind of head and routing."""
+    kind of head, key heads and routing."""
     layout = case.layout
     assert small.train.batch_size is not None  # set by shrink
     parallel = ParallelConfig(
@@ -225,6 +226,8 @@ def case_config(small: Config, case: Case) -> Config:
     model = small.model
     if case.tied_head is not None:
         model = model.model_copy(update={"tied_head": case.tied_head})
+    if case.kv_heads is not None:
+        model = model.model_copy(update={"n_kv_heads": case.kv_heads})
     if case.idle_experts:
         model = model.model_copy(update=IDLE_EXPERTS)
     train = small.train.model_copy(

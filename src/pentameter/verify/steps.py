@@ -7,6 +7,7 @@ import math
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +21,12 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.data.batches.tree import leaves
 from pentameter.keyed import bits, make_key
+from pentameter.model import loss
 from pentameter.model.initial import fill
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.sharded_muon import ShardedMuon
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.context import ring_attention
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.sources.gpt_source import GPTSource
@@ -42,6 +45,9 @@ from pentameter.verify.jobs import Failed, Float64, Job, StepNumbers
 INIT_STD = 0.3
 """Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
 near 1."""
+SMALL_BLOCKS = {(ring_attention, "TILE"): 3, (loss, "MAX_LOGITS"): 100}
+"""(Module, name) of a limit above which something is computed in blocks → the limit with which
+there are several blocks in verify's steps."""
 OWN_NOISE = 0.05
 """Standard deviation of the noise added to a custom model's initial weights, whose scale the model
 itself knows best."""
@@ -57,9 +63,12 @@ def answer(job: Job) -> list[StepNumbers] | Failed:
     try:
         if job.prepare is not None:
             pkgutil.resolve_name(job.prepare)()
-        with joined_world(
-            "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
-        ) as world:
+        with (
+            several_blocks() if job.small_blocks else nullcontext(),
+            joined_world(
+                "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
+            ) as world,
+        ):
             source, batches = (GPTSource(), None) if job.model is None else job.model.received()
             return list(compute_steps(job.config, job.n_steps, world, source, batches))
     except BaseException as error:
@@ -101,22 +110,54 @@ def compute_steps(
         if any(array.dtype.kind not in "iu" for array in leaves(batch_of(0, some).targets)):
             some = np.arange(plan.batch_size)  # these targets have no value for a missing row
     for step in range(n_steps):
-        loss = engine.forward_backward(batch_of(step, engine.rows), step)
+        trained = engine.forward_backward(batch_of(step, engine.rows), step)
         gradients = {
             name: _full_tensor(gradient)
             for name, p in engine.named_parameters()
             if (gradient := _gradient(p)) is not None
         }
-        update = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
+        update = update_weights(
+            engine, optimizer, trained, rules.learning_rate, 1.0, rules.clip_norm
+        )
         weights = {name: _full_tensor(p) for name, p in engine.named_parameters()}
         evaluated = engine.evaluate(batch_of(step, some))
-        yield StepNumbers(loss.mean, gradients, float(update.grad_norm), weights, evaluated.mean)
+        norm = float(update.grad_norm)
+        found = StepNumbers(trained.mean, gradients, norm, weights, evaluated.mean)
+        if step == n_steps - 1 and plan.built_by is None:
+            row_losses, next_logits = _read_in_other_ways(engine, batch_of(step, some))
+            found = replace(found, row_losses=row_losses, next_logits=next_logits)
+        yield found
+
+
+def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]:
+    """Return what a run computes of rows besides their summed loss: each one's loss (B,), all of
+    them ending in the middle, and the logits (1, V) after the first one. Collective."""
+    n_seen = batch.inputs.shape[1] // 2 + 1
+    targets = batch.targets.copy()
+    targets[:, n_seen:] = IGNORED_TARGET
+    row_losses = engine.row_losses(replace(batch, targets=targets))
+    return row_losses, engine.next_logits(batch.inputs[:1, :n_seen])
+
+
+@contextmanager
+def several_blocks() -> Iterator[None]:
+    """Lower, within the block and in this process, the limits above which something is computed in
+    blocks, so that at verify's sizes there are several, the last one smaller. What is compared with
+    has one block."""
+    before = [(module, name, getattr(module, name)) for module, name in SMALL_BLOCKS]
+    try:
+        for (module, name), limit in SMALL_BLOCKS.items():
+            setattr(module, name, limit)
+        yield
+    finally:
+        for module, name, limit in before:
+            setattr(module, name, limit)
 
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
     """Return the global batch of random tokens for `step`, a function of the plan's seed: inputs
     (B, T) and targets (B, T). Each row's targets end early, at its own random position, followed by
-    -1; one row in each step has no target at all."""
+    -1, and a quarter of those before it are -1, too; one row in each step has no target at all."""
     B, T = plan.batch_size, plan.config.model.context_length
     vocab_size = plan.config.model.vocab_size
     assert vocab_size is not None  # resolved
@@ -126,7 +167,8 @@ def made_up_batch(plan: Plan, step: int) -> Batch:
     tokens = (words[:, : T + 1] % vocab_size).astype(np.int64)
     n_targets = 1 + words[:, T + 1 :] % T
     n_targets[step % B] = 0
-    targets = np.where(np.arange(T) < n_targets, tokens[:, 1:], IGNORED_TARGET)
+    counts = (np.arange(T) < n_targets) & (words[:, :T] >> 30 > 0)
+    targets = np.where(counts, tokens[:, 1:], IGNORED_TARGET)
     return Batch(tokens[:, :-1].copy(), targets, np.arange(B, dtype=np.int64))
 
 
