@@ -171,6 +171,7 @@ def stream_tokens(
 
     def tokens() -> Iterator[Tokens]:
         was_training = model.training
+        kept = [module for module in model.modules() if not module.training]
         model.eval()
         try:
             if isinstance(model, GPT):
@@ -181,6 +182,8 @@ def stream_tokens(
             yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed, samples)
         finally:
             model.train(was_training)
+            for module in kept:  # such as frozen layers with dropout
+                module.training = False
 
     return tokens()
 
