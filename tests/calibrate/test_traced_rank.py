@@ -44,6 +44,8 @@ print(json.dumps([traced.differing, traced.gradients, traced.activations,
         ("tensor=8,tensor_mode=2.5d,context=2,context_mode=all-to-all,pipeline=2", 27, {}),
         ("tensor=8,tensor_mode=3d,pipeline=2", 14, {"train.activation_checkpoint": "full"}),
         ("data=4,tensor=2,pipeline=2,zero=1,expert=2,expert_tensor=2", 9, EXPERTS),
+        ("data=2,zero=3", 1, {"lora.rank": 4, "train.activation_checkpoint": "full"}),
+        ("data=2", 1, {**EXPERTS, "model.balance": "bias"}),
     ],
 )
 def test_a_rank_holds_the_planned_bytes(layout, rank, more):

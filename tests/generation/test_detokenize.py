@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers
 
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
@@ -29,6 +31,35 @@ class Words:
 
     def decode(self, ids: Any) -> str:
         return " ".join(f"w{i}" for i in ids)
+
+
+class ByteFallback:
+    """Characters, and a token for each byte; a row of these decodes together, or to one U+FFFD
+    each: Llama's decoder, in the `tokenizers` library's own words `Replace`, `ByteFallback`,
+    `Fuse`, `Strip`."""
+
+    def __init__(self) -> None:
+        vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+        self.vocab = vocab | {text: 257 + n for n, text in enumerate(("▁", "a", "b"))}
+        library = tokenizers.Tokenizer(models.BPE(self.vocab, [], byte_fallback=True))
+        library.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        library.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+        self.library = library
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.library.encode(text).ids)
+
+    def decode(self, ids: Any) -> str:
+        return str(self.library.decode(list(ids), skip_special_tokens=False))
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -73,6 +104,32 @@ def test_garbage_is_not_held_back_forever() -> None:
     text = Detokenizer(Bytes([b"\xff"]))  # type: ignore[arg-type]
     shown = "".join(text.push(0) for _ in range(50))
     assert len(shown) == 49
+
+
+BYTE_FALLBACK = ByteFallback()
+TEXTS = st.text(st.sampled_from("ab é中文👋"), max_size=10)
+
+
+@given(TEXTS)
+def test_characters_of_byte_tokens_come_whole(text: str) -> None:
+    ids = BYTE_FALLBACK.encode(text)
+    came = pieces(BYTE_FALLBACK, ids)
+    assert "".join(came) == BYTE_FALLBACK.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in came)
+
+
+@given(TEXTS, TEXTS)
+def test_characters_of_byte_tokens_continue_a_prompt(prompt: str, text: str) -> None:
+    ids, n_prompt = BYTE_FALLBACK.encode(prompt + text), len(BYTE_FALLBACK.encode(prompt))
+    stream = Detokenizer(BYTE_FALLBACK, ids[:n_prompt])
+    came = "".join([*map(stream.push, ids[n_prompt:]), stream.flush()])
+    assert BYTE_FALLBACK.decode(ids[:n_prompt]) + came == prompt + text
+
+
+def test_byte_tokens_that_are_no_text_take_nothing_back() -> None:
+    ids = [*BYTE_FALLBACK.encode("中"), *5 * [1 + 0xFF], BYTE_FALLBACK.vocab["a"]]
+    came = pieces(BYTE_FALLBACK, ids)
+    assert "".join(came) in ("中" + n * "\ufffd" + "a" for n in range(5, 9))
 
 
 BPE = train_bpe(["né à Paris 👋🏽 中文 中文 né à Paris 👋🏽 né"], 290)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.data.tokenizers.char import CharTokenizer
@@ -264,3 +265,20 @@ def test_a_model_of_nan_is_named() -> None:
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(CorruptError, match="not finite"):
         generate(model, TOKENIZER, "a", max_new_tokens=3)
+
+
+def test_a_module_that_is_kept_from_training_stays_so():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Dropout(0.5).eval(), nn.Linear(4, 7))
+    found = stream_tokens(
+        model,
+        np.array([1]),
+        vocab_size=7,
+        max_new_tokens=2,
+        sampling=Sampling(),
+        context_length=4,
+    )
+    next(found)
+    assert not any(each.training for each in model.modules())
+    list(found)
+    assert [each.training for each in model] == [True, False, True]
+    assert model.training

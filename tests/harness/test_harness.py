@@ -26,7 +26,7 @@ from pentameter.planning.plan import make_plan
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'pentameter[lm-eval]'")
 
 from pentameter.harness.model import HarnessModel
-from pentameter.harness.tasks import find_tasks, run_tasks
+from pentameter.harness.tasks import _result, find_tasks, run_tasks
 
 CONTEXT = 12
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -172,6 +172,42 @@ def test_continuations_end_at_a_stop_and_do_not_depend_on_the_batch():
     cut = (contexts[0], {"until": stop, "max_gen_toks": 16, "do_sample": False})
     [found] = model_of().generate_until(requests(cut))
     assert found == ended[0][: ended[0].index(stop)]
+
+
+def test_where_a_continuation_ends_does_not_depend_on_the_batch():
+    first, *others = (text(3, seed) for seed in range(3, 40))
+    n_tokens = len(TOKENIZER.encode(first))
+    contexts = [first, *(each for each in others if len(TOKENIZER.encode(each)) == n_tokens)]
+    settings = {"max_gen_toks": 16}
+    [whole] = model_of().generate_until(requests((contexts[0], {"until": [], **settings})))
+    # The second begins before the first, and is complete long after it.
+    short, long = whole[2:4], whole[1:]
+    assert whole.index(short) == 2
+    asked = [(each, {"until": [short, long], **settings}) for each in contexts]
+    [alone] = model_of().generate_until(requests(asked[0]))
+    assert alone == whole[:2]
+    assert model_of(batch_size=64).generate_until(requests(*asked))[0] == alone
+
+
+def test_settings_that_are_not_obeyed_are_named(caplog):
+    asked = {"until": [], "max_gen_toks": 1, "num_beams": 4, "min_p": 0.1}
+    model_of().generate_until(requests(("one", asked)))
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation settings of the tasks that are not obeyed: min_p, num_beams"
+    ]
+
+
+def test_a_context_of_white_space_belongs_to_what_is_scored():
+    pairs = [("\n", "one two"), (text(5, 1), " two three")]
+    found = model_of().loglikelihood(requests(*pairs), disable_tqdm=True)
+    ids = TOKENIZER.encode("\none two").tolist()
+    expected = one_by_one([TOKENIZER.end_of_text], ids)
+    assert found[0] == (pytest.approx(expected[0], abs=1e-10), expected[1])
+
+
+def test_a_metric_of_numpy_s_is_a_metric():
+    metrics = {"alias": "quiz", "own,none": np.float32(0.25), "own_stderr,none": "N/A"}
+    assert _result("quiz", {"results": {"quiz": metrics}}).metrics == {"own": 0.25}
 
 
 def test_drawn_continuations_depend_neither_on_the_batch_nor_on_other_questions():

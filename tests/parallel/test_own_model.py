@@ -461,3 +461,24 @@ def test_compiled_code_computes_the_same():
     for name, gradient in true.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-15)
     assert plain.evaluate(batch()).mean == pytest.approx(expected, rel=1e-13)
+
+
+class KeptFromTraining(Words):
+    """Its dropout is switched off by the model itself, as in a frozen backbone."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.dropout.eval()
+
+
+def test_a_module_that_is_kept_from_training_stays_so_after_an_evaluation():
+    source = OwnModel(lambda _: KeptFromTraining())
+    plan = make_plan(config(), outline_of=source.outline)
+    engine = assemble(plan, CPU, "fp32", compiled=False, source=source)
+    tokens = np.arange(6 * (T + 1)).reshape(6, -1) % V
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.arange(6))
+    before = engine.forward_backward(batch, 0).mean
+    engine.evaluate(batch)
+    assert engine.forward_backward(batch, 0).mean == before
+    assert engine.model.blocks.training
+    assert not engine.model.dropout.training

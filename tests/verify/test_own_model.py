@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,6 +148,40 @@ def test_adapters_of_a_custom_model_learn_the_same(example, standing):
     outcomes = proved(example.MODEL, layouts, **{"lora.rank": 2})
     assert [each.problem for each in outcomes] == [None] * 2
     assert max(each.gradient_error for each in outcomes) < 1e-12
+
+
+STARTED = """
+from pentameter.parallel.sources.custom_model import model_source
+from pentameter.verify.sent_model import sent
+
+from .net import Net
+
+
+def build(config):
+    return Net
+
+
+if __name__ == "__main__":
+    source, _ = sent(model_source(build)).received()
+    print(source.build(None).__module__)
+"""
+
+
+def test_a_module_that_was_started_keeps_its_package(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "net.py").write_text("class Net: pass")
+    (package / "run.py").write_text(STARTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "package.run"],
+        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout.strip() == "package.net", done.stderr
+
+
+def test_less_than_one_step_is_refused(example, standing):
+    with pytest.raises(ConfigError, match="steps=0 must be 1 or more"):
+        verify_model(load_config("grammar", SMALL), model=example.build, layouts="data=2", steps=0)
 
 
 def test_what_no_other_process_could_import_is_refused(example):

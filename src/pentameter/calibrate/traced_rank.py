@@ -48,7 +48,10 @@ class TracedRank:
     traced: Mapping[str, int]
     """Parameter name → bytes on this rank in the modules that were built."""
     gradients: Mapping[str, int]
-    """Parameter name → bytes of its gradient on this rank, as the optimizer finds it."""
+    """Name of a trained parameter → bytes of its gradient on this rank, as the optimizer finds
+    it."""
+    trained: frozenset[str]
+    """Names of the parameters on this rank that training updates by a gradient."""
     planned: Mapping[str, int]
     """Parameter name → bytes on this rank under the Plan's layout."""
     activations: int
@@ -60,12 +63,13 @@ class TracedRank:
     @property
     def differing(self) -> list[str]:
         """Names of the parameters whose traced, gradient and planned bytes are not all equal, a
-        missing one included."""
-        names = {*self.traced, *self.gradients, *self.planned}
+        missing one included; one that is not trained has no gradient."""
+        expected = {name: n for name, n in self.planned.items() if name in self.trained}
         return sorted(
             name
-            for name in names
-            if not self.traced.get(name) == self.gradients.get(name) == self.planned.get(name)
+            for name in {*self.traced, *self.gradients, *self.planned}
+            if self.traced.get(name) != self.planned.get(name)
+            or self.gradients.get(name) != expected.get(name)
         )
 
     def __str__(self) -> str:
@@ -130,9 +134,9 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
         )
         run = run_operations(plan.config.model, plan.config.lora, plan.stages[number])
         planned += costs.stage([op for op in run if op.kind != "head"]) + costs.stream
-    return TracedRank(
-        rank, parameters, gradients, _planned(plan, rank, precision), activations, planned
-    )
+    held = _planned(plan, rank, precision)
+    trained = frozenset(spec.name for spec in plan.table if spec.is_trained) & held.keys()
+    return TracedRank(rank, parameters, gradients, trained, held, activations, planned)
 
 
 @dataclass

@@ -44,6 +44,9 @@ _PREFILL_LOGITS = 2**25
 several passes."""
 _DRAWS_AT_ONCE = 1024
 """Text positions for which uniform numbers are drawn at once."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_PARTS = 4
+"""Most tokens that one character is cut into: one for each byte of its UTF-8."""
 
 
 def generate(
@@ -168,6 +171,7 @@ def stream_tokens(
 
     def tokens() -> Iterator[Tokens]:
         was_training = model.training
+        kept = [module for module in model.modules() if not module.training]
         model.eval()
         try:
             if isinstance(model, GPT):
@@ -178,6 +182,8 @@ def stream_tokens(
             yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed, samples)
         finally:
             model.train(was_training)
+            for module in kept:  # such as frozen layers with dropout
+                module.training = False
 
     return tokens()
 
@@ -457,9 +463,11 @@ class Decodes(Protocol):
 class Detokenizer:
     """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
 
-    A byte-level tokenizer can end in the middle of a character, which decodes to U+FFFD for now:
-    that last character is held back until the next ids settle it. A tokenizer may also join its
-    tokens (words with spaces), so each chunk is decoded behind the token before it.
+    A tokenizer can end in the middle of a character, which decodes to U+FFFD for now, one for all
+    its bytes or (where each byte is a token, as in Llama's) one for each: these are held back until
+    the next ids settle them. A tokenizer may also join its tokens (words with spaces), or take its
+    bytes together, so each chunk is decoded behind the one before it. Where bytes that are no UTF-8
+    would take back characters before them, those stay as they were shown.
 
     prompt: ids before the sample, already shown: the chunks are the text added to theirs, so that a
     word is separated from the prompt's last word. ends: token ids that end the sample.
@@ -472,8 +480,9 @@ class Detokenizer:
         self._ends = ends
         self.is_ended = False
         """Whether one of the tokens `ends` came; from it on, nothing is shown."""
-        # The last settled token, then those not settled yet.
-        self._ids: list[int] = [int(token) for token in prompt][-1:]
+        # The last settled tokens, how many they are, then those not settled yet.
+        self._ids = _last_whole(self._decode, [int(token) for token in prompt])
+        self._n_settled = len(self._ids)
         self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
 
     def push(self, token: int) -> str:
@@ -484,16 +493,26 @@ class Detokenizer:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        n_settled = len(text) - text.endswith("\N{REPLACEMENT CHARACTER}")
-        piece = text[self._n_shown : n_settled]
-        self._n_shown = max(self._n_shown, n_settled)
-        if n_settled == len(text):
-            self._ids = [token]
-            self._n_shown = len(self._decode(self._ids))
+        n_held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._ids) - self._n_settled >= _MOST_PARTS:  # no character any more
+            n_held = min(n_held, 1)
+        n_complete = len(text) - n_held
+        piece = text[self._n_shown : n_complete]
+        self._n_shown = max(self._n_shown, n_complete)
+        if not n_held:
+            self._ids = self._ids[self._n_settled :]
+            self._n_settled, self._n_shown = len(self._ids), len(self._decode(self._ids))
         return piece
 
     def flush(self) -> str:
         """Return the text still held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
-        self._ids, self._n_shown = [], 0
+        self._ids, self._n_settled, self._n_shown = [], 0, 0
         return piece
+
+
+def _last_whole(decode: Callable[[Sequence[int]], str], ids: list[int]) -> list[int]:
+    """Return the fewest last ids that do not begin in the middle of a character, as far as that is
+    possible; else the last one."""
+    ends = (ids[-n:] for n in range(1, min(_MOST_PARTS, len(ids)) + 1))
+    return next((end for end in ends if _REPLACEMENT not in decode(end)), ids[-1:])

@@ -6,6 +6,7 @@ Shapes: B batch rows, T tokens, D channels, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ from pentameter.parallel.engine import Engine
 
 MAX_NEW_TOKENS = 256
 """Maximum continuation in tokens if the task gives none, as with the harness's other models."""
+
+OBEYED = frozenset(
+    ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "max_new_tokens")
+) | {"max_tokens", "max_completion_tokens"}
+"""A task's settings for continuations that are obeyed; others are named in a warning."""
 
 
 class ScoredRow(NamedTuple):
@@ -94,8 +100,9 @@ class HarnessModel(TemplateLM):
         continuation, given its context.
 
         requests: (texts, context ids, continuation ids), the texts for messages. A context that is
-        too long loses its beginning. Raises ConfigError for an empty continuation, or one longer
-        than context_length tokens.
+        too long loses its beginning; one without tokens, as of white space, which belongs to the
+        continuation, becomes end-of-text. Raises ConfigError for an empty continuation, one longer
+        than context_length tokens, or an empty context if the tokenizer has no end-of-text.
         """
         longest = self._context_length
         rows = []
@@ -105,7 +112,8 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens cannot be scored; the model can "
                     f"score 1 … {longest} (its context_length): {shown(texts and texts[1])}"
                 )
-            ids = np.array([*context, *continuation][-(longest + 1) :], dtype=np.int64)
+            before = context or [self.eot_token_id]
+            ids = np.array([*before, *continuation][-(longest + 1) :], dtype=np.int64)
             rows.append(ScoredRow(ids, len(continuation)))
         return self._scores(rows)
 
@@ -178,8 +186,14 @@ class HarnessModel(TemplateLM):
         Contexts with equally many tokens and the same settings run together. A drawn text depends
         on its context, its settings and how often both were asked for before, so that a task's
         `repeats` differ, whichever texts run beside it. Once a text exceeds context_length, the
-        model sees only its last tokens (`window_tokens` says how many).
+        model sees only its last tokens (`window_tokens` says how many). Settings that are not
+        OBEYED, such as `num_beams`, change nothing, which a warning says.
         """
+        if others := {name for each in requests for name in each.args[1]} - OBEYED:
+            logging.getLogger(__name__).warning(
+                "generation settings of the tasks that are not obeyed: %s",
+                ", ".join(sorted(others)),
+            )
         groups: dict[tuple[int, _Settings], list[int]] = defaultdict(list)
         n_asked: Counter[tuple[str, _Settings]] = Counter()
         prompts, samples = [], []
@@ -210,7 +224,7 @@ class HarnessModel(TemplateLM):
             Detokenizer(self._tokenizer, prompt.tolist(), () if end is None else (end,))
             for prompt in prompts
         ]
-        texts = [""] * len(prompts)
+        texts, ended = [""] * len(prompts), [False] * len(prompts)
         for tokens in stream_tokens(
             self._model,
             prompts,
@@ -220,11 +234,11 @@ class HarnessModel(TemplateLM):
             num_samples=len(prompts),
             samples=samples,
         ):
-            is_done = True
             for row, token in enumerate(tokens.tolist()):
-                texts[row] += pieces[row].push(token)
-                is_done &= pieces[row].is_ended or settings.is_stopped(texts[row])
-            if is_done:
+                if not ended[row]:  # else what is drawn beside others could move its end
+                    texts[row] += pieces[row].push(token)
+                    ended[row] = pieces[row].is_ended or settings.is_stopped(texts[row])
+            if all(ended):
                 break
         return [settings.cut(text + each.flush()) for text, each in zip(texts, pieces, strict=True)]
 
@@ -246,8 +260,8 @@ class _Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> _Settings:
-        """Read the settings from a request's `gen_kwargs`. Without `do_sample`, the temperature is
-        0 (greedy)."""
+        """Read the settings from a request's `gen_kwargs`. Without `do_sample` and a
+        temperature, it is 0 (greedy)."""
         kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
         return cls(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def _result(name: str, found: Any) -> TaskResult:
         metrics={
             key.removesuffix(",none"): float(value)
             for key, value in metrics.items()
-            if "," in key and isinstance(value, int | float)
+            if "," in key and isinstance(value, Real)  # NumPy's too
         },
         n_shot=found.get("n-shot", {}).get(name),
         examples=None if counts is None else counts["effective"],

@@ -6,7 +6,7 @@ Shapes: B this rank's batch rows, T tokens, D channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -87,6 +87,7 @@ class Engine:
         # Cached: walking the modules takes a GPU's host as long as launching a small step.
         every = (pair for model in self.models for pair in model.named_parameters())
         self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
+        self._modes = _Modes(self.models)
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
         self._rounded = _rounded_weights(stage_modules, plan)
@@ -296,9 +297,24 @@ class Engine:
         return result
 
     def _train(self, training: bool) -> None:
-        for module in (*self._wrapped.values(), *self.models):
+        self._modes.switch((*self._wrapped.values(), *self.models), training)
+
+
+class _Modes:
+    """Switches modules between training and evaluation. Those inside `models` that these keep from
+    training when they are given, such as frozen layers with dropout, stay in evaluation."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        trained = [model for model in models if model.training]
+        self._kept = [each for m in trained for each in m.modules() if not each.training]
+
+    def switch(self, modules: Iterable[nn.Module], training: bool) -> None:
+        """Switch `modules` to training or evaluation, in place."""
+        for module in modules:
             if module.training != training:
                 module.train(training)
+                for each in self._kept:
+                    each.training = False
 
 
 class SingleStage:

@@ -85,8 +85,8 @@ class TextRequest:
 
 
 class CachedDecoder:
-    """A tokenizer's `decode` with a cache: texts are decoded two tokens at a time, and the same
-    pairs come again and again."""
+    """A tokenizer's `decode` with a cache: texts are decoded a few tokens at a time, and the same
+    ones come again and again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._remembered = lru_cache(maxsize=1 << 16)(tokenizer.decode)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pentameter.config.schema import Config
-from pentameter.errors import TrainingFailedError
+from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
@@ -159,8 +159,11 @@ def verify_layouts(
         outline_of: function from a configuration to the model's outline (its parameters, and how
             they may be sharded).
 
-    Raises TrainingFailedError if the one process fails, as there is then no reference.
+    Raises ConfigError for less than one step, and TrainingFailedError if the one process fails, as
+    there is then no reference.
     """
+    if n_steps < 1:
+        raise ConfigError(f"steps={n_steps} must be 1 or more: there is nothing to compare")
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
         """Return each rank's loss, gradients and weights after each step, indexed by rank. A

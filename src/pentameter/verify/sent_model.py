@@ -35,6 +35,9 @@ class SentModel:
     pickled: bytes
     script: str | None
     """Path of the script that was started, if the functions are defined in it; else None."""
+    module: str | None
+    """The script's name as a module, if it was started as one (`python -m`), so that its relative
+    imports find its package; else None."""
     search_path: tuple[str, ...]
 
     def received(self) -> tuple[ModelSource, BatchFunction | None]:
@@ -54,15 +57,19 @@ def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel
             f"verify starts processes that import the model by name, and cannot: {error}; define "
             "its functions at the top of a file, not inside another function and not as a lambda"
         ) from error
-    file = getattr(sys.modules["__main__"], "__file__", None)
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     script = None if file is None else str(Path(file).resolve())
+    module = None if spec is None or spec.name == "__main__" else spec.name  # that is a folder's
     if script is None and b"__main__" in pickled:
         raise ConfigError(
             "verify starts processes that import the model by name, and it is defined in an "
             "interactive session; define it in a file and import it from there"
         )
     path = tuple(str(Path(entry).resolve()) for entry in sys.path)
-    return SentModel(pickled, script if b"__main__" in pickled else None, path)
+    if b"__main__" not in pickled:
+        script = module = None
+    return SentModel(pickled, script, module, path)
 
 
 @functools.cache
@@ -73,7 +80,10 @@ def _received(model: SentModel) -> tuple[ModelSource, BatchFunction | None]:
         found = pickle.loads(model.pickled)
         return found
     script = ModuleType(SCRIPT_NAME)
-    script.__dict__.update(runpy.run_path(model.script, run_name=SCRIPT_NAME))
+    if model.module is None:
+        script.__dict__.update(runpy.run_path(model.script, run_name=SCRIPT_NAME))
+    else:
+        script.__dict__.update(runpy.run_module(model.module, run_name=SCRIPT_NAME))
     own = sys.modules["__main__"]
     sys.modules["__main__"] = sys.modules[SCRIPT_NAME] = script
     try:
