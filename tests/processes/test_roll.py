@@ -198,18 +198,17 @@ def test_a_file_without_an_address_ends_no_beat(two, odd):
 
 def test_who_stood_still_itself_takes_nobody_for_gone(two, monkeypatch):
     """A disk that hangs, here; a process that is frozen, likewise."""
-    monkeypatch.setattr(roll, "GONE_SECONDS", 2.0)
     first, second = two
     read, hangs = roll.read_regular, [True]
 
     def hang(path, **options):
         if hangs and path.stem == second.me.name:
             hangs.clear()
-            time.sleep(4.0)
+            time.sleep(roll.GONE_SECONDS + 2.0)
         return read(path, **options)
 
     monkeypatch.setattr(roll, "read_regular", hang)
-    until = time.monotonic() + 6.0
+    until = time.monotonic() + roll.GONE_SECONDS + 4.0
     while time.monotonic() < until:
         assert first.present().keys() == {first.me.name, second.me.name}
         assert second.me.name in first.me.reaches
