@@ -66,6 +66,36 @@ def content(folder):
     }
 
 
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A run of 4 steps, extended to 8 and then to 12, of which hardly anything is logged."""
+    folder = tmp_path_factory.mktemp("runs") / "extended"
+    sections = {**PLAIN, "log": {"interval": 100}, "schedule": {"name": "cosine"}}
+    for steps in (4, 8, 12):
+        train = {"steps": steps, "eval_interval": None}
+        fit(
+            folder, sections={**sections, "train": train}, resume="auto" if steps == 4 else "extend"
+        )
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 6, 10])
+def test_a_step_of_an_extended_run_has_the_schedule_that_it_was_made_by(capsys, extended, step):
+    found = replayed(capsys, extended, step)
+    assert (found["equal"], found["verdict"]) == ("bits", "batch")
+    assert found["weights"]["step"] == 4 * (1 + step // 4)
+
+
+def test_a_schedule_that_nothing_tells_any_more_is_not_guessed(capsys, extended, tmp_path):
+    import shutil
+
+    folder = copied(extended, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    with pytest.raises(ConfigError, match=r"step 1 .* schedule .* replaced at step 8"):
+        replay([str(folder), "--step", "2"])
+
+
 @pytest.mark.parametrize("step", [2, 7, 8])
 def test_a_step_computed_again_is_equal_to_the_bit(capsys, trained, step):
     before = content(trained)

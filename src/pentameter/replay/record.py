@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pentameter.checkpoint.opening import (
     step_folder_name,
 )
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.disk.atomic import decode_json, read_regular
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.layout import parse_parallel
@@ -235,6 +236,45 @@ def read_record(folder: Path) -> RunRecord:
         starts=_starts(folder),
         plan=_json(folder / "plan.json"),
     )
+
+
+def schedules_of(
+    record: RunRecord, steps: Sequence[int], latest: ScheduleConfig
+) -> dict[int, ScheduleConfig]:
+    """Return the schedule by which each of `steps` was made: `latest`, the run's, or for a step
+    before it was extended (`schedule.start_step`) that in the first checkpoint behind the step,
+    which was saved under it, or else in the last one before.
+
+    Raises ConfigError if no checkpoint tells.
+    """
+    saved = cache(lambda step: _saved_schedule(record.folder, step))
+
+    def of(step: int) -> ScheduleConfig:
+        if latest.start_step < step:
+            return latest
+        intact = [each for each in record.checkpoints if record.has_checkpoint(each)]
+        behind = [each for each in intact if each >= step]
+        for each in (*behind, *reversed(intact[: len(intact) - len(behind)])):
+            found = saved(each)
+            if found is not None and found.start_step < step:
+                return found
+        raise ConfigError(
+            f"step {step} of {record.folder} was made under a schedule that --resume extend has "
+            f"replaced at step {latest.start_step}, and no checkpoint of that time is left, which "
+            "would have it; checkpoint.keep_last keeps more of them"
+        )
+
+    return {step: of(step) for step in steps}
+
+
+def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
+    """Return the schedule in the configuration of the checkpoint at `step`; None if it is damaged
+    or was removed meanwhile."""
+    path = folder / "checkpoints" / step_folder_name(step)
+    with suppress(CorruptError, StorageError):
+        Checkpoint(path, read_own_manifest(path), {}).read("config.toml")  # raises if damaged
+        return load_config(path / "config.toml").schedule
+    return None
 
 
 def _begins_with(identity: Mapping[str, Any]) -> str | None:

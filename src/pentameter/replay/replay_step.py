@@ -14,7 +14,7 @@ from pentameter.planning.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
-from pentameter.replay.record import Route, RunRecord, read_record
+from pentameter.replay.record import Route, RunRecord, read_record, schedules_of
 from pentameter.replay.steps import Replay, Replayed
 from pentameter.report.run_data import open_run_data
 from pentameter.train.compute import check_device_memory, choose_compute
@@ -103,7 +103,8 @@ def replay_step(
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)
     differences = differing_facts(record.start_of(step), here)
-    replay = Replay(record, data, plan, compute, world, base)
+    schedules = world.on_main(lambda: schedules_of(record, route.steps, plan.config.schedule))
+    replay = Replay(record, data, plan, compute, world, base, schedules)
     begun = "the initial weights" if base is None else f"checkpoint step {base.step}"
     say(f"from {begun}, {len(route.steps)} steps on {plan.layout}")
     rows: list[HighestRows] = []
