@@ -115,6 +115,18 @@ def test_a_named_checkpoint_branches_into_a_new_folder(tmp_path):
     assert [e["step"] for e in events(branch, "train")] == [13, 14, 15]
 
 
+def test_a_checkpoint_in_a_folder_below_is_not_the_runs_own(tmp_path):
+    """A branch in a folder around that of the other run is a branch all the same."""
+    fit(tmp_path / "runs" / "run", sections={"checkpoint": {"interval": 4, "keep_last": 9}})
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-00000004"
+    run, _ = fit(tmp_path / "runs", resume=str(checkpoint))
+    assert not run.folder.holds_checkpoint
+    assert [e["step"] for e in events(tmp_path / "runs", "eval")] == [4, 8, 12]
+    run, _ = fit(tmp_path / "runs", resume=str(checkpoint))
+    assert run.folder.holds_checkpoint
+    assert run.folder.checkpoint.step == 12
+
+
 def test_best_and_last_are_kept(tmp_path):
     run = tmp_path / "run"
     sections = {"checkpoint": {"interval": 2, "keep_last": 2}}

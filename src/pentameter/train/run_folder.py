@@ -100,9 +100,9 @@ class RunFolder:
     @property
     def holds_checkpoint(self) -> bool:
         """True if `checkpoint` is one of this folder, False for none and for one elsewhere from
-        which the run branches off."""
+        which the run branches off, be it in a folder below this one."""
         found = self.checkpoint
-        return found is not None and found.path.is_relative_to(self.path.resolve())
+        return found is not None and found.path.parent == self.path.resolve() / "checkpoints"
 
     def check_there(self) -> None:
         """Raise StorageError unless `path` still leads to this run's folder."""
