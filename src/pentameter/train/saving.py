@@ -208,6 +208,7 @@ class RunCheckpoints:
         try:
             saved = pending.commit(self.run)
         except StorageError as error:
+            self.old.unfinished += [pending.save.folder] if self.run.world.is_main else []
             if must_not_fail or (failure_ends_run(self.run.config) and not may_fail):
                 raise
             self._say_not_saved(step, error)
@@ -353,6 +354,9 @@ class OldCheckpoints:
         self.run = run
         self.rollback_steps = [*run.state.guard.rollback_steps]
         """The steps to which a run resumed from the newest checkpoint may roll back."""
+        self.unfinished: list[Path] = []
+        """On rank 0, folders of saves that failed, which may still be there: the run folder's disk
+        may have been gone."""
         self._remover = ThreadPoolExecutor(1)
         self._removals: list[Future[None]] = []
 
@@ -403,7 +407,13 @@ class OldCheckpoints:
         self.run.world.patiently(lambda _: self.await_own_removals(), "removing", step)
 
     def await_own_removals(self) -> None:
-        """Wait until the checkpoints that this rank removes are gone from disk."""
+        """Wait until the checkpoints that this rank removes are gone from disk, on rank 0 also what
+        is left of saves that failed."""
+        with suppress(StorageError):  # once the folder is there again
+            self.run.folder.check_there()
+            while self.unfinished:
+                remove_tree(self.unfinished[-1])
+                self.unfinished.pop()
         while self._removals:
             try:
                 self._removals.pop(0).result()
