@@ -15,6 +15,7 @@ from tiny_runs import events, fit
 
 from pentameter.cli.replay import run as replay
 from pentameter.errors import ConfigError, CorruptError, TrainingFailedError
+from pentameter.planning.layout import make_layout
 from pentameter.replay.record import Route, RunRecord, StepNumbers, read_record
 
 KEEPS = {"interval": 4, "keep_last": 9}
@@ -145,6 +146,19 @@ def test_other_versions_are_the_code_and_rounding_is_no_difference(capsys, train
     found, error = refused(capsys, folder, 7)
     assert found["verdict"] == "code"
     assert f"torch: 1.0 → {torch.__version__}" in error
+
+
+@pytest.mark.parametrize(
+    "start", [{"layout": "data=1"}, {"layout": 5, "micro_batch_size": 4, "precision": 7}]
+)
+def test_what_environment_json_does_not_say_is_taken_from_the_plan(trained, tmp_path, start):
+    folder = copied(trained, tmp_path)
+    (folder / "environment.json").write_text(json.dumps(start))
+    record = read_record(folder)
+    config = record.config_on(7, None)
+    assert config.train.micro_batch_size == record.plan["batch"]["micro_batch_size"]
+    assert make_layout(config.parallel).world_size == 1
+    assert config.train.precision == "fp32"
 
 
 def test_a_step_without_a_record_is_compared_with_the_next_that_has_one(capsys, tmp_path):

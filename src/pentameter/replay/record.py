@@ -158,8 +158,9 @@ class RunRecord:
         """Return the layout in which `step` was made, as text, and its rows of a micro-batch; None
         if these are not recorded."""
         start = self.start_of(step)
-        if "layout" in start:
-            return str(start["layout"]), int(start["micro_batch_size"])
+        layout, micro_batch_size = start.get("layout"), start.get("micro_batch_size")
+        if isinstance(layout, str) and isinstance(micro_batch_size, int):
+            return layout, micro_batch_size
         degrees = {k: v for k, v in as_table(self.plan.get("layout")).items() if k != "world_size"}
         batch = as_table(self.plan.get("batch"))
         text = ",".join(f"{name}={str(value).lower()}" for name, value in degrees.items())
@@ -173,8 +174,9 @@ class RunRecord:
         train: dict[str, Any] = {}
         if layout is None and micro_batch_size is not None:
             train["micro_batch_size"] = micro_batch_size
-        if self.config.train.precision == "auto" and "precision" in self.start_of(step):
-            train["precision"] = self.start_of(step)["precision"]
+        precision = self.start_of(step).get("precision")
+        if self.config.train.precision == "auto" and isinstance(precision, str):
+            train["precision"] = precision
         return self.config.model_copy(
             update={"parallel": parallel, "train": self.config.train.model_copy(update=train)}
         )
