@@ -98,6 +98,43 @@ def test_a_new_machine_goes_on_as_if_nothing_had_happened(tmp_path):
     assert "step 12/12" in log
 
 
+class Spoils:
+    """Somebody edits a sample in another encoding, and puts a link and a pipe beside it."""
+
+    def on_sample(self, run, sample):
+        samples = run.run_dir / "samples"
+        if sample.step == 4:
+            (samples / "step-00000004.txt").write_bytes(b"caf\xe9")
+            (samples / "step-00000002.txt").symlink_to(samples / "gone")
+            os.mkfifo(samples / "step-00000003.txt")
+
+
+def test_no_copy_fails_for_want_of_a_sample(tmp_path):
+    fit(tmp_path / "run", sections=sections(8), hooks=[Spoils()])
+    assert [e["error"] for e in events(tmp_path / "run", "copy")][-1] is None
+    fit(tmp_path / "new", sections=sections(8))
+    samples = sorted((tmp_path / "new" / "samples").iterdir())
+    assert [int(each.stem[5:]) for each in samples] == [0, 4, 8]
+    assert samples[1].read_text() == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_damaged_best_checkpoint_keeps_no_later_one_from_being_copied(tmp_path):
+    run = tmp_path / "run"
+    rising = {"optimizer": {"learning_rate": 0.3}, "train": {"steps": 16, "eval_interval": 8}}
+    saved = {"interval": 2, "keep_last": 1}
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        fit(run, sections={**sections(), **rising, "checkpoint": saved}, hooks=[DiesAt(11)])
+    best, _ = sorted((run / "checkpoints").iterdir())
+    assert best.name == "step-00000008"
+    content = bytearray((best / "model.safetensors").read_bytes())
+    content[-100] ^= 1
+    (best / "model.safetensors").write_bytes(content)
+    fit(run, sections={**sections(**saved), **rising})
+    assert [e["error"] for e in events(run, "copy")] == [None] * len(events(run, "copy"))
+    assert 16 in copied_steps()
+    assert (run / "log.txt").read_text().count("step 8 is not copied to memory://bucket/run: ") == 1
+
+
 @pytest.mark.slow
 def test_copies_are_of_what_the_run_keeps(tmp_path):
     run, _ = fit(tmp_path / "run", sections=sections(24, keep_last=1))

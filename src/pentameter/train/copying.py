@@ -4,7 +4,8 @@ goes on.
 A checkpoint is copied once it is committed in the run folder; training waits for copies only at its
 end. If saves are faster than copies, the newest one is copied next, and those between are left out,
 but for the ones that a run resumed from it may return to: its best, and those to roll back to,
-which are copied before it. A copy that fails is made up for by the next one.
+which are copied before it; one of these that is damaged is left out, with a warning. A copy that
+fails is made up for by the next one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.remote_copies import RemoteCopies
 from pentameter.config.schema import CheckpointConfig
 from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
 from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
-from pentameter.errors import PentameterError, StorageError
+from pentameter.errors import CorruptError, PentameterError, StorageError
 from pentameter.processes.progress import STARTING
 from pentameter.processes.world import PAUSE_SECONDS, World
 from pentameter.train.log_files import MAX_METRICS_BYTES
@@ -87,6 +89,8 @@ class CheckpointCopies:
         self._discard_after: int | None = None
         self._is_working = self._has_ended = False
         self._done: deque[CopyMetrics] = deque()
+        self._damaged: set[int] = set()  # steps that others need and cannot be copied
+        self._words: deque[str] = deque()  # lines about them
         self._thread: threading.Thread | None = None
         self.failure: StorageError | None = None
         """The error of the latest copy, if it failed."""
@@ -155,7 +159,10 @@ class CheckpointCopies:
             time.sleep(PAUSE_SECONDS)
 
     def take_word(self) -> str | None:
-        """Return a line about a store that fails for some seconds, once; else None."""
+        """Return a line about a damaged checkpoint that is left out, or about a store that fails
+        for some seconds, once each; else None."""
+        with suppress(IndexError):
+            return f"warning: {self._words.popleft()}"
         word = self.attempts.take_word()
         return None if word is None else f"warning: {self.missing}: {word}"
 
@@ -241,9 +248,15 @@ class CheckpointCopies:
         n_bytes = 0
         for step in job.steps:
             path = self._folder.store.folder / step_folder_name(step)
-            if step != job.step and not path.is_dir():
-                continue  # a best one that could not be saved, or a better one has followed
-            n_bytes += self._add(path, job)
+            if step == job.step:
+                n_bytes += self._add(path, job)
+                self._damaged.discard(step)
+            elif step not in self._damaged and path.is_dir():  # a better one may have followed
+                try:
+                    n_bytes += self._add(path, job)
+                except CorruptError as error:  # the newest one is copied all the same
+                    self._damaged.add(step)
+                    self._words.append(f"{self._not(step)}: {error}; later ones are copied")
         return n_bytes
 
     def _add(self, path: Path, job: _Job) -> int:
@@ -276,8 +289,11 @@ def _run_files(path: Path) -> dict[str, bytes]:
     for name in ("metrics.jsonl", "log.txt"):
         content = files.get(name, b"")
         files[name] = content[: content.rfind(b"\n") + 1]
-    samples = sorted((path / "samples").glob("step-*.txt"))
-    texts = {each.name: each.read_text(encoding="utf-8") for each in samples}
+    texts = {}
+    for each in sorted((path / "samples").glob("step-*.txt")):
+        with suppress(PentameterError):  # no copy of a checkpoint fails for want of a sample
+            sample = read_regular(each, max_bytes=MAX_JSON_BYTES)
+            texts[each.name] = sample.decode(errors="replace")
     return files | ({SAMPLES_NAME: json.dumps(texts).encode()} if texts else {})
 
 
