@@ -148,6 +148,27 @@ def test_other_versions_are_the_code_and_rounding_is_no_difference(capsys, train
     assert f"torch: 1.0 → {torch.__version__}" in error
 
 
+class StopsAt6:
+    def on_step(self, trainer, step):
+        if step.step == 6:
+            trainer.stop("for a while")
+
+
+def test_steps_of_several_starts_are_the_bits_of_none(capsys, tmp_path):
+    """Step 5 and 6 were made in other micro-batches than step 7, and no checkpoint is between."""
+    import shutil
+
+    train = {"steps": 8, "eval_interval": None}
+    for rows, hooks in ((4, [StopsAt6()]), (1, [])):
+        sections = {**PLAIN, "train": {**train, "micro_batch_size": rows}}
+        fit(tmp_path / "run", sections=sections, hooks=hooks)
+    found = replayed(capsys, tmp_path / "run", 7)
+    assert (found["from_step"], found["equal"]) == (6, "bits")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    found = replayed(capsys, tmp_path / "run", 7)
+    assert (found["from_step"], found["equal"], found["verdict"]) == (4, "rounding", "batch")
+
+
 @pytest.mark.parametrize(
     "start", [{"layout": "data=1"}, {"layout": 5, "micro_batch_size": 4, "precision": 7}]
 )
