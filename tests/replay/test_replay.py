@@ -148,6 +148,21 @@ def test_other_versions_are_the_code_and_rounding_is_no_difference(capsys, train
     assert f"torch: 1.0 → {torch.__version__}" in error
 
 
+@pytest.mark.parametrize("kind", ["train", "skip", "rollback"])
+@pytest.mark.parametrize(
+    "values", ["", ', "step": null', ', "step": NaN', ', "step": 3, "to_step": 7']
+)
+def test_what_is_no_event_of_a_step_is_passed_over(trained, tmp_path, kind, values):
+    folder = copied(trained, tmp_path)
+    before = read_record(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"event": "{kind}"{values}}}\n')
+    after = read_record(folder)
+    assert after.rollbacks == {}
+    assert after.numbers.keys() == before.numbers.keys()
+    assert after.route(7) == before.route(7)
+
+
 class StopsAt6:
     def on_step(self, trainer, step):
         if step.step == 6:

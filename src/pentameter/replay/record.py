@@ -218,10 +218,13 @@ def read_record(folder: Path) -> RunRecord:
     identity = read_identity(folder)
     assert identity is not None  # there is a config.toml
     events = read_events(folder).events
-    skips = {int(each["step"]): str(each.get("reason")) for each in events.get("skip", [])}
-    logged = [each for each in events.get("train", []) if "step" in each]
+    skipped, logged, returned = (
+        [each for each in events.get(kind, []) if type(each.get("step")) is int]
+        for kind in ("skip", "train", "rollback")  # a hook's event of that name may have no step
+    )
+    skips = {each["step"]: str(each.get("reason")) for each in skipped}
     numbers = {
-        int(each["step"]): StepNumbers(number(each.get("loss")), number(each.get("grad_norm")))
+        each["step"]: StepNumbers(number(each.get("loss")), number(each.get("grad_norm")))
         for each in logged
     }
     numbers.update({step: StepNumbers(float("nan"), float("nan"), made=False) for step in skips})
@@ -232,8 +235,12 @@ def read_record(folder: Path) -> RunRecord:
         begins_with=_begins_with(identity),
         numbers=numbers,
         skips=skips,
-        rollbacks={int(each["step"]): int(each["to_step"]) for each in events.get("rollback", [])},
-        rates={int(each["step"]): number(each.get("learning_rate")) for each in logged},
+        rollbacks={
+            each["step"]: to_step
+            for each in returned
+            if type(to_step := each.get("to_step")) is int and to_step < each["step"]
+        },
+        rates={each["step"]: number(each.get("learning_rate")) for each in logged},
         checkpoints=tuple(sorted(set(_own_checkpoints(folder, identity["run_id"])))),
         starts=_starts(folder),
         plan=_json(folder / "plan.json"),
