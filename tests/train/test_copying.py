@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tiny_runs import config, events, fit, hashes, recorded
 
 from pentameter.checkpoint.manifest import MANIFEST_NAME
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk import remote_folder
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.train import copying, restoring
@@ -380,7 +381,8 @@ def test_a_copy_under_way_is_told_of_too(tmp_path, monkeypatch, patient_store):
 def test_a_step_saved_again_while_it_is_copied_is_no_damage(tmp_path, monkeypatch):
     """Its folder is replaced after its first file was sent."""
     run, _ = fit(tmp_path, sections={**sections(4), "checkpoint": {}})
-    store = run.folder.store
+    own = run.folder.store  # whose run has ended: another one may hold the lock by now
+    store = CheckpointStore(own.folder, run_id=own.run_id, config_hash=own.config_hash)
     before = store.latest()
     remote = copying.RemoteCopies(remote_folder.RemoteFolder(URL), [])
     copies = copying.CheckpointCopies(config(**sections()).checkpoint, run.folder, remote)
