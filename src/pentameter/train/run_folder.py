@@ -116,6 +116,10 @@ class RunFolder:
         if self.fence is not None:
             self.fence.check()
 
+    def check_not_taken(self) -> None:
+        """Do what `check_ours` does once the run has let its lock go: nobody need hold it."""
+        replace(self, fence=self.fence and replace(self.fence, is_owner=False)).check_ours()
+
     def check_not_replaced(self) -> None:
         """Raise RunFolderInUseError if another process has taken the folder over. A folder that is
         not there, which may come back, says nothing."""
