@@ -70,6 +70,59 @@ class _Job:
         return *(need for need in self.needs if need != self.step), self.step
 
 
+def _not_copied(step: int | None, settings: CheckpointConfig) -> str:
+    """Return a clause that says which step is not copied; None if copies are to be removed only."""
+    url = shown_url(settings.copy_to or "")
+    return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
+
+
+class _Copier:
+    """Copies checkpoints of the run in `folder` to `remote`, one job at a time."""
+
+    def __init__(self, settings: CheckpointConfig, folder: RunFolder, remote: RemoteCopies) -> None:
+        self._settings, self._folder, self._remote = settings, folder, remote
+        self._damaged: set[int] = set()  # steps that others need and cannot be copied
+        self.words: deque[str] = deque()
+        """Lines about them that are not told yet."""
+
+    def copy(self, job: _Job) -> int:
+        """Copy a job's checkpoints, and return the bytes that were written. A damaged one that the
+        newest needs is left out; any other error is raised."""
+        n_bytes = 0
+        for step in job.steps:
+            path = self._folder.store.folder / step_folder_name(step)
+            if step == job.step:
+                n_bytes += self._add(path, job)
+                self._damaged.discard(step)
+            elif step not in self._damaged and path.is_dir():  # a better one may have followed
+                try:
+                    n_bytes += self._add(path, job)
+                except CorruptError as error:  # the newest one is copied all the same
+                    self._damaged.add(step)
+                    self.words.append(
+                        f"{_not_copied(step, self._settings)}: {error}; later ones are copied"
+                    )
+        return n_bytes
+
+    def _add(self, path: Path, job: _Job) -> int:
+        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
+        again at its step meanwhile is copied as it is then."""
+        for n_left in reversed(range(MOST_TIMES_SAVED)):
+            before = _content(path)
+            try:
+                return self._remote.add(
+                    path,
+                    partial(_run_files, self._folder.path),
+                    run_id=self._folder.run_id,
+                    needs=job.needs,
+                    keep_last=self._settings.keep_last,
+                )
+            except PentameterError:
+                if not n_left or _content(path) == before:
+                    raise
+        raise AssertionError("unreachable")
+
+
 class CheckpointCopies:
     """The copies of the checkpoints of the run in `folder`. Without `checkpoint.copy_to`, and on
     other ranks than 0 (`remote` is None there), its methods do nothing.
@@ -81,7 +134,7 @@ class CheckpointCopies:
     def __init__(
         self, settings: CheckpointConfig, folder: RunFolder, remote: RemoteCopies | None
     ) -> None:
-        self._settings, self._folder, self._remote = settings, folder, remote
+        self._settings, self._remote = settings, remote
         self._changed = threading.Condition()
         self._next: _Job | None = None
         self._held: _Job | None = None
@@ -89,8 +142,7 @@ class CheckpointCopies:
         self._discard_after: int | None = None
         self._is_working = self._has_ended = False
         self._done: deque[CopyMetrics] = deque()
-        self._damaged: set[int] = set()  # steps that others need and cannot be copied
-        self._words: deque[str] = deque()  # lines about them
+        self._copier = None if remote is None else _Copier(settings, folder, remote)
         self._thread: threading.Thread | None = None
         self.failure: StorageError | None = None
         """The error of the latest copy, if it failed."""
@@ -161,8 +213,8 @@ class CheckpointCopies:
     def take_word(self) -> str | None:
         """Return a line about a damaged checkpoint that is left out, or about a store that fails
         for some seconds, once each; else None."""
-        with suppress(IndexError):
-            return f"warning: {self._words.popleft()}"
+        if self._copier is not None and self._copier.words:
+            return f"warning: {self._copier.words.popleft()}"
         word = self.attempts.take_word()
         return None if word is None else f"warning: {self.missing}: {word}"
 
@@ -199,8 +251,7 @@ class CheckpointCopies:
         return f"{self.missing}: it took longer than {waited}{answer}"
 
     def _not(self, step: int | None) -> str:
-        url = shown_url(self._settings.copy_to or "")
-        return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
+        return _not_copied(step, self._settings)
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -231,9 +282,10 @@ class CheckpointCopies:
 
     def _record(self, job: _Job) -> None:
         """Make a copy, and keep what became of it for `take_done`."""
+        assert self._copier is not None  # else nothing is requested
         n_bytes, failure = 0, None
         try:
-            n_bytes = self._copy(job)
+            n_bytes = self._copier.copy(job)
         except Exception as error:  # each kind of file system has errors of its own
             told = error if isinstance(error, PentameterError) else repr(error)
             failure = StorageError(f"{self._not(job.step)}: {told}")
@@ -243,40 +295,6 @@ class CheckpointCopies:
             if n_bytes or failure is not None:
                 error_text = None if failure is None else str(failure)
                 self._done.append(CopyMetrics(job.step, n_bytes, seconds, error_text))
-
-    def _copy(self, job: _Job) -> int:
-        n_bytes = 0
-        for step in job.steps:
-            path = self._folder.store.folder / step_folder_name(step)
-            if step == job.step:
-                n_bytes += self._add(path, job)
-                self._damaged.discard(step)
-            elif step not in self._damaged and path.is_dir():  # a better one may have followed
-                try:
-                    n_bytes += self._add(path, job)
-                except CorruptError as error:  # the newest one is copied all the same
-                    self._damaged.add(step)
-                    self._words.append(f"{self._not(step)}: {error}; later ones are copied")
-        return n_bytes
-
-    def _add(self, path: Path, job: _Job) -> int:
-        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
-        again at its step meanwhile is copied as it is then."""
-        assert self._remote is not None
-        for n_left in reversed(range(MOST_TIMES_SAVED)):
-            before = _content(path)
-            try:
-                return self._remote.add(
-                    path,
-                    partial(_run_files, self._folder.path),
-                    run_id=self._folder.run_id,
-                    needs=job.needs,
-                    keep_last=self._settings.keep_last,
-                )
-            except PentameterError:
-                if not n_left or _content(path) == before:
-                    raise
-        raise AssertionError("unreachable")
 
 
 def _run_files(path: Path) -> dict[str, bytes]:

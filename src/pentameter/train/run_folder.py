@@ -281,15 +281,7 @@ def _open(
             # The other ranks take this one, whatever the run there saves meanwhile.
             begins_with = init_from if weights.stored.checkpoint is None else weights.stored.path
     else:
-        data_hash = saved_state(checkpoint)[1].data_hash
-        now = hash_of_read(dataset, plan, checkpoint.step)
-        if data_hash not in (None, now):
-            raise ConfigError(
-                f"the data has changed since step {checkpoint.step} of {path} was saved "
-                f"(sha256 {data_hash[:16]}…, now {now[:16]}…), or an earlier version split it "
-                "otherwise (CHANGELOG.md); restore it, or start anew with another --run-dir or "
-                "--name"
-            )
+        _check_data(path, dataset, plan, checkpoint)
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
@@ -310,6 +302,20 @@ def _open(
         path, run_id, own_store, checkpoint, None, base_model, own_keys=own_keys, fence=fence
     )
     return replace(folder, reached=_rewind(folder, record)), begins_with
+
+
+def _check_data(path: Path, dataset: Dataset, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the tokens that the run in `path` has read up to its `checkpoint` are
+    others now."""
+    data_hash = saved_state(checkpoint)[1].data_hash
+    now = hash_of_read(dataset, plan, checkpoint.step)
+    if data_hash not in (None, now):
+        raise ConfigError(
+            f"the data has changed since step {checkpoint.step} of {path} was saved "
+            f"(sha256 {data_hash[:16]}…, now {now[:16]}…), or an earlier version split it "
+            "otherwise (CHANGELOG.md); restore it, or start anew with another --run-dir or "
+            "--name"
+        )
 
 
 def _check_resumes(

@@ -94,6 +94,14 @@ class _PendingSave:
         """Return True once every rank has written its files. Collective."""
         return not self.save.world.all_reduce_max(self.save.is_writing)
 
+    def why_not_saved(self) -> object:
+        """Wait until this rank has written its files, and return why they are not committed."""
+        try:
+            self.save.written()
+        except Exception as error:
+            return error
+        return "the run ended before all processes had written it"
+
     def commit(self, run: TrainingRun) -> Saved:
         """Wait until every rank has written, make the checkpoint visible, and note its step in the
         run's state. Collective. Raises StorageError if a rank could not write."""
@@ -245,12 +253,7 @@ class RunCheckpoints:
                 self.run.console.say(f"warning: after a checkpoint was saved: {error!r}")
             return
         pending, self._pending = self._pending, None
-        why: object = "the run ended before all processes had written it"
-        try:
-            pending.save.written()
-        except Exception as error:
-            why = error
-        self._say_not_saved(pending.save.step, why)
+        self._say_not_saved(pending.save.step, pending.why_not_saved())
 
     def check_if_due(self) -> None:
         """Every `train.check_copies` and `train.check_every` steps, look for silent corruption;
