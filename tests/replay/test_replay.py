@@ -15,6 +15,7 @@ from tiny_runs import events, fit
 
 from pentameter.cli.replay import run as replay
 from pentameter.errors import ConfigError, CorruptError, TrainingFailedError
+from pentameter.planning.layout import make_layout
 from pentameter.replay.record import Route, RunRecord, StepNumbers, read_record
 
 KEEPS = {"interval": 4, "keep_last": 9}
@@ -66,6 +67,36 @@ def content(folder):
     }
 
 
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A run of 4 steps, extended to 8 and then to 12, of which hardly anything is logged."""
+    folder = tmp_path_factory.mktemp("runs") / "extended"
+    sections = {**PLAIN, "log": {"interval": 100}, "schedule": {"name": "cosine"}}
+    for steps in (4, 8, 12):
+        train = {"steps": steps, "eval_interval": None}
+        fit(
+            folder, sections={**sections, "train": train}, resume="auto" if steps == 4 else "extend"
+        )
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 6, 10])
+def test_a_step_of_an_extended_run_has_the_schedule_that_it_was_made_by(capsys, extended, step):
+    found = replayed(capsys, extended, step)
+    assert (found["equal"], found["verdict"]) == ("bits", "batch")
+    assert found["weights"]["step"] == 4 * (1 + step // 4)
+
+
+def test_a_schedule_that_nothing_tells_any_more_is_not_guessed(capsys, extended, tmp_path):
+    import shutil
+
+    folder = copied(extended, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    with pytest.raises(ConfigError, match=r"step 1 .* schedule .* replaced at step 8"):
+        replay([str(folder), "--step", "2"])
+
+
 @pytest.mark.parametrize("step", [2, 7, 8])
 def test_a_step_computed_again_is_equal_to_the_bit(capsys, trained, step):
     before = content(trained)
@@ -115,6 +146,55 @@ def test_other_versions_are_the_code_and_rounding_is_no_difference(capsys, train
     found, error = refused(capsys, folder, 7)
     assert found["verdict"] == "code"
     assert f"torch: 1.0 → {torch.__version__}" in error
+
+
+@pytest.mark.parametrize("kind", ["train", "skip", "rollback"])
+@pytest.mark.parametrize(
+    "values", ["", ', "step": null', ', "step": NaN', ', "step": 3, "to_step": 7']
+)
+def test_what_is_no_event_of_a_step_is_passed_over(trained, tmp_path, kind, values):
+    folder = copied(trained, tmp_path)
+    before = read_record(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"event": "{kind}"{values}}}\n')
+    after = read_record(folder)
+    assert after.rollbacks == {}
+    assert after.numbers.keys() == before.numbers.keys()
+    assert after.route(7) == before.route(7)
+
+
+class StopsAt6:
+    def on_step(self, trainer, step):
+        if step.step == 6:
+            trainer.stop("for a while")
+
+
+def test_steps_of_several_starts_are_the_bits_of_none(capsys, tmp_path):
+    """Step 5 and 6 were made in other micro-batches than step 7, and no checkpoint is between."""
+    import shutil
+
+    train = {"steps": 8, "eval_interval": None}
+    for rows, hooks in ((4, [StopsAt6()]), (1, [])):
+        sections = {**PLAIN, "train": {**train, "micro_batch_size": rows}}
+        fit(tmp_path / "run", sections=sections, hooks=hooks)
+    found = replayed(capsys, tmp_path / "run", 7)
+    assert (found["from_step"], found["equal"]) == (6, "bits")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    found = replayed(capsys, tmp_path / "run", 7)
+    assert (found["from_step"], found["equal"], found["verdict"]) == (4, "rounding", "batch")
+
+
+@pytest.mark.parametrize(
+    "start", [{"layout": "data=1"}, {"layout": 5, "micro_batch_size": 4, "precision": 7}]
+)
+def test_what_environment_json_does_not_say_is_taken_from_the_plan(trained, tmp_path, start):
+    folder = copied(trained, tmp_path)
+    (folder / "environment.json").write_text(json.dumps(start))
+    record = read_record(folder)
+    config = record.config_on(7, None)
+    assert config.train.micro_batch_size == record.plan["batch"]["micro_batch_size"]
+    assert make_layout(config.parallel).world_size == 1
+    assert config.train.precision == "fp32"
 
 
 def test_a_step_without_a_record_is_compared_with_the_next_that_has_one(capsys, tmp_path):

@@ -17,7 +17,7 @@ from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedE
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
 from pentameter.planning.plan import make_plan
 from pentameter.train.loop import Trainer
-from pentameter.train.saving import host_bytes_while_saving
+from pentameter.train.saving import _PendingSave, host_bytes_while_saving
 
 EACH_FOUR = {"train": {"eval_interval": None}, "checkpoint": {"interval": 4}}
 
@@ -141,6 +141,18 @@ def test_a_save_that_falls_due_waits_for_the_one_under_way(tmp_path, slow_disk):
     assert seen.order[:4] == [1, 2, "saved 1", 3]
     assert events(run, "checkpoint")[0]["stall_seconds"] > 0.1
     assert saved_steps(run) == list(range(1, 13))
+
+
+def test_nothing_is_left_of_a_save_during_which_the_disk_was_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(_PendingSave, "all_have_written", lambda self: True)  # commit at once
+    run, away = tmp_path / "run", tmp_path / "away"
+    gone = Seen(5, lambda trainer: os.rename(run, away))
+    back = Seen(7, lambda trainer: os.rename(away, run))
+    fit(run, sections=sections(on_error="warn"), hooks=[gone, back])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000012",
+    ]
 
 
 @pytest.fixture

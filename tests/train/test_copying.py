@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tiny_runs import config, events, fit, hashes, recorded
 
 from pentameter.checkpoint.manifest import MANIFEST_NAME
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk import remote_folder
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.train import copying, restoring
@@ -96,6 +97,43 @@ def test_a_new_machine_goes_on_as_if_nothing_had_happened(tmp_path):
     log = (tmp_path / "new" / "log.txt").read_text()
     assert "step  1/12" in log
     assert "step 12/12" in log
+
+
+class Spoils:
+    """Somebody edits a sample in another encoding, and puts a link and a pipe beside it."""
+
+    def on_sample(self, run, sample):
+        samples = run.run_dir / "samples"
+        if sample.step == 4:
+            (samples / "step-00000004.txt").write_bytes(b"caf\xe9")
+            (samples / "step-00000002.txt").symlink_to(samples / "gone")
+            os.mkfifo(samples / "step-00000003.txt")
+
+
+def test_no_copy_fails_for_want_of_a_sample(tmp_path):
+    fit(tmp_path / "run", sections=sections(8), hooks=[Spoils()])
+    assert [e["error"] for e in events(tmp_path / "run", "copy")][-1] is None
+    fit(tmp_path / "new", sections=sections(8))
+    samples = sorted((tmp_path / "new" / "samples").iterdir())
+    assert [int(each.stem[5:]) for each in samples] == [0, 4, 8]
+    assert samples[1].read_text() == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_damaged_best_checkpoint_keeps_no_later_one_from_being_copied(tmp_path):
+    run = tmp_path / "run"
+    rising = {"optimizer": {"learning_rate": 0.3}, "train": {"steps": 16, "eval_interval": 8}}
+    saved = {"interval": 2, "keep_last": 1}
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        fit(run, sections={**sections(), **rising, "checkpoint": saved}, hooks=[DiesAt(11)])
+    best, _ = sorted((run / "checkpoints").iterdir())
+    assert best.name == "step-00000008"
+    content = bytearray((best / "model.safetensors").read_bytes())
+    content[-100] ^= 1
+    (best / "model.safetensors").write_bytes(content)
+    fit(run, sections={**sections(**saved), **rising})
+    assert [e["error"] for e in events(run, "copy")] == [None] * len(events(run, "copy"))
+    assert 16 in copied_steps()
+    assert (run / "log.txt").read_text().count("step 8 is not copied to memory://bucket/run: ") == 1
 
 
 @pytest.mark.slow
@@ -343,7 +381,8 @@ def test_a_copy_under_way_is_told_of_too(tmp_path, monkeypatch, patient_store):
 def test_a_step_saved_again_while_it_is_copied_is_no_damage(tmp_path, monkeypatch):
     """Its folder is replaced after its first file was sent."""
     run, _ = fit(tmp_path, sections={**sections(4), "checkpoint": {}})
-    store = run.folder.store
+    own = run.folder.store  # whose run has ended: another one may hold the lock by now
+    store = CheckpointStore(own.folder, run_id=own.run_id, config_hash=own.config_hash)
     before = store.latest()
     remote = copying.RemoteCopies(remote_folder.RemoteFolder(URL), [])
     copies = copying.CheckpointCopies(config(**sections()).checkpoint, run.folder, remote)

@@ -12,6 +12,7 @@ from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
+from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
@@ -113,6 +114,30 @@ def test_a_named_checkpoint_branches_into_a_new_folder(tmp_path):
     sections = {"train": {"steps": 15}, "optimizer": {"learning_rate": 1e-3}}
     fit(branch, sections=sections, resume=str(checkpoint))
     assert [e["step"] for e in events(branch, "train")] == [13, 14, 15]
+
+
+def test_a_checkpoint_in_a_folder_below_is_not_the_runs_own(tmp_path):
+    """A branch in a folder around that of the other run is a branch all the same."""
+    fit(tmp_path / "runs" / "run", sections={"checkpoint": {"interval": 4, "keep_last": 9}})
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-00000004"
+    run, _ = fit(tmp_path / "runs", resume=str(checkpoint))
+    assert not run.folder.holds_checkpoint
+    assert [e["step"] for e in events(tmp_path / "runs", "eval")] == [4, 8, 12]
+    run, _ = fit(tmp_path / "runs", resume=str(checkpoint))
+    assert run.folder.holds_checkpoint
+    assert run.folder.checkpoint.step == 12
+
+
+def test_a_run_that_has_ended_records_unless_another_holds_its_folder(tmp_path):
+    run, _ = fit(tmp_path / "run", sections={"train": {"steps": 2, "eval_interval": None}})
+    run.record("mine", step=2, value=1.0)
+    run.console.say("mine, too")
+    assert [e["value"] for e in events(tmp_path / "run", "mine")] == [1.0]
+    assert (tmp_path / "run" / "log.txt").read_text().endswith("mine, too\n")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with RunLock(tmp_path / "run" / "run.lock"):
+        run.record("mine", step=2, value=2.0)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_best_and_last_are_kept(tmp_path):

@@ -121,8 +121,9 @@ def conclude(
 
     again: the same steps replayed a second time, if the first differed from the record; else None.
     precision: the replay's `train.precision`, resolved.
-    differences: what differs between this environment and the run's (`differing_facts`).
-    is_own_layout: True if the layout and the micro-batches are those of the run.
+    differences: what differs between this environment and those in which the run made these steps
+        (`differing_facts`).
+    is_own_layout: True if the layout and the micro-batches are those of the run in each step.
     """
     numbers = tuple(_compared(record, replayed.numbers, precision))
     weights = replayed.weights
@@ -153,9 +154,10 @@ def conclude(
     else:
         verdict, reason = (
             "layout",
-            "the layout is not the run's, and this is more than rounding: replay it without "
-            "--layout, where it must be equal to the bit, to tell hardware from a fault of this "
-            "layout",
+            "the layout is not the run's in each of these steps, and this is more than rounding: "
+            "replay it without --layout, or the step behind the checkpoint at which the run's "
+            "layout changed, where it must be equal to the bit, to tell hardware from a fault of "
+            "this layout",
         )
     found = Conclusion(verdict, reason, equal, numbers, replayed)
     if found.first_different is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pentameter.checkpoint.opening import (
     step_folder_name,
 )
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.disk.atomic import decode_json, read_regular
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.layout import parse_parallel
@@ -157,8 +158,9 @@ class RunRecord:
         """Return the layout in which `step` was made, as text, and its rows of a micro-batch; None
         if these are not recorded."""
         start = self.start_of(step)
-        if "layout" in start:
-            return str(start["layout"]), int(start["micro_batch_size"])
+        layout, micro_batch_size = start.get("layout"), start.get("micro_batch_size")
+        if isinstance(layout, str) and isinstance(micro_batch_size, int):
+            return layout, micro_batch_size
         degrees = {k: v for k, v in as_table(self.plan.get("layout")).items() if k != "world_size"}
         batch = as_table(self.plan.get("batch"))
         text = ",".join(f"{name}={str(value).lower()}" for name, value in degrees.items())
@@ -172,8 +174,9 @@ class RunRecord:
         train: dict[str, Any] = {}
         if layout is None and micro_batch_size is not None:
             train["micro_batch_size"] = micro_batch_size
-        if self.config.train.precision == "auto" and "precision" in self.start_of(step):
-            train["precision"] = self.start_of(step)["precision"]
+        precision = self.start_of(step).get("precision")
+        if self.config.train.precision == "auto" and isinstance(precision, str):
+            train["precision"] = precision
         return self.config.model_copy(
             update={"parallel": parallel, "train": self.config.train.model_copy(update=train)}
         )
@@ -215,10 +218,13 @@ def read_record(folder: Path) -> RunRecord:
     identity = read_identity(folder)
     assert identity is not None  # there is a config.toml
     events = read_events(folder).events
-    skips = {int(each["step"]): str(each.get("reason")) for each in events.get("skip", [])}
-    logged = [each for each in events.get("train", []) if "step" in each]
+    skipped, logged, returned = (
+        [each for each in events.get(kind, []) if type(each.get("step")) is int]
+        for kind in ("skip", "train", "rollback")  # a hook's event of that name may have no step
+    )
+    skips = {each["step"]: str(each.get("reason")) for each in skipped}
     numbers = {
-        int(each["step"]): StepNumbers(number(each.get("loss")), number(each.get("grad_norm")))
+        each["step"]: StepNumbers(number(each.get("loss")), number(each.get("grad_norm")))
         for each in logged
     }
     numbers.update({step: StepNumbers(float("nan"), float("nan"), made=False) for step in skips})
@@ -229,12 +235,55 @@ def read_record(folder: Path) -> RunRecord:
         begins_with=_begins_with(identity),
         numbers=numbers,
         skips=skips,
-        rollbacks={int(each["step"]): int(each["to_step"]) for each in events.get("rollback", [])},
-        rates={int(each["step"]): number(each.get("learning_rate")) for each in logged},
+        rollbacks={
+            each["step"]: to_step
+            for each in returned
+            if type(to_step := each.get("to_step")) is int and to_step < each["step"]
+        },
+        rates={each["step"]: number(each.get("learning_rate")) for each in logged},
         checkpoints=tuple(sorted(set(_own_checkpoints(folder, identity["run_id"])))),
         starts=_starts(folder),
         plan=_json(folder / "plan.json"),
     )
+
+
+def schedules_of(
+    record: RunRecord, steps: Sequence[int], latest: ScheduleConfig
+) -> dict[int, ScheduleConfig]:
+    """Return the schedule by which each of `steps` was made: `latest`, the run's, or for a step
+    before it was extended (`schedule.start_step`) that in the first checkpoint behind the step,
+    which was saved under it, or else in the last one before.
+
+    Raises ConfigError if no checkpoint tells.
+    """
+    saved = cache(lambda step: _saved_schedule(record.folder, step))
+
+    def of(step: int) -> ScheduleConfig:
+        if latest.start_step < step:
+            return latest
+        intact = [each for each in record.checkpoints if record.has_checkpoint(each)]
+        behind = [each for each in intact if each >= step]
+        for each in (*behind, *reversed(intact[: len(intact) - len(behind)])):
+            found = saved(each)
+            if found is not None and found.start_step < step:
+                return found
+        raise ConfigError(
+            f"step {step} of {record.folder} was made under a schedule that --resume extend has "
+            f"replaced at step {latest.start_step}, and no checkpoint of that time is left, which "
+            "would have it; checkpoint.keep_last keeps more of them"
+        )
+
+    return {step: of(step) for step in steps}
+
+
+def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
+    """Return the schedule in the configuration of the checkpoint at `step`; None if it is damaged
+    or was removed meanwhile."""
+    path = folder / "checkpoints" / step_folder_name(step)
+    with suppress(CorruptError, StorageError):
+        Checkpoint(path, read_own_manifest(path), {}).read("config.toml")  # raises if damaged
+        return load_config(path / "config.toml").schedule
+    return None
 
 
 def _begins_with(identity: Mapping[str, Any]) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pentameter.planning.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
-from pentameter.replay.record import Route, RunRecord, read_record
+from pentameter.replay.record import Route, RunRecord, read_record, schedules_of
 from pentameter.replay.steps import Replay, Replayed
 from pentameter.report.run_data import open_run_data
 from pentameter.train.compute import check_device_memory, choose_compute
@@ -102,8 +103,11 @@ def replay_step(
     compute = choose_compute(plan, world)
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)
-    differences = differing_facts(record.start_of(step), here)
-    replay = Replay(record, data, plan, compute, world, base)
+    made_by = _one_of_each_start(record, route.steps)
+    differing = (differing_facts(record.start_of(each), here) for each in made_by)
+    differences = list(dict.fromkeys(chain.from_iterable(differing)))
+    schedules = world.on_main(lambda: schedules_of(record, route.steps, plan.config.schedule))
+    replay = Replay(record, data, plan, compute, world, base, schedules)
     begun = "the initial weights" if base is None else f"checkpoint step {base.step}"
     say(f"from {begun}, {len(route.steps)} steps on {plan.layout}")
     rows: list[HighestRows] = []
@@ -122,7 +126,7 @@ def replay_step(
             again,
             precision=compute.precision,
             differences=differences,
-            is_own_layout=_is_own_layout(record, step, plan),
+            is_own_layout=all(_is_own_layout(record, each, plan) for each in made_by),
         )
 
     conclusion = concluded(None)
@@ -161,6 +165,12 @@ def _prepared(
             continue
         base, saved = opened
         return record, route, base, saved, passed_over
+
+
+def _one_of_each_start(record: RunRecord, steps: Sequence[int]) -> list[int]:
+    """Return one of `steps` for each start of the run that made some of them: the checkpoint
+    between two starts may have been removed since."""
+    return list({id(record.start_of(step)): step for step in steps}.values())
 
 
 def _is_own_layout(record: RunRecord, step: int, plan: Plan) -> bool:

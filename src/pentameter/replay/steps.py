@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from pentameter.checkpoint.opening import Checkpoint
-from pentameter.config.load import load_config
 from pentameter.config.schema import ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
@@ -61,9 +60,9 @@ class Replayed:
 
 
 class Replay:
-    """The engine on which steps of the run `record` are computed again, by its own `data`, from the
-    checkpoint `base` (None: the initial weights). `plan` and `compute` say in which layout and how.
-    Every method is collective.
+    """The engine on which steps of the run `record` are computed again, by its own `data` and by
+    `schedules` (step → the one that it was made by), from the checkpoint `base` (None: the initial
+    weights). `plan` and `compute` say in which layout and how. Every method is collective.
     """
 
     def __init__(
@@ -74,12 +73,13 @@ class Replay:
         compute: Compute,
         world: World,
         base: Checkpoint | None,
+        schedules: Mapping[int, ScheduleConfig],
     ) -> None:
         self._record, self._data, self._plan, self._compute = record, data, plan, compute
         self._world, self._base = world, base
         self._engine, self._optimizer = build_engine(plan, compute, world, UserComponents())
         refuse_wrong_graphs(self._engine, data.batches, 0)  # as the run did
-        self._schedule = _earlier_schedule(record, base)
+        self._schedules = schedules
 
     def highest_rows(self, step: int) -> HighestRows:
         """Return the rows of the highest loss in the batch of `step` by the engine's present
@@ -143,9 +143,7 @@ class Replay:
 
     def _rate(self, step: int) -> float:
         """Return the step's learning rate. Raises ConfigError if the run recorded another one."""
-        config, index = self._plan.config, step - 1
-        begun = index >= config.schedule.start_step
-        rate = learning_rate(index, config.optimizer, config.schedule if begun else self._schedule)
+        rate = learning_rate(step - 1, self._plan.config.optimizer, self._schedules[step])
         recorded = self._record.rates.get(step, rate)
         if rate != recorded:
             raise ConfigError(
@@ -159,15 +157,6 @@ class Replay:
         """Return a copy of this rank's shards of the weights, name → tensor on the host."""
         held = tensors_to_save(self._engine, self._optimizer)["model"]
         return {name: local_shard(each)[0].to("cpu", copy=True) for name, each in held.items()}
-
-
-def _earlier_schedule(record: RunRecord, base: Checkpoint | None) -> ScheduleConfig:
-    """Return the schedule of the steps before `schedule.start_step`, at which a run was extended:
-    that of the checkpoint's own configuration."""
-    if base is None:
-        return record.config.schedule
-    base.read("config.toml")  # raises if it is damaged
-    return load_config(base.path / "config.toml").schedule
 
 
 def _compared(

@@ -81,10 +81,11 @@ class Console:
             self._to_log(line)
         self._pending.clear()
 
-    def close_log(self) -> None:
-        """Close the log file; a later line opens it again."""
+    def close_log(self, check_folder: Callable[[], None] | None = None) -> None:
+        """Close the log file; a later line opens it again, and calls `check_folder` instead, if it
+        is given."""
         if self._log is not None:
-            self._log.close()
+            self._log.close(check_folder)
 
     def say(self, text: str, *, of_machine: bool = False) -> None:
         """Log a line on this rank, and print it on rank 0. With `of_machine`, one rank on every

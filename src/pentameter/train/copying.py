@@ -4,7 +4,8 @@ goes on.
 A checkpoint is copied once it is committed in the run folder; training waits for copies only at its
 end. If saves are faster than copies, the newest one is copied next, and those between are left out,
 but for the ones that a run resumed from it may return to: its best, and those to roll back to,
-which are copied before it. A copy that fails is made up for by the next one.
+which are copied before it; one of these that is damaged is left out, with a warning. A copy that
+fails is made up for by the next one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.remote_copies import RemoteCopies
 from pentameter.config.schema import CheckpointConfig
 from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import read_regular
 from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
-from pentameter.errors import PentameterError, StorageError
+from pentameter.errors import CorruptError, PentameterError, StorageError
 from pentameter.processes.progress import STARTING
 from pentameter.processes.world import PAUSE_SECONDS, World
 from pentameter.train.log_files import MAX_METRICS_BYTES
@@ -68,6 +70,59 @@ class _Job:
         return *(need for need in self.needs if need != self.step), self.step
 
 
+def _not_copied(step: int | None, settings: CheckpointConfig) -> str:
+    """Return a clause that says which step is not copied; None if copies are to be removed only."""
+    url = shown_url(settings.copy_to or "")
+    return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
+
+
+class _Copier:
+    """Copies checkpoints of the run in `folder` to `remote`, one job at a time."""
+
+    def __init__(self, settings: CheckpointConfig, folder: RunFolder, remote: RemoteCopies) -> None:
+        self._settings, self._folder, self._remote = settings, folder, remote
+        self._damaged: set[int] = set()  # steps that others need and cannot be copied
+        self.words: deque[str] = deque()
+        """Lines about them that are not told yet."""
+
+    def copy(self, job: _Job) -> int:
+        """Copy a job's checkpoints, and return the bytes that were written. A damaged one that the
+        newest needs is left out; any other error is raised."""
+        n_bytes = 0
+        for step in job.steps:
+            path = self._folder.store.folder / step_folder_name(step)
+            if step == job.step:
+                n_bytes += self._add(path, job)
+                self._damaged.discard(step)
+            elif step not in self._damaged and path.is_dir():  # a better one may have followed
+                try:
+                    n_bytes += self._add(path, job)
+                except CorruptError as error:  # the newest one is copied all the same
+                    self._damaged.add(step)
+                    self.words.append(
+                        f"{_not_copied(step, self._settings)}: {error}; later ones are copied"
+                    )
+        return n_bytes
+
+    def _add(self, path: Path, job: _Job) -> int:
+        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
+        again at its step meanwhile is copied as it is then."""
+        for n_left in reversed(range(MOST_TIMES_SAVED)):
+            before = _content(path)
+            try:
+                return self._remote.add(
+                    path,
+                    partial(_run_files, self._folder.path),
+                    run_id=self._folder.run_id,
+                    needs=job.needs,
+                    keep_last=self._settings.keep_last,
+                )
+            except PentameterError:
+                if not n_left or _content(path) == before:
+                    raise
+        raise AssertionError("unreachable")
+
+
 class CheckpointCopies:
     """The copies of the checkpoints of the run in `folder`. Without `checkpoint.copy_to`, and on
     other ranks than 0 (`remote` is None there), its methods do nothing.
@@ -79,7 +134,7 @@ class CheckpointCopies:
     def __init__(
         self, settings: CheckpointConfig, folder: RunFolder, remote: RemoteCopies | None
     ) -> None:
-        self._settings, self._folder, self._remote = settings, folder, remote
+        self._settings, self._remote = settings, remote
         self._changed = threading.Condition()
         self._next: _Job | None = None
         self._held: _Job | None = None
@@ -87,6 +142,7 @@ class CheckpointCopies:
         self._discard_after: int | None = None
         self._is_working = self._has_ended = False
         self._done: deque[CopyMetrics] = deque()
+        self._copier = None if remote is None else _Copier(settings, folder, remote)
         self._thread: threading.Thread | None = None
         self.failure: StorageError | None = None
         """The error of the latest copy, if it failed."""
@@ -155,7 +211,10 @@ class CheckpointCopies:
             time.sleep(PAUSE_SECONDS)
 
     def take_word(self) -> str | None:
-        """Return a line about a store that fails for some seconds, once; else None."""
+        """Return a line about a damaged checkpoint that is left out, or about a store that fails
+        for some seconds, once each; else None."""
+        if self._copier is not None and self._copier.words:
+            return f"warning: {self._copier.words.popleft()}"
         word = self.attempts.take_word()
         return None if word is None else f"warning: {self.missing}: {word}"
 
@@ -192,8 +251,7 @@ class CheckpointCopies:
         return f"{self.missing}: it took longer than {waited}{answer}"
 
     def _not(self, step: int | None) -> str:
-        url = shown_url(self._settings.copy_to or "")
-        return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
+        return _not_copied(step, self._settings)
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -224,9 +282,10 @@ class CheckpointCopies:
 
     def _record(self, job: _Job) -> None:
         """Make a copy, and keep what became of it for `take_done`."""
+        assert self._copier is not None  # else nothing is requested
         n_bytes, failure = 0, None
         try:
-            n_bytes = self._copy(job)
+            n_bytes = self._copier.copy(job)
         except Exception as error:  # each kind of file system has errors of its own
             told = error if isinstance(error, PentameterError) else repr(error)
             failure = StorageError(f"{self._not(job.step)}: {told}")
@@ -236,34 +295,6 @@ class CheckpointCopies:
             if n_bytes or failure is not None:
                 error_text = None if failure is None else str(failure)
                 self._done.append(CopyMetrics(job.step, n_bytes, seconds, error_text))
-
-    def _copy(self, job: _Job) -> int:
-        n_bytes = 0
-        for step in job.steps:
-            path = self._folder.store.folder / step_folder_name(step)
-            if step != job.step and not path.is_dir():
-                continue  # a best one that could not be saved, or a better one has followed
-            n_bytes += self._add(path, job)
-        return n_bytes
-
-    def _add(self, path: Path, job: _Job) -> int:
-        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
-        again at its step meanwhile is copied as it is then."""
-        assert self._remote is not None
-        for n_left in reversed(range(MOST_TIMES_SAVED)):
-            before = _content(path)
-            try:
-                return self._remote.add(
-                    path,
-                    partial(_run_files, self._folder.path),
-                    run_id=self._folder.run_id,
-                    needs=job.needs,
-                    keep_last=self._settings.keep_last,
-                )
-            except PentameterError:
-                if not n_left or _content(path) == before:
-                    raise
-        raise AssertionError("unreachable")
 
 
 def _run_files(path: Path) -> dict[str, bytes]:
@@ -276,8 +307,11 @@ def _run_files(path: Path) -> dict[str, bytes]:
     for name in ("metrics.jsonl", "log.txt"):
         content = files.get(name, b"")
         files[name] = content[: content.rfind(b"\n") + 1]
-    samples = sorted((path / "samples").glob("step-*.txt"))
-    texts = {each.name: each.read_text(encoding="utf-8") for each in samples}
+    texts = {}
+    for each in sorted((path / "samples").glob("step-*.txt")):
+        with suppress(PentameterError):  # no copy of a checkpoint fails for want of a sample
+            sample = read_regular(each, max_bytes=MAX_JSON_BYTES)
+            texts[each.name] = sample.decode(errors="replace")
     return files | ({SAMPLES_NAME: json.dumps(texts).encode()} if texts else {})
 
 

@@ -24,7 +24,7 @@ class EventLog:
     def __init__(
         self, config: Config, folder: RunFolder, step: int, world: World, console: Console
     ) -> None:
-        self._is_main = world.is_main
+        self._is_main, self._folder = world.is_main, folder
         self._log = LogFile(folder.metrics_path, console.say, folder.check_ours)
         self._trackers = Trackers({}, console.say)
         if world.is_main:
@@ -57,5 +57,6 @@ class EventLog:
         self._trackers.finish(failed=failed)
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
-        self._log.close()
+        """Close metrics.jsonl, as the run lets its lock go. A later `write` opens it again, unless
+        another process holds the lock by then."""
+        self._log.close(self._folder.check_not_taken)

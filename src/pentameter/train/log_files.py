@@ -106,14 +106,16 @@ class LogFile:
             return self._size()
         return 0
 
-    def close(self) -> None:
-        """Write the lines still waiting, and close the file; a later `append` opens it again."""
+    def close(self, check_folder: Callable[[], None] | None = None) -> None:
+        """Write the lines still waiting, and close the file; a later `append` opens it again, and
+        calls `check_folder` instead, if it is given."""
         if self.unwritten:
             self._attempt(self._write)
         if self._fd is not None:
             with suppress(OSError):
                 os.close(self._fd)
             self._fd = None
+        self._check_folder = check_folder or self._check_folder
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:

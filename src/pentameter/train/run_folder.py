@@ -100,9 +100,9 @@ class RunFolder:
     @property
     def holds_checkpoint(self) -> bool:
         """True if `checkpoint` is one of this folder, False for none and for one elsewhere from
-        which the run branches off."""
+        which the run branches off, be it in a folder below this one."""
         found = self.checkpoint
-        return found is not None and found.path.is_relative_to(self.path.resolve())
+        return found is not None and found.path.parent == self.path.resolve() / "checkpoints"
 
     def check_there(self) -> None:
         """Raise StorageError unless `path` still leads to this run's folder."""
@@ -115,6 +115,10 @@ class RunFolder:
         self.check_there()
         if self.fence is not None:
             self.fence.check()
+
+    def check_not_taken(self) -> None:
+        """Do what `check_ours` does once the run has let its lock go: nobody need hold it."""
+        replace(self, fence=self.fence and replace(self.fence, is_owner=False)).check_ours()
 
     def check_not_replaced(self) -> None:
         """Raise RunFolderInUseError if another process has taken the folder over. A folder that is
@@ -277,7 +281,7 @@ def _open(
             # The other ranks take this one, whatever the run there saves meanwhile.
             begins_with = init_from if weights.stored.checkpoint is None else weights.stored.path
     else:
-        _check_same_data(path, checkpoint, hash_of_read(dataset, plan, checkpoint.step))
+        _check_data(path, dataset, plan, checkpoint)
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
@@ -300,14 +304,15 @@ def _open(
     return replace(folder, reached=_rewind(folder, record)), begins_with
 
 
-def _check_same_data(path: Path, checkpoint: Checkpoint, now: str) -> None:
-    """Raise ConfigError if the checkpoint of the run in `path` was saved while its data had another
-    hash than `now`."""
-    before = saved_state(checkpoint)[1].data_hash
-    if before not in (None, now):
+def _check_data(path: Path, dataset: Dataset, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the tokens that the run in `path` has read up to its `checkpoint` are
+    others now."""
+    data_hash = saved_state(checkpoint)[1].data_hash
+    now = hash_of_read(dataset, plan, checkpoint.step)
+    if data_hash not in (None, now):
         raise ConfigError(
             f"the data has changed since step {checkpoint.step} of {path} was saved "
-            f"(sha256 {before[:16]}…, now {now[:16]}…), or an earlier version split it "
+            f"(sha256 {data_hash[:16]}…, now {now[:16]}…), or an earlier version split it "
             "otherwise (CHANGELOG.md); restore it, or start anew with another --run-dir or "
             "--name"
         )

@@ -94,6 +94,14 @@ class _PendingSave:
         """Return True once every rank has written its files. Collective."""
         return not self.save.world.all_reduce_max(self.save.is_writing)
 
+    def why_not_saved(self) -> object:
+        """Wait until this rank has written its files, and return why they are not committed."""
+        try:
+            self.save.written()
+        except Exception as error:
+            return error
+        return "the run ended before all processes had written it"
+
     def commit(self, run: TrainingRun) -> Saved:
         """Wait until every rank has written, make the checkpoint visible, and note its step in the
         run's state. Collective. Raises StorageError if a rank could not write."""
@@ -208,6 +216,7 @@ class RunCheckpoints:
         try:
             saved = pending.commit(self.run)
         except StorageError as error:
+            self.old.unfinished += [pending.save.folder] if self.run.world.is_main else []
             if must_not_fail or (failure_ends_run(self.run.config) and not may_fail):
                 raise
             _say_not_saved(self.run, step, error)
@@ -240,12 +249,7 @@ class RunCheckpoints:
                 self.run.console.say(f"warning: after a checkpoint was saved: {error!r}")
             return
         pending, self._pending = self._pending, None
-        why: object = "the run ended before all processes had written it"
-        try:
-            pending.save.written()
-        except Exception as error:
-            why = error
-        _say_not_saved(self.run, pending.save.step, why)
+        _say_not_saved(self.run, pending.save.step, pending.why_not_saved())
 
     def check_if_due(self) -> None:
         """Every `train.check_copies` and `train.check_every` steps, look for silent corruption;
@@ -353,6 +357,9 @@ class OldCheckpoints:
         self.run = run
         self.rollback_steps = [*run.state.guard.rollback_steps]
         """The steps to which a run resumed from the newest checkpoint may roll back."""
+        self.unfinished: list[Path] = []
+        """On rank 0, folders of saves that failed, which may still be there: the run folder's disk
+        may have been gone."""
         self._remover = ThreadPoolExecutor(1)
         self._removals: list[Future[None]] = []
 
@@ -403,7 +410,13 @@ class OldCheckpoints:
         self.run.world.patiently(lambda _: self.await_own_removals(), "removing", step)
 
     def await_own_removals(self) -> None:
-        """Wait until the checkpoints that this rank removes are gone from disk."""
+        """Wait until the checkpoints that this rank removes are gone from disk, on rank 0 also what
+        is left of saves that failed."""
+        with suppress(StorageError):  # once the folder is there again
+            self.run.folder.check_there()
+            while self.unfinished:
+                remove_tree(self.unfinished[-1])
+                self.unfinished.pop()
         while self._removals:
             try:
                 self._removals.pop(0).result()

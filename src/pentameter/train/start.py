@@ -87,7 +87,7 @@ def start_run(
     folder = open_run_folder(request, plan, dataset, fence=world.on_main(lock))
     engine, optimizer, state = _build(request, plan, compute, folder)
     console.open_log(folder.log_path_of(world.rank), folder.check_ours)
-    stack.callback(console.close_log)  # while the lock is held
+    stack.callback(console.close_log, folder.check_not_taken)  # while the lock is held
     run = TrainingRun(
         plan=plan,
         supplied=request.supplied,
