@@ -12,7 +12,7 @@ from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine import kernel_checks
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.model import compiled
+from pentameter.model import compiled, loss
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 
@@ -89,6 +89,37 @@ def test_a_part_that_is_wrong_is_named(emulated_tiles, monkeypatch):
             rehearsal._wrong("AMX", part) for part in rehearsal._parts(model, torch.bfloat16, 4)
         ]
     assert list(filter(None, found)) == ["feed-forward layer: result 0 is not finite"]
+
+
+def test_what_only_evaluation_computes_is_compared_too(vector_cpu, no_step, monkeypatch, tmp_path):
+    """A router with a loss chooses by PyTorch's operations in training, else by the library."""
+    sources = tmp_path / "cpp"
+    shutil.copytree(native.FOLDER, sources)
+    text = (sources / "router.cpp").read_text()
+    right = "weight = weight / divisor * job.factor;"
+    assert right in text
+    (sources / "router.cpp").write_text(text.replace(right, right.replace(";", " * 2.0f;")))
+    monkeypatch.setattr(native, "FOLDER", sources)
+    capabilities = machine_capabilities()
+    assert native.load("vector", capabilities) is None
+    config = config_of("experts").model_copy(update={"router_z_loss": 1e-3})
+    with pytest.warns(UserWarning, match="are wrong: experts"):
+        assert rehearse(config, torch.float32, ROWS, capabilities) == {"vector": "plain"}
+
+
+def test_the_head_is_compared_as_the_run_computes_it(monkeypatch):
+    model = rehearsal._shallow(config_of(), torch.float32)
+
+    def heads():
+        return [p for p in rehearsal._parts(model, torch.float32, ROWS) if p.name == "head"]
+
+    with compiled.plainly():
+        (head,) = heads()
+        shapes = [x.shape for x in rehearsal._results(head)]
+    assert model.head_parameters()[0].shape in shapes  # its gradient is compared, too
+    # A loss in chunks takes no library, and all logits at once may exceed memory.
+    monkeypatch.setattr(loss, "MAX_LOGITS", ROWS * 32 * len(model.head_parameters()[0]) - 1)
+    assert heads() == []
 
 
 def plant(monkeypatch, folder, *, mended_by_less=False):

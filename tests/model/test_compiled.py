@@ -59,6 +59,17 @@ def test_a_wrong_kernel_is_left_to_pytorch_in_every_later_call_and_start(options
     assert again(x, y, 2.0)[0].equal(result)
 
 
+def test_within_compiled_code_a_kernel_is_compared_with_what_is_not_compiled(options):
+    options("inject_relu_bug_TESTING_ONLY", "accuracy")
+    x, y = torch.randn(64, 96), torch.randn(64, 96)
+    kernel = compiled.kernel(rectified)
+    whole = torch.compile(lambda x: kernel(x, y, 2.0)[0], dynamic=False)
+    with pytest.warns(UserWarning, match=r"rectified, compiled with -O3, is wrong"):
+        result = whole(x)
+    assert torch.equal(result, rectified(x, y, 2.0)[0])
+    assert torch.equal(whole(x), result)
+
+
 def test_a_right_kernel_is_proved_once(monkeypatch):
     x, y = torch.randn(64, 96), torch.randn(64, 96)
     kernel = compiled.kernel(rectified)

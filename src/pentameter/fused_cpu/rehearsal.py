@@ -43,6 +43,7 @@ from pentameter.model.dropout import dropout_keys
 from pentameter.model.experts import Experts
 from pentameter.model.feed_forward import MLP
 from pentameter.model.gpt import GPT, Block
+from pentameter.model.loss import exceeds_chunk
 from pentameter.model.positions import rotation
 
 MOST_REROUTED = 1e-3
@@ -124,13 +125,14 @@ def _library_level(
 
 
 class _Part(NamedTuple):
-    """A part of the fused step: its name, the function, the tensors that it is called with, and the
-    modules whose parameters it reads."""
+    """A part of the fused step: its name, the function, the tensors that it is called with, the
+    modules whose parameters it reads, and whether these are in training."""
 
     name: str
     function: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     modules: tuple[nn.Module, ...]
+    training: bool
     may_differ: float = 0.0
 
 
@@ -146,6 +148,8 @@ def _wrong(name: native.Name, part: _Part) -> str | None:
 
 def _results(part: _Part) -> list[Tensor]:
     """Return a part's outputs, and the gradients of its inputs and of all parameters it reads."""
+    for module in part.modules:
+        module.train(part.training)
     inputs = [x.detach().requires_grad_() for x in part.inputs]
     parameters = [p for module in part.modules for p in module.parameters()]
     outputs = part.function(*inputs)
@@ -157,7 +161,24 @@ def _results(part: _Part) -> list[Tensor]:
 
 def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
     """Yield the parts of the fused step that a library may compute: attention and feed-forward
-    layers, the ends of sub-layers, and the head."""
+    layers, the ends of sub-layers, and the head unless its loss comes in chunks, by other
+    operations. What evaluation computes otherwise, without dropout or a router's losses, is a part
+    of its own."""
+    for training in (True, False):
+        yield from _layers(model, dtype, n_rows, training)
+    config, weight = model.config, model.head_parameters()[0]
+    if exceeds_chunk(n_rows * config.context_length, len(weight)):
+        return
+    generator = torch.Generator().manual_seed(4)
+    size = n_rows, config.context_length, config.d_model
+    h = torch.randn(size, generator=generator).to(dtype)
+    scale = model.final_norm.get_parameter("weight")
+    read = model.final_norm, model.token_embedding if config.tied_head else model.head
+    yield _Part("head", lambda h: (FoldedLinear.apply(h, scale, weight),), (h,), read, True)
+
+
+def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iterator[_Part]:
+    """Yield the parts of the model's blocks in training; or in evaluation, those that differ."""
     config, kind = model.config, NormKind(CENTRED[model.config.norm], model.config.norm_eps)
     T, D = config.context_length, config.d_model
     generator = torch.Generator().manual_seed(0)
@@ -171,44 +192,45 @@ def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
         (norm, attention), (mlp_norm, mlp) = block.sub_layers()
         assert isinstance(attention, Attention)
         assert isinstance(mlp, MLP | Experts)
-        keys = sites[attention.weights_dropout.site]
-        yield _Part(
-            "attention",
-            lambda h, norm=norm, attention=attention, keys=keys: (
-                attention_output(h, norm, attention, config, keys, tables),
-            ),
-            (h,),
-            (norm, attention),
-        )
-        yield _Part(
-            "experts" if isinstance(mlp, Experts) else "feed-forward layer",
-            lambda h, norm=mlp_norm, mlp=mlp: feed_forward_output(h, norm, mlp, config.activation)[
-                :1
-            ],
-            (h,),
-            (mlp_norm, mlp),
-            MOST_REROUTED if isinstance(mlp, Experts) else 0.0,
-        )
+        keys = sites[attention.weights_dropout.site] if training else None
+        if training or config.attention_dropout:
+            yield _Part(
+                "attention",
+                lambda h, norm=norm, attention=attention, keys=keys: (
+                    attention_output(h, norm, attention, config, keys, tables),
+                ),
+                (h,),
+                (norm, attention),
+                training,
+            )
+        if training or isinstance(mlp, Experts):
+            yield _Part(
+                "experts" if isinstance(mlp, Experts) else "feed-forward layer",
+                lambda h, norm=mlp_norm, mlp=mlp: feed_forward_output(
+                    h, norm, mlp, config.activation
+                )[:1],
+                (h,),
+                (mlp_norm, mlp),
+                training,
+                MOST_REROUTED if isinstance(mlp, Experts) else 0.0,
+            )
         bias, dropout = attention.out.bias, attention.dropout
-        yield _Part(
-            "end of a sub-layer",
-            lambda x, y, bias=bias, dropout=dropout: add_norm(
-                x, y, bias, dropout, sites, True, kind
-            ),
-            (x, y),
-            (attention.out,),
-        )
-    weight = model.head_parameters()[0]
-    scale = model.final_norm.get_parameter("weight")
-    yield _Part(
-        "head", lambda h: (FoldedLinear.apply(h, scale, weight),), (h,), (model.final_norm,)
-    )
+        if training or config.dropout:
+            yield _Part(
+                "end of a sub-layer",
+                lambda x, y, bias=bias, dropout=dropout: add_norm(
+                    x, y, bias, dropout, sites, training, kind
+                ),
+                (x, y),
+                (attention.out,),
+                training,
+            )
 
 
 def _step(model: GPT, dtype: torch.dtype, n_rows: int) -> None:
     """Make a step's forward and backward pass, in which the kernels of `torch.compile` prove
     themselves."""
-    config = model.config
+    config = model.train().config
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(2)
     size = n_rows, config.context_length

@@ -68,6 +68,7 @@ class Kernel:
         self._checked: dict[Hashable, Level] = {}
         self._compiled = functools.cache(self._compile)
 
+    @torch.compiler.disable  # or within compiled code the plain form would be compiled, too
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's result for these arguments."""
         if _PLAIN.get():
@@ -108,7 +109,7 @@ class Kernel:
             if wrong is None:
                 level = tried
                 break
-            warnings.warn(f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=3)
+            warnings.warn(f"{self._name}, compiled with {tried}, is wrong: {wrong}", stacklevel=4)
         record(key, self._name, level)
         return level
 
