@@ -79,9 +79,11 @@ class Attempts:
                 self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Make no request any more: nobody waits for it."""
-        self.is_abandoned = True
-        self.limit(0.0)
+        """Make no request any more, whatever time was left: nobody waits for it."""
+        with self._changed:
+            self.is_abandoned = True
+            self._limited_at, self._limit_seconds = time.monotonic(), 0.0
+            self._changed.notify_all()
 
     @property
     def left_seconds(self) -> float:
