@@ -55,12 +55,14 @@ def disagreement(
     *,
     may_differ: float = 0.0,
     bound: float | None = None,
+    least_top: float = 0.0,
 ) -> str | None:
     """Return a phrase that says how a kernel's results differ from those of its plain form by more
     than rounding, in shape, dtype, numbers that are not finite, or size; None if they agree.
 
     may_differ: the share of a result's numbers, all finite, that may have any size. bound: the
     largest error of a result ÷ its largest number; by default the widest `bound_of` the dtypes.
+    least_top: what a smaller largest number counts as, where a result may be rounding alone.
     """
     dtypes = {x.dtype for x in (*results, *expected) if x.is_floating_point()}
     bound = max(map(bound_of, dtypes), default=0.0) if bound is None else bound
@@ -70,18 +72,22 @@ def disagreement(
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 return f"result {number} differs"
-        elif (how := _difference(_wide(x), _wide(y), bound, may_differ)) is not None:
-            return f"result {number} is {how}"
+        else:
+            how = _difference(_wide(x), _wide(y), bound, may_differ, least_top)
+            if how is not None:
+                return f"result {number} is {how}"
     return None
 
 
-def _difference(x: Tensor, y: Tensor, bound: float, may_differ: float) -> str | None:
+def _difference(
+    x: Tensor, y: Tensor, bound: float, may_differ: float, least_top: float
+) -> str | None:
     finite = y.isfinite()
     if not torch.equal(finite, x.isfinite()):
         return "not finite"
     if not finite.any():
         return None
-    error, top = (x - y)[finite].abs_(), y[finite].abs().amax()
+    error, top = (x - y)[finite].abs_(), y[finite].abs().amax().clamp(least_top)
     if (error > bound * top).float().mean() > may_differ:
         return f"off by {error.amax():.1e} of {top:.1e}"
     return None
