@@ -187,14 +187,16 @@ def _sources() -> str:
 
 def careful_compiler() -> str:
     """Return the path of a program that is the compiler, but optimizes with -O2 whatever it is
-    told. Raises StorageError if the cache cannot be written."""
+    told. Raises StorageError if the cache cannot be written, or runs no programs."""
     command = compiler_command() or "g++"
     number = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = _folder() / f"O2-{number}" / Path(command).name
-    if not path.exists():
+    if not os.access(path, os.X_OK):  # there may be one that a process was killed over
         make_folder(path.parent)
         write_atomic(path, f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'.encode())
         path.chmod(0o755)
+        if not os.access(path, os.X_OK):
+            raise StorageError(f"cannot run {path}: its disk runs no programs (noexec)")
     return str(path)
 
 
