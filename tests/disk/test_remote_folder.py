@@ -228,6 +228,22 @@ def test_a_limit_reaches_a_request_that_waits_and_success_costs_nothing(store):
     assert other.attempts.answer is None
 
 
+def test_what_is_abandoned_makes_no_request_more_though_time_was_left(store):
+    folder = RemoteFolder("s3://bucket/run")
+    folder.pauses = (60.0,)
+    store.fault = lambda request: "503"
+    folder.attempts.limit(600.0)
+    threading.Timer(0.3, folder.attempts.abandon).start()
+    start = time.monotonic()
+    with pytest.raises(StorageError, match="503"):
+        folder.put("a", BODY)
+    assert time.monotonic() - start < 20
+    n_before = len(store.requests)
+    with pytest.raises(StorageError, match="given up"):
+        folder.put("a", BODY)
+    assert len(store.requests) == n_before
+
+
 def test_a_word_is_said_once_with_the_answer_and_how_long(store, monkeypatch):
     monkeypatch.setattr(remote_folder, "SAY_AFTER_SECONDS", 0.0)
     folder = RemoteFolder("s3://bucket/run")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pentameter.errors import StorageError
 from pentameter.machine import kernel_checks
 
 
@@ -162,3 +163,20 @@ def test_the_careful_compiler_optimizes_less(monkeypatch, tmp_path):
     assert careful == kernel_checks.careful_compiler()
     said = subprocess.run([careful, "-O3", "a b"], capture_output=True, text=True, check=True)
     assert said.stdout == "-O3 a b -O2\n"
+    Path(careful).chmod(0o644)  # as if a process had been killed over it
+    subprocess.run([kernel_checks.careful_compiler()], capture_output=True, check=True)
+
+
+def test_a_cache_that_runs_no_programs_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "another-g++"))
+    monkeypatch.setattr(kernel_checks.os, "access", lambda path, mode: False)
+    with pytest.raises(StorageError, match="noexec"):
+        kernel_checks.careful_compiler()
+
+
+def test_a_result_that_is_rounding_alone_is_held_to_the_size_it_is_given():
+    expected, result = torch.tensor([4e-11]), torch.tensor([-1e-11])
+    assert kernel_checks.disagreement([result], [expected])
+    assert kernel_checks.disagreement([result], [expected], least_top=1e-3) is None
+    assert kernel_checks.disagreement([result + 1], [expected], least_top=1e-3)
+    assert kernel_checks.disagreement([result * torch.nan], [expected], least_top=1e-3)

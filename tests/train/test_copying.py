@@ -358,7 +358,7 @@ def test_a_signal_names_the_newest_step_that_is_not_copied(tmp_path, patch, pati
     with pytest.raises(InterruptedRunError, match=told):
         fit(
             tmp_path,
-            sections=sections(16, on_error="warn", copy_wait_seconds=1.0),
+            sections=sections(16, on_error="warn", copy_wait_seconds=4.0),
             hooks=[FailsFrom(patch, 2, signal_at=10)],
         )
     assert time.monotonic() - start < 20

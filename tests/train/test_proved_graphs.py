@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from torch import nn
 
 from pentameter.config.load import load_config
 from pentameter.train.loop import Trainer
@@ -33,3 +35,40 @@ def test_a_wrong_graph_is_told_and_left(tmp_path):
     assert "so this run is not compiled" in (tmp_path / "compiled" / "log.txt").read_text()
     _, expected = losses(tmp_path / "eager", **{"train.compile": False})
     assert found == pytest.approx(expected, rel=1e-6)  # the loss's kernel is compiled on its own
+
+
+class Normed(nn.Module):
+    """A model with a bias before batch norm, whose gradient is 0 but for rounding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab_size, model.d_model)
+        self.linear = nn.Linear(model.d_model, model.d_model)
+        self.norm = nn.BatchNorm1d(model.d_model)
+        self.head = nn.Linear(model.d_model, model.vocab_size)
+
+    def forward(self, tokens):
+        x = self.linear(self.embedding(tokens)).transpose(1, 2)
+        return self.head(self.norm(x).transpose(1, 2).sigmoid())
+
+
+def build(config):
+    return Normed(config.model)
+
+
+def batches(step, rows):
+    if step >= 2:
+        raise IndexError(f"there is no batch for step {step}")
+    made = (np.arange(17) * (rows[:, None] + step + 1)) % 11
+    return made[:, :-1], made[:, 1:]
+
+
+@pytest.mark.usefixtures("short_measurement")
+def test_a_gradient_that_is_rounding_alone_is_no_wrong_graph(tmp_path):
+    settings = load_config(
+        "quickstart", TINY | {"train.compile": True, "model.sliding_window": "none"}
+    )
+    for _ in range(2):  # the second finds the run complete, and asks for no batch beyond it
+        trainer = Trainer(settings, run_dir=tmp_path, quiet=True, model=build, batches=batches)
+        assert trainer.fit().step == 2
+        assert trainer.run.engine.stage_modules[0].has_graph

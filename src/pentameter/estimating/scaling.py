@@ -72,11 +72,10 @@ def scale(
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
     `cluster`; beyond one node, for as many whole nodes as hold that number, or a last one that says
-    that no network between nodes is known. The configuration's
-    batch size is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch`
-    (batch rows in the training split) if it counts in epochs. `imbalance` is the most rows that a
-    rank's experts get ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY for
-    linear layers' matmuls, or None."""
+    that no network between nodes is known. The configuration's batch size is kept. `vocab_size` is
+    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
+    counts in epochs. `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks.
+    `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None."""
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1

@@ -62,12 +62,14 @@ def disagreement(
     *,
     may_differ: float = 0.0,
     bound: float | None = None,
+    least_top: float = 0.0,
 ) -> str | None:
     """Return a phrase that says how a kernel's results differ from those of its plain form by more
     than rounding, in shape, dtype, numbers that are not finite, or size; None if they agree.
 
     may_differ: the share of a result's numbers, all finite, that may have any size. bound: the
     largest error of a result ÷ its largest number; by default the widest `bound_of` the dtypes.
+    least_top: what a smaller largest number counts as, where a result may be rounding alone.
     """
     dtypes = {x.dtype for x in (*results, *expected) if x.is_floating_point()}
     bound = max(map(bound_of, dtypes), default=0.0) if bound is None else bound
@@ -77,19 +79,23 @@ def disagreement(
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 return f"result {number} differs"
-        elif (how := _difference(_wide(x), _wide(y), bound, may_differ)) is not None:
-            return f"result {number} is {how}"
+        else:
+            how = _difference(_wide(x), _wide(y), bound, may_differ, least_top)
+            if how is not None:
+                return f"result {number} is {how}"
     return None
 
 
-def _difference(x: Tensor, y: Tensor, bound: float, may_differ: float) -> str | None:
+def _difference(
+    x: Tensor, y: Tensor, bound: float, may_differ: float, least_top: float
+) -> str | None:
     finite = y.isfinite()
     odd_x, odd_y = x.masked_fill(finite, 0), y.masked_fill(finite, 0)
     if not (x.isfinite() == finite).all() or not odd_x.isclose(odd_y, equal_nan=True).all():
         return "not finite"
     if not finite.any():
         return None
-    error, top = (x - y)[finite].abs_(), y[finite].abs().amax()
+    error, top = (x - y)[finite].abs_(), y[finite].abs().amax().clamp(least_top)
     if (error > bound * top).float().mean() > may_differ:
         return f"off by {error.amax():.1e} of {top:.1e}"
     return None
@@ -196,7 +202,7 @@ def _sources() -> str:
 
 def careful_compiler() -> str:
     """Return the path of a program that is the compiler, but optimizes with -O2 whatever it is
-    told. Raises StorageError if the cache cannot be written."""
+    told. Raises StorageError if the cache cannot be written, or runs no programs."""
     command = compiler_command() or "g++"
     number = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = _folder() / f"O2-{number}" / Path(command).name
@@ -207,6 +213,8 @@ def careful_compiler() -> str:
         with storage_errors(path, "write"):
             part.chmod(0o755)
             part.replace(path)  # now: another rank may run it as soon as it is there
+        if not os.access(path, os.X_OK):
+            raise StorageError(f"cannot run {path}: its disk runs no programs (noexec)")
     return str(path)
 
 

@@ -374,7 +374,8 @@ class _Wait:
             self._say(f"{copies.missing} yet, and it is waited for")
             self._says_at = math.inf
         if self._ends_at == math.inf and self._is_stopping():
-            self._ends_at = now + self._seconds
+            # The thread, which gives up then, has something to say first.
+            self._ends_at = now + self._seconds + _GRACE_SECONDS
         # The thread gives up by itself, unless a request hangs.
         if now < self._ends_at and copies.attempts.left_seconds > -_GRACE_SECONDS:
             return False

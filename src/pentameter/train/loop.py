@@ -164,7 +164,7 @@ class Trainer:
             loop = _Loop(run, checkpoints, hooks, signals, throughput, self._rate(), late)
             try:
                 hooks.call("on_start", run)
-                run.world.progress.note("training", run.state.step + 1)
+                run.world.progress.note("training", run.state.step + 1, nothing_to_lose=True)
                 wrong = refuse_wrong_graphs(run.engine, run.batches, run.state.step)
                 if wrong is not None:
                     console.say(f"warning: {wrong}")

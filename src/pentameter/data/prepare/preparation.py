@@ -153,8 +153,8 @@ class Preparation(ABC):
         `count_tokens` is called after each batch with the tokens written so far, in all splits;
         `warnings` collects sentences for the user. Raises FolderExistsError if the folder exists or
         has appeared meanwhile, ConfigError for a character outside the vocabulary and a corpus
-        without a token, StorageError if
-        reading or writing fails, or the corpus changed between the passes.
+        without a token, StorageError if reading or writing fails, or the corpus changed between the
+        passes.
         """
         contents = self.contents
         n_bytes = sum(part.n_bytes for part in contents.parts)

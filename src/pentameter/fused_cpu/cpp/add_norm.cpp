@@ -9,8 +9,9 @@
 
 // Arguments from the host, with the same fields as `_AddNorm` in vector_kernels.py. There are M
 // rows with D channels, a multiple of 16, T rows per batch row; `keys` (M / T, 2) are dropout's.
-// Each block of dropout's numbers has `in_block` rows. `bias` (D) may be null; its gradient is summed over `rows` rows at a time. A norm that is not
-// `centred` subtracts no mean. y and the normed rows are bf16 if `low`, else fp32.
+// Each block of dropout's numbers has `in_block` rows. `bias` (D) may be null; its gradient is
+// summed over `rows` rows at a time. A norm that is not `centred` subtracts no mean. y and the
+// normed rows are bf16 if `low`, else fp32.
 struct AddNorm {
     const float* bias;
     const int32_t* keys;
