@@ -61,8 +61,8 @@ class _UnequalError(Exception):
 
 
 class Attempts:
-    """What a store that fails has answered, since when, and how long it is asked again. One thread
-    asks; another may read this, and limit it."""
+    """The latest answer of a store that fails, since when, and how long it is asked again. One
+    thread asks; another may read this, and limit it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -383,9 +383,9 @@ def handling_ctrl_z(workers: Callable[[], Workers | None]) -> Iterator[None]:
 
 
 class _Suspension:
-    """What Ctrl-Z does to a launcher: it suspends all that `workers` returns (None: there are none
-    now), then the launcher, and resumes them when that is resumed. They have sessions of their own
-    and would go on.
+    """The handling of Ctrl-Z in a launcher: it suspends all that `workers` returns (None: there are
+    none now), then the launcher, and resumes them when that is resumed. They have sessions of their
+    own and would go on.
 
     They are asked first: between two steps none waits for another. Suspended elsewhere, those that
     wait would find on waking that their time is over. A second Ctrl-Z does not wait.

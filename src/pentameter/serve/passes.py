@@ -69,7 +69,7 @@ def hiding(
 
 @dataclass(frozen=True)
 class _Memory:
-    """What each layer has stored of the tokens in all slots, (n_slots, G, S, K) each."""
+    """The layers' stored tensors of the tokens in all slots, (n_slots, G, S, K) each."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]

@@ -40,23 +40,25 @@ def refuse_wrong_graphs(
     batch = batches.batch(step, rows)
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
     kept = [buffer.clone() for buffer in buffers]
-    found = []
-    for modules in ([], graphs):
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(module.plainly())
-            loss = engine.forward_backward(batch, step)
+
+    def computed() -> list[Tensor]:
+        loss = engine.forward_backward(batch, step)
         gradients = [each.grad for each in engine.parameters() if each.grad is not None]
-        found.append(
-            [torch.as_tensor(loss.total), *(local_shard(each)[0].clone() for each in gradients)]
-        )
-        engine.zero_gradients()
+        return [torch.as_tensor(loss.total), *(local_shard(each)[0] for each in gradients)]
+
+    compiled = [each.clone() for each in computed()]
+    engine.zero_gradients()
+    with contextlib.ExitStack() as stack:
+        for module in graphs:
+            stack.enter_context(module.plainly())
+        plain = computed()
     for buffer, before in zip(buffers, kept, strict=True):  # batch norm's statistics
         buffer.copy_(before)
     # The errors of a graph were a tenth of one kernel's bound, for 4 layers as for 16.
     bound = bound_of(engine.arithmetic.products)
-    least_top = SMALL_GRADIENT * max(engine.world.all_gather(_largest(found[1][1:])))
-    wrong = disagreement(*found, bound=bound, least_top=least_top)
+    least_top = SMALL_GRADIENT * max(engine.world.all_gather(_largest(plain[1:])))
+    wrong = disagreement(compiled, plain, bound=bound, least_top=least_top)
+    engine.zero_gradients()
     reasons = engine.world.all_gather(wrong)
     reason = next(filter(None, reasons), None)
     if reason is not None:

@@ -59,7 +59,7 @@ class RunRequest:
     force: bool = False
     """True to try a run that is predicted to exceed the memory."""
     verification: Verification = field(default_factory=Verification)
-    """What `world` knows of the checkpoints that this start has verified."""
+    """The checkpoints that the ranks of `world` have verified at this start."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------
