@@ -82,8 +82,8 @@ def test_a_checkpoint_pruned_while_it_is_loaded_gives_way_to_the_next(run, monke
     folder, _, _, save, store = run
     save(1)
 
-    def find(path, warnings):
-        found = find_model(path, warnings)
+    def find(path, warnings, *others):
+        found = find_model(path, warnings, *others)
         if found.step == 1:
             save(2)
             store.prune(1)
