@@ -275,6 +275,45 @@ def test_a_slice_is_initialised_without_the_others():
     assert not torch.equal(whole["gain.0"], whole["gain.1"])
 
 
+class Turned(nn.Module):
+    """A slice of layers, each of which has a buffer that is drawn, and one that they share."""
+
+    def __init__(self, layers):
+        super().__init__()
+        shared = nn.Module()
+        shared.register_buffer("angles", torch.arange(D) / D)
+        self.blocks = nn.ModuleDict()
+        for n in layers:
+            block = self.blocks[str(n)] = nn.Linear(D, D)
+            block.register_buffer("turn", torch.rand(D))
+            block.shared = shared
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x) * block.turn * block.shared.angles
+        return x
+
+
+def init_turned(config, path, module):
+    module.reset_parameters()
+
+
+@pytest.mark.parametrize("init_weights", [None, init_turned])
+def test_a_buffer_is_the_same_in_a_slice_the_whole_and_what_is_loaded(init_weights):
+    source = OwnModel(
+        lambda config: Turned(range(2)),
+        slice=lambda config, layers: Turned(layers),
+        init_weights=init_weights,
+    )
+    whole = values_of(source, config())
+    parts = values_of(source, config(parallel={"pipeline": 2}, micro_batch_size=3))
+    loaded = source.build_whole(config(), torch.float32, CPU)  # the caller loads parameters
+    assert not torch.equal(whole["blocks.0.turn"], whole["blocks.1.turn"])
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    for name, value in loaded.named_buffers():
+        assert torch.equal(value, whole[name]), name
+
+
 def test_slices_of_one_process_share_a_parameter_under_all_its_names():
     first, last = Words(), Words()
     tie_within([first, last], ["embedding.weight"])

@@ -148,6 +148,20 @@ class OwnModel(ModelSource):
         with seeded(config.seed):
             return made() if self.init_weights is None else built_without_parameters(made)
 
+    def _buffers(self, config: Config, layers: range | None) -> dict[str, Tensor]:
+        """Return the buffers of the full module (`layers` None), or of the slice with these layers,
+        by every name, built without memory for parameters: those that `init_weights` sets then draw
+        less. A slice that draws has the full module's values, which its own draws are not."""
+        with seeded(config.seed):
+            began = torch.get_rng_state()
+            module = built_without_parameters(partial(self._construct, config, layers))
+            has_drawn = not torch.equal(torch.get_rng_state(), began)
+        found = dict(module.named_buffers(remove_duplicate=False))
+        if layers is None or not has_drawn:
+            return found
+        whole = self._buffers(config, None).items()
+        return found | {n: v for n, v in whole if n in found and v.shape == found[n].shape}
+
     def _shaped(self, config: Config, layers: range | None) -> nn.Module:
         """Build the full module (`layers` None), or the slice with these layers, with all tensors
         on `meta`, without memory. If its code cannot run on `meta`, it is built on the CPU and
@@ -170,9 +184,13 @@ class OwnModel(ModelSource):
         return _with_dtype(self._shaped(config, layers), dtype)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Build the full module on `device`, with its constructor's values; floating-point tensors
-        become fp64 if that is `dtype`, else fp32."""
-        return _with_dtype(self.built(config), dtype).to(device)
+        """Build the full module on `device`, with its constructor's values, but buffers as training
+        has them; floating-point tensors become fp64 if that is `dtype`, else fp32."""
+        module = self.built(config)
+        if self.init_weights is not None:
+            for name, value in self._buffers(config, None).items():
+                module.get_buffer(name).copy_(value)
+        return _with_dtype(module, dtype).to(device)
 
     def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
         """Build pipeline stage `number` on `meta` with the user's functions: matrices sharded over
@@ -217,7 +235,7 @@ class OwnModel(ModelSource):
         shards are already allocated.
 
         If `init_weights` is given, it sets one sub-module after another, and buffers are taken from
-        a slice built anew. If it is None, each rank builds the full module on the CPU with the
+        a slice built anew, or from the full module if they may be drawn. If it is None, each rank builds the full module on the CPU with the
         seed, copies its own shards and buffers out of it, and frees it. LoRA adapters (A and B) are
         in neither; they are drawn from the seed and their names. Raises ConfigError for a buffer
         that the newly built module lacks, and for a parameter that `init_weights` leaves unset.
@@ -234,10 +252,11 @@ class OwnModel(ModelSource):
                 # The full module, because a slice may lack some direct parameters of a sub-module.
                 whole_on_meta = self._shaped(plan.config, None)
                 initialize_by_module(model, whole_on_meta, init_weights, plan.config)
-                values = dict(self._built(plan.config, plan.stages[number]).named_buffers())
+                values = self._buffers(plan.config, plan.stages[number])
             else:
                 assert whole is not None
-                values = dict(chain(whole.named_parameters(), whole.named_buffers()))
+                buffers = whole.named_buffers(remove_duplicate=False)  # a slice may lack the first
+                values = dict(chain(whole.named_parameters(), buffers))
             with torch.no_grad():
                 for name, shard in chain(model.named_parameters(), model.named_buffers()):
                     if name in values:
