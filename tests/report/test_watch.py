@@ -382,7 +382,8 @@ def test_ctrl_c_ends_the_command_with_0(runs):
 )
 def test_a_browser_shows_the_runs_and_what_is_appended(runs, run_events, tmp_path, monkeypatch):
     """The page is asked for once; the second answer of the table has steps that the first had
-    not. A name that is not UTF-8 stops nothing."""
+    not. A name that is not UTF-8 stops nothing, nor does a run that cannot be read."""
+    (runs / "broken").symlink_to(runs / "half")
     (runs / "whole").rename(runs / os.fsdecode(b"whole\xff"))
     new = [event for event in run_events(400) if event["step"] > 260][:3]
     asked = []
@@ -407,4 +408,8 @@ def test_a_browser_shows_the_runs_and_what_is_appended(runs, run_events, tmp_pat
     table = re.search("<tbody>.*</tbody>", done.stdout, flags=re.DOTALL)[0]
     assert re.findall('href="/run/([^"]*)"', table) == ["half", "whole%FF"]
     assert table.count("<polyline") == 2
+    heads = len(re.findall("<th ", re.search("<thead>.*</thead>", done.stdout, re.DOTALL)[0]))
+    cells = [len(re.findall("<t[dh][ >]", row)) for row in table.split("</tr>")[:-1]]
+    assert heads > 9
+    assert cells == [heads] * 3  # sorting reads a cell of each row
     assert f"step {new[-1]['step']}" in text_of(table)

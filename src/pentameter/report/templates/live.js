@@ -70,7 +70,9 @@ const showRow = (run, news) => {
   if (below) inner.append(made("small", {title: below}, below));
   fill(cells[1], news.name, inner);
   fill(cells[2], news.state, made("span", {class: `badge ${news.kind}`}, news.state));
+  while (cells.length > 9) cells[9].remove();
   if (broken) {
+    for (const _ of columns) run.row.append(made("td"));  // as many as heads, by which rows are sorted
     for (let i = 3; i < cells.length; i++) fill(cells[i], "");
     return;
   }
@@ -84,7 +86,6 @@ const showRow = (run, news) => {
   fill(cells[6], news.best[0], news.best[1]);
   fill(cells[7], news.speed[0], news.speed[1]);
   fill(cells[8], news.where, news.where);
-  while (cells.length > 9) cells[9].remove();
   for (const path of columns) {
     const text = news.settings[path] ?? "–", number = Number(text.replaceAll(",", ""));
     const cell = made("td", Number.isNaN(number) ? {} : {class: "number"});
