@@ -235,10 +235,11 @@ class OwnModel(ModelSource):
         shards are already allocated.
 
         If `init_weights` is given, it sets one sub-module after another, and buffers are taken from
-        a slice built anew, or from the full module if they may be drawn. If it is None, each rank builds the full module on the CPU with the
-        seed, copies its own shards and buffers out of it, and frees it. LoRA adapters (A and B) are
-        in neither; they are drawn from the seed and their names. Raises ConfigError for a buffer
-        that the newly built module lacks, and for a parameter that `init_weights` leaves unset.
+        a slice built anew, or from the full module if they may be drawn. If it is None, each rank
+        builds the full module on the CPU with the seed, copies its own shards and buffers out of
+        it, and frees it. LoRA adapters (A and B) are in neither; they are drawn from the seed and
+        their names. Raises ConfigError for a buffer that the newly built module lacks, and for a
+        parameter that `init_weights` leaves unset.
         """
         init_weights = self.init_weights
         whole = None if init_weights is not None else self.built(plan.config)
