@@ -256,6 +256,26 @@ def values_of(source, settings):
     return found
 
 
+class WithoutHead(nn.Module):
+    """A slice of which only the first part has parameters."""
+
+    def __init__(self, layers):
+        super().__init__()
+        if 0 in layers:
+            self.embedding = nn.Embedding(V, D)
+
+    def forward(self, x):
+        return self.embedding(x) if x.dtype == torch.int64 else torch.sin(x)
+
+
+def test_a_stage_without_parameters_is_refused_for_that():
+    source = OwnModel(
+        lambda config: WithoutHead(range(2)), slice=lambda config, layers: WithoutHead(layers)
+    )
+    with pytest.raises(ConfigError, match="has nothing to train, as its slice has no parameters"):
+        planned(source, config(parallel={"pipeline": 2}, micro_batch_size=3))
+
+
 def test_a_slice_is_initialised_without_the_others():
     state = torch.get_rng_state()
     parts = values_of(BY_SLICE, config(parallel={"pipeline": 2}, micro_batch_size=3))
