@@ -73,8 +73,8 @@ def test_the_sums_are_those_of_the_logits():
         if isinstance(module, Router):
             seen[module] = []
             route, kept = module.route, seen[module]
-            module.route = lambda logits, route=route, kept=kept: (
-                kept.append(logits.detach()) or route(logits)
+            module.route = lambda logits, numbers, route=route, kept=kept: (
+                kept.append(logits.detach()) or route(logits, numbers)
             )
     for step in range(2):
         for kept in seen.values():
