@@ -25,7 +25,9 @@ def fail(warning):
 
 
 def recorder(path):
-    folder = SimpleNamespace(metrics_path=path, check_ours=lambda: None, checkpoint=None)
+    folder = SimpleNamespace(
+        metrics_path=path, check_ours=lambda: None, check_not_taken=lambda: None, checkpoint=None
+    )
     return EventLog(load_config("grammar"), folder, 0, World(), SimpleNamespace(say=fail))
 
 
