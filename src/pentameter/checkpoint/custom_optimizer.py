@@ -53,7 +53,7 @@ class _Noted:
 
 @dataclass(frozen=True)
 class _AsMade:
-    """What an optimizer was made with: the values in each of its groups, and its attributes."""
+    """The values with which an optimizer was made, in each of its groups and in its attributes."""
 
     groups: list[dict[str, _Noted]]
     attributes: dict[str, _Noted]
@@ -291,7 +291,7 @@ class CustomLoad:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Those of them that are stored, to be filled."""
+        """The tensors that the checkpoint stores, to be filled."""
         return self._unpacker.tensors
 
     def _allocate(self, path: str, record: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ _MADE_BY: Mapping[str, Callable[[Iterable[Any]], Any]] = {
     kind: make for make, kind in [*_SEQUENCES.items(), *_MAPPINGS.items()]
 }
 _FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)} | {None: None}
-"""What makes the values that a defaultdict lacks."""
+"""The function that makes the values that a defaultdict lacks."""
 _NUMBERS = [np.dtype(each) for each in "?bhiqBHIQefd"]
 _MAX_DEPTH = 100  # of values within one another
 
@@ -110,7 +110,7 @@ class Packer:
     held: Held
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: list[tuple[str, str]] = field(default_factory=list)
-    """Where values are that cannot be kept, and their classes."""
+    """The places of values that cannot be kept, and their classes."""
     _depth: int = 0  # of the value that is being packed, in the outermost one
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ class Unpacker:
     names: set[str] = field(default_factory=set)
     """Names of the tensors that the values have."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Those of them that are stored, allocated."""
+    """The tensors that the checkpoint stores, allocated."""
 
     def allocate(self, tree: Tree, of: str | None = None) -> None:
         """Allocate the tensors of a packed value, which belongs to the state of the parameter `of`,

@@ -1,4 +1,4 @@
-"""Which checkpoints verify: each is hashed once in a run's process, by all ranks together.
+"""The verification of checkpoints: each is hashed once in a run's process, by all ranks together.
 
 Rank 0 finds checkpoints and decides what becomes of them, and hashes none of them alone: terabytes
 take one process longer than others may wait in a collective. Where it has to know whether a

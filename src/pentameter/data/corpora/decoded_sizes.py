@@ -1,4 +1,4 @@
-"""How many bytes a table's rows become when they are decoded, found without decoding them.
+"""The bytes that a table's rows become when they are decoded, found without decoding them.
 
 Arrow can say a long value once and repeat it by numbers (dictionaries, runs, views, lists that
 overlap), so that terabytes of rows fit into a kilobyte. Rows are therefore cut by what they become.

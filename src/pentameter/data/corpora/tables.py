@@ -45,7 +45,7 @@ bytes there."""
 _OF_FOREIGN_BYTES = (
     ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError,
 )  # fmt: skip
-"""What else pyarrow, and Python, raise for names, sizes and values that cannot be."""
+"""Further errors that pyarrow and Python raise for names, sizes and values that cannot be."""
 _ARROW_FILE = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 

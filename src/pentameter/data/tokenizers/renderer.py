@@ -148,12 +148,12 @@ def _keeps_no_state(tree: Any) -> bool:
 
 @dataclass
 class _Reading:
-    """How a template has read messages while it wrote a text."""
+    """A record of how a template has read messages while it wrote a text."""
 
     n_written: int = 0
     """Characters of the text so far; kept by who takes them."""
     ends: list[int] = field(default_factory=list)
-    """How many there were as it asked for each message, and for one more."""
+    """The numbers of characters written as it asked for each message, and for one more."""
     is_in_order: bool = True
     """False once it has asked for a message out of order."""
 
