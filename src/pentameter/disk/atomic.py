@@ -288,12 +288,12 @@ def _utf8(data: bytes, path: Path) -> str:
         raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
 
 
-def _nothing() -> None:
-    """Do nothing: the default of what is called between two blocks."""
+def no_check() -> None:
+    """Do nothing: the default of a check that is made again and again, and may raise."""
 
 
 def check_file(
-    folder: Path, record: FileRecord, *, hash_content: bool, go_on: Callable[[], None] = _nothing
+    folder: Path, record: FileRecord, *, hash_content: bool, go_on: Callable[[], None] = no_check
 ) -> None:
     """Raise CorruptError, naming the file, unless `folder` has a regular file with the record's
     name and size and, with `hash_content`, its sha256. Raises StorageError if the file cannot be
@@ -319,7 +319,7 @@ def check_files(
     *,
     hash_content: bool = True,
     n_threads: int = 8,
-    go_on: Callable[[], None] = _nothing,
+    go_on: Callable[[], None] = no_check,
 ) -> None:
     """Raise CorruptError naming the first file in `folder` that does not match its record.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pentameter.config.urls import shown_url
-from pentameter.disk.atomic import FileRecord, check_file, temporary_name
+from pentameter.disk.atomic import FileRecord, check_file, no_check, temporary_name
 from pentameter.disk.file_systems import (
     LOG_IN,
     has_folders,
@@ -50,10 +50,6 @@ SAY_AFTER_SECONDS = 5.0
 _JITTER = random.SystemRandom()
 
 Result = TypeVar("Result")
-
-
-def any_writer() -> None:
-    """Do nothing: the default check, for a folder that one process alone writes to."""
 
 
 class _UnequalError(Exception):
@@ -147,7 +143,7 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self.pauses: Sequence[float] = START_PAUSES
         self.attempts = Attempts()
-        self.check_writer: Callable[[], None] = any_writer
+        self.check_writer: Callable[[], None] = no_check  # one process alone writes
         self._depth = 0  # of requests within one another
         if not has_folders(url):
             raise ConfigError(

@@ -28,10 +28,11 @@ from pentameter.data.progress import (
     ProgressLines,
     pass_in_words,
 )
+from pentameter.disk.atomic import no_check
 from pentameter.formatting import size
 from pentameter.processes.failure import EXPECTED
 from pentameter.processes.world import World
-from pentameter.train.log_files import LogFile, any_folder
+from pentameter.train.log_files import LogFile
 
 REFRESH_SECONDS = 0.1
 
@@ -69,7 +70,7 @@ class Console:
             self._to_log("".join(lines).rstrip("\n"))
         self.close_log()
 
-    def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
+    def open_log(self, path: Path, check_folder: Callable[[], None] = no_check) -> None:
         """Begin to log to the file `path`, first with all lines printed so far.
 
         `check_folder` is called before each write, as a LogFile does.

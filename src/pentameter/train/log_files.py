@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.disk.atomic import (
+    no_check,
     read_regular,
     storage_error,
     storage_errors,
@@ -34,10 +35,6 @@ from pentameter.errors import RunFolderInUseError, StorageError
 
 MAX_METRICS_BYTES = 2**32  # ten million lines
 MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest are lost
-
-
-def any_folder() -> None:
-    """Do nothing: the default check for a LogFile, which accepts any folder."""
 
 
 class EndKind(StrEnum):
@@ -79,7 +76,7 @@ class LogFile:
         self,
         path: Path,
         warn: Callable[[str], None],
-        check_folder: Callable[[], None] = any_folder,
+        check_folder: Callable[[], None] = no_check,
     ) -> None:
         self.path = path
         self._check_folder = check_folder
