@@ -7,6 +7,7 @@ Shapes: B this rank's batch rows, T tokens, D channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -53,6 +54,17 @@ class LossSum:
 
     def __add__(self, other: LossSum) -> LossSum:
         return LossSum(self.total + other.total, self.n_targets + other.n_targets)
+
+
+@contextmanager
+def keeping_buffers(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this context passes leave no trace in the models' buffers, such as batch norm's
+    statistics, which have their values again at its end."""
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    kept = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, before in zip(buffers, kept, strict=True):
+        buffer.copy_(before)
 
 
 class Engine:

@@ -32,6 +32,7 @@ from pentameter.checkpoint.copies import content_hash, differing_copies
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
 from pentameter.keyed import bits, make_key
+from pentameter.parallel.engine import keeping_buffers
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.layout import Layout
 from pentameter.processes.failure import spelled
@@ -226,17 +227,13 @@ class GradientCheck:
         self._first = 2 * (step // train.check_every) % self._n_copies
         drawn = bits(make_key("check", run.config.seed, step), np.zeros(1, dtype=np.int32))
         self._micro_batch = int(drawn[0]) % run.plan.n_micro_batches
-        self._buffers = [each for model in run.engine.models for each in model.buffers()]
 
     def fault(self) -> str | None:
         """Return in words which copy computes other gradients, the same on every rank; None if they
         are equal to the bit."""
-        kept = [each.clone() for each in self._buffers]
         self._run.world.progress.note("training", self._run.state.step)
-        wrong = self._difference()
-        for buffer, before in zip(self._buffers, kept, strict=True):  # batch norm's statistics
-            buffer.copy_(before)
-        return wrong
+        with keeping_buffers(self._run.engine.models):
+            return self._difference()
 
     def _difference(self) -> str | None:
         """Compare the first two copies; if they differ, ask further ones, or both again."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.machine.kernel_checks import bound_of, disagreement
-from pentameter.parallel.engine import Engine
+from pentameter.parallel.engine import Engine, keeping_buffers
 from pentameter.parallel.local_shards import local_shard
 from pentameter.train.user_components import CustomBatches
 
@@ -38,22 +38,19 @@ def refuse_wrong_graphs(
     if plan.layout.pipeline == 1:  # with a pipeline it takes several to run
         rows = rows[: plan.micro_batch_size]
     batch = batches.batch(step, rows)
-    buffers = [buffer for model in engine.models for buffer in model.buffers()]
-    kept = [buffer.clone() for buffer in buffers]
 
     def computed() -> list[Tensor]:
         loss = engine.forward_backward(batch, step)
         gradients = [each.grad for each in engine.parameters() if each.grad is not None]
         return [torch.as_tensor(loss.total), *(local_shard(each)[0] for each in gradients)]
 
-    compiled = [each.clone() for each in computed()]
-    engine.zero_gradients()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(keeping_buffers(engine.models))
+        compiled = [each.clone() for each in computed()]
+        engine.zero_gradients()
         for module in graphs:
             stack.enter_context(module.plainly())
         plain = computed()
-    for buffer, before in zip(buffers, kept, strict=True):  # batch norm's statistics
-        buffer.copy_(before)
     # The errors of a graph were a tenth of one kernel's bound, for 4 layers as for 16.
     bound = bound_of(engine.arithmetic.products)
     least_top = SMALL_GRADIENT * max(engine.world.all_gather(_largest(plain[1:])))
