@@ -10,7 +10,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -231,17 +232,26 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
         return f"preset {name}", f"preset {name}", preset.read_bytes()
     label = printable(name)
     path = folder / name
+    with config_errors(f"{named_by}{label}"):
+        try:
+            if path.is_dir():
+                raise ConfigError(f"{named_by}{label} is a folder; {_configuration_in(path)}")
+            text = read_small_file(path, f"{named_by}{label}")  # first: of a loop of links it says
+            return str(path.resolve()), label, text
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
+
+
+@contextmanager
+def config_errors(label: str) -> Iterator[None]:
+    """Within this context an error in reading a file that a user has named is a ConfigError, which
+    begins with `label`."""
     try:
-        if path.is_dir():
-            raise ConfigError(f"{named_by}{label} is a folder; {_configuration_in(path)}")
-        text = read_small_file(path, f"{named_by}{label}")  # first: of a loop of links it says so
-        return str(path.resolve()), label, text
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
+        yield
     except OSError as error:
-        raise ConfigError(f"{named_by}{label} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{label} cannot be read: {error.strerror}") from None
     except ValueError:  # a NUL or a lone surrogate
-        raise ConfigError(f"{named_by}{label} cannot be the name of a file") from None
+        raise ConfigError(f"{label} cannot be the name of a file") from None
 
 
 def _configuration_in(folder: Path) -> str:

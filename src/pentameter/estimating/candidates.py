@@ -304,7 +304,7 @@ def _least_activation_bytes(step: Step) -> float:
     config, layout, stages = step.config, step.layout, step.stages
     costs = ActivationBytes(step)
     blocks = run_operations(config.model, config.lora).alike_blocks
-    each = min(costs.stage(block) for block, _ in blocks)
+    each = min(costs.kept_of_block(block) for block, _ in blocks)
     n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
     under_way = min(layout.pipeline, step.n_micro_batches) / (2 if layout.turns_back else 1)
     return each * n_layers * under_way

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.load import parse_toml, read_small_file
+from pentameter.config.load import config_errors, parse_toml, read_small_file
 from pentameter.config.messages import shown
 from pentameter.config.schema import MatmulPrecision
 from pentameter.config.section import Positive, Section, Switch
@@ -302,12 +302,8 @@ def read_devices(path: Path) -> Mapping[str, Device]:
     Raises ConfigError if the file is missing or its content is invalid.
     """
     label = printable(str(path))
-    try:
+    with config_errors(label):
         text = read_small_file(path, label)
-    except OSError as error:
-        raise ConfigError(f"{label} cannot be read: {error.strerror}") from None
-    except ValueError:  # a NUL or a lone surrogate
-        raise ConfigError(f"{label} cannot be the name of a file") from None
     return _devices(text, label, _calibrations())
 
 

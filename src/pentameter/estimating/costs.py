@@ -219,7 +219,7 @@ class ActivationBytes:
         activation checkpointing of its blocks."""
         ends = [op for op in run if op.layer is None]
         kept = self.of(tensor for op in ends for tensor in op.saves)
-        return kept + sum(n * self._kept_of_block(block) for block, n in _alike_blocks(run))
+        return kept + sum(n * self.kept_of_block(block) for block, n in _alike_blocks(run))
 
     def _block(self, block: Sequence[Operation]) -> int:
         """Return the bytes that one block saves for the backward pass without checkpointing: its
@@ -270,7 +270,7 @@ class ActivationBytes:
             return 0
         most = 0
         for block, _ in _alike_blocks(run):
-            kept = self._kept_of_block(block)
+            kept = self.kept_of_block(block)
             if self.step.config.train.activation_checkpoint is not None:
                 kept -= self.stream
             for index, op in enumerate(block):
@@ -288,7 +288,7 @@ class ActivationBytes:
         each_row = 2 * n_kv * self.step.product_bytes + (3 * n_kv + n_q) * summed
         return self.step.micro_batch_size * each_row
 
-    def _kept_of_block(self, block: Sequence[Operation]) -> int:
+    def kept_of_block(self, block: Sequence[Operation]) -> int:
         """Return the bytes that one block saves for the backward pass, after any activation
         checkpointing."""
         match self.step.config.train.activation_checkpoint:
@@ -320,7 +320,7 @@ class ActivationBytes:
             return 0
         return max(
             self._block(block)
-            - (self._kept_of_block(block) - self.stream)
+            - (self.kept_of_block(block) - self.stream)
             + self.of(
                 tensor
                 for op in block

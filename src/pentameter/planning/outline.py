@@ -89,12 +89,13 @@ class ModelOutline:
         trained = {spec.name for spec in self.table if spec.is_trained}
         for layers, stage_names in zip(stages, names, strict=True):
             if not stage_names & trained:
-                why = "no layer of it is adapted", "lora.targets and the `blocks` of pm.OwnModel"
-                if not stage_names:
-                    why = "its slice has no parameters", "the `slice` of pm.OwnModel"
+                why, remedy = "its slice has no parameters", "the `slice` of pm.OwnModel"
+                if stage_names:
+                    why = "no layer of it is adapted"
+                    remedy = "lora.targets and the `blocks` of pm.OwnModel"
                 raise ConfigError(
                     f"the stage of layers {layers.start}–{layers.stop - 1} has nothing to train, "
-                    f"as {why[0]}; lower parallel.pipeline, or see {why[1]}"
+                    f"as {why}; lower parallel.pipeline, or see {remedy}"
                 )
         return names
 

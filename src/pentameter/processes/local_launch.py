@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -46,7 +46,7 @@ from pentameter.processes.progress import (
     read_progress,
     stacks,
 )
-from pentameter.processes.stop_signals import handling_stop_signals
+from pentameter.processes.stop_signals import handling, handling_stop_signals
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -371,15 +371,10 @@ class Workers:
             child.close()
 
 
-@contextmanager
-def handling_ctrl_z(workers: Callable[[], Workers | None]) -> Iterator[None]:
-    """Context manager: while the block runs in a launcher, Ctrl-Z (SIGTSTP) does what `_Suspension`
-    says. Main thread only."""
-    previous = signal.signal(signal.SIGTSTP, _Suspension(workers).on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTSTP, previous)
+def handling_ctrl_z(workers: Callable[[], Workers | None]) -> AbstractContextManager[None]:
+    """Return a context manager: while the block runs in a launcher, Ctrl-Z (SIGTSTP) does what
+    `_Suspension` says. Main thread only."""
+    return handling({signal.SIGTSTP: _Suspension(workers).on_signal})
 
 
 class _Suspension:

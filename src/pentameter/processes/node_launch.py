@@ -165,7 +165,7 @@ class _Launcher:
             now = Attempt(now.number)
         if not self._present.keys() & {*now.members}:
             hosts = self._roll.silent_hosts()
-            if (holder := holder_at_work(now, hosts, self._folder.parent)) is not None:
+            if (holder := _holder_at_work(now, hosts, self._folder.parent)) is not None:
                 if holder != self._waits_for:
                     _print(f"{holder} trains this run, and its launcher is silent: waiting for it")
                 self._waits_for = holder
@@ -262,7 +262,7 @@ def _print(words: str) -> None:
     print(f"pentameter: {words}", file=sys.stderr, flush=True)
 
 
-def holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
+def _holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
     """Return the process that holds the run folder, and trains, while nothing is heard of any
     launcher of the attempt `now`: one stands still, and will take others in when it goes on. None
     if there is no such process.

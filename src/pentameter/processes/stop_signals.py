@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 from pentameter.errors import InterruptedRunError
 from pentameter.processes.place import LAUNCH_FOLDER
+
+Handler = Callable[[int, FrameType | None], object]
+"""A function that is called with a signal's number and the interrupted frame."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: from a person, a scheduler, or a terminal that closes."""
@@ -26,11 +29,10 @@ def minded_stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager: call `handler` with signal number and frame on each stop signal while the
-    block runs, and restore the earlier handlers afterwards. Signals that this process was started
-    to ignore stay ignored. Main thread only."""
-    previous = {number: signal.signal(number, handler) for number in minded_stop_signals()}
+def handling(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Context manager: call each of `handlers` with signal number and frame on its signal while the
+    block runs, and restore the earlier ones afterwards. Main thread only."""
+    previous = {number: signal.signal(number, each) for number, each in handlers.items()}
     try:
         yield
     finally:
@@ -38,23 +40,24 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> I
             signal.signal(number, before)
 
 
-@contextmanager
-def handling_suspension(handler: Callable[[bool], None]) -> Iterator[None]:
-    """Context manager: while the block runs in a process of a launcher, call `handler` with True
-    when that asks for a pause (SIGTSTP, Ctrl-Z), with False when the process goes on (SIGCONT).
-    Elsewhere SIGTSTP suspends at once, as ever. Main thread only."""
+def handling_stop_signals(handler: Handler) -> AbstractContextManager[None]:
+    """Return `handling` of all stop signals by `handler`. Signals that this process was started to
+    ignore stay ignored."""
+    return handling(dict.fromkeys(minded_stop_signals(), handler))
+
+
+def handling_suspension(handler: Callable[[bool], None]) -> AbstractContextManager[None]:
+    """Return a context manager: while the block runs in a process of a launcher, call `handler`
+    with True when that asks for a pause (SIGTSTP, Ctrl-Z), with False when the process goes on
+    (SIGCONT). Elsewhere SIGTSTP suspends at once, as ever. Main thread only."""
     if LAUNCH_FOLDER not in os.environ:
-        yield
-        return
-    previous = {
-        signal.SIGTSTP: signal.signal(signal.SIGTSTP, lambda number, frame: handler(True)),
-        signal.SIGCONT: signal.signal(signal.SIGCONT, lambda number, frame: handler(False)),
-    }
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        return nullcontext()
+    return handling(
+        {
+            signal.SIGTSTP: lambda number, frame: handler(True),
+            signal.SIGCONT: lambda number, frame: handler(False),
+        }
+    )
 
 
 def stop_at_once() -> None:

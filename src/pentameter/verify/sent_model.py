@@ -57,19 +57,18 @@ def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel
             f"verify starts processes that import the model by name, and cannot: {error}; define "
             "its functions at the top of a file, not inside another function and not as a lambda"
         ) from error
+    path = tuple(str(Path(entry).resolve()) for entry in sys.path)
+    if b"__main__" not in pickled:
+        return SentModel(pickled, None, None, path)
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    script = None if file is None else str(Path(file).resolve())
-    module = None if spec is None or spec.name == "__main__" else spec.name  # that is a folder's
-    if script is None and b"__main__" in pickled:
+    if file is None:
         raise ConfigError(
             "verify starts processes that import the model by name, and it is defined in an "
             "interactive session; define it in a file and import it from there"
         )
-    path = tuple(str(Path(entry).resolve()) for entry in sys.path)
-    if b"__main__" not in pickled:
-        script = module = None
-    return SentModel(pickled, script, module, path)
+    module = None if spec is None or spec.name == "__main__" else spec.name  # that is a folder's
+    return SentModel(pickled, str(Path(file).resolve()), module, path)
 
 
 @functools.cache
