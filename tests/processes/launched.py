@@ -86,11 +86,11 @@ def outlive(folder: str) -> None:
 
 
 def step(folder: str) -> None:
-    """Make short steps, for which rank 0 waits, until there is a file `go`; 2 s are too long."""
+    """Make short steps, for which rank 0 waits, until there is a file `go`; 5 s are too long."""
     import torch
     import torch.distributed as dist
 
-    world = joined_world("cpu", find_place(), timeout_seconds=2)
+    world = joined_world("cpu", find_place(), timeout_seconds=5)
     with StopSignals() as signals, world as world:
         signals.nothing_to_lose = False
         word = None
