@@ -25,6 +25,7 @@ A counter has 32 bits, so that draw 2^32 of a key is draw 0 again. These count, 
 | `checkpoint/copies.py` | multipliers of a hash | word | 2^18 |
 | `serve/passes.py` | tokens and keys to try | element | elements of a slot |
 | `train/checking.py` | the micro-batch to compare | none | 1 |
+| `train/user_components.py` | the generator's seed of an update | none | 1 |
 | `verify/steps.py` | tokens | position in the batch | tokens of a batch |
 
 Where more than 2^32 are possible, numbers are folded: each block of 2^32 has a key of its own

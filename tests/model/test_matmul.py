@@ -68,3 +68,24 @@ def test_what_is_exact_stays_float32_where_matmuls_are_rounded() -> None:
         torch.set_float32_matmul_precision(before)
     assert seen == ["highest"] * 3
     torch.testing.assert_close(found, expected)
+
+
+def test_a_graph_multiplies_as_told_when_it_runs_not_when_it_was_made() -> None:
+    """A graph breaks where a trace meets a word of torch's: there must be none here."""
+    x, weight = X.float(), WEIGHT.float()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(exact_linear, fullgraph=True, dynamic=False, backend=keep)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, n_graphs in (("highest", 1), ("high", 2), ("highest", 2)):
+            torch.set_float32_matmul_precision(precision)
+            torch.testing.assert_close(compiled(x, weight, None), exact_linear(x, weight, None))
+            assert len(graphs) == n_graphs
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ["exact_product" in each.code for each in graphs] == [False, True]

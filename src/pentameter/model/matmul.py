@@ -88,11 +88,17 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias (…, N), differentiable, for x (…, K), weight (N, K) and bias (N,)
     or None. Float32 is multiplied in float32 even where other matmuls of that dtype are rounded to
     TF32 (precision tf32, `train.matmul_precision`), and so are the gradients."""
-    if torch.get_float32_matmul_precision() == "highest" or x.dtype is not torch.float32:
+    if x.dtype is not torch.float32 or not _float32_is_rounded():
         return F.linear(x, weight, bias)
     y: Tensor = exact_product(x.flatten(0, -2), weight.t())
     y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
+
+
+# A constant of a compiled graph, which has a guard on it: a trace cannot ask for a word of torch's.
+@torch.compiler.assume_constant_result
+def _float32_is_rounded() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 @torch.library.custom_op("pentameter::exact_product", mutates_args=())
