@@ -20,8 +20,19 @@ from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 from pentameter.report import markup, reading
 from pentameter.report.comparison import compare_runs, render_comparison
-from pentameter.report.plots import LOSSES, PAGE, RUN_STYLES, overlay_figure, useful_axes
+from pentameter.report.page import render_page
+from pentameter.report.plots import (
+    BITS,
+    LOSSES,
+    PAGE,
+    RUN_STYLES,
+    hides_start,
+    overlay_figure,
+    useful_axes,
+)
 from pentameter.report.ranking import STUDENT_T, UNKNOWN_NOISE
+from pentameter.report.reading import read_run
+from pentameter.report.results import results
 
 
 @pytest.fixture
@@ -88,7 +99,8 @@ def test_what_runs_came_to(pair):
     assert ("parameters", "10,745,088") in found.alike
     assert leaders(found) == ["a"]
     assert found.ranking.verdict == (
-        f"a has the lowest validation loss: {first:.4f}, {second - first:.4f} below b."
+        f"a has the lowest validation loss: {first:.4f}, {second - first:.4f} below b, "
+        "with one seed each."
     )
     assert found.ranking.noise.startswith("Noise is unknown: no two finished runs differ")
 
@@ -116,7 +128,7 @@ def test_rounding_crowns_no_winner(tmp_path):
     assert leaders(found) == []
     assert found.ranking.verdict == (
         "No best run can be named: a has validation loss 1.4697, and b cannot be told from it "
-        "(a lead of 0.0028 may be chance)."
+        "(a lead of 0.0028 is within the noise)."
     )
 
 
@@ -163,7 +175,8 @@ def test_what_the_seed_alone_moves_names_no_winner(make_seeds):
     assert leaders(found) == []
     bound = STUDENT_T[1] * deviation * math.sqrt(2)
     assert f"anything up to {bound:.4f} may be chance" in found.ranking.noise
-    assert "low-0 (2 seeds) has mean validation loss 1.4650, and high-0" in found.ranking.verdict
+    told = "low-0 (2 seeds) has mean validation loss 1.4650 ± 0.0071, and high-0"
+    assert told in found.ranking.verdict
 
 
 def test_a_lead_beyond_the_noise_is_named_for_all_seeds(make_seeds):
@@ -172,7 +185,7 @@ def test_a_lead_beyond_the_noise_is_named_for_all_seeds(make_seeds):
     found = compare_runs([*high, *low])
     assert leaders(found) == ["low-0", "low-1"]
     assert found.ranking.verdict == (
-        "low-0 (2 seeds) has the lowest mean validation loss: 1.4605, "
+        "low-0 (2 seeds) has the lowest mean validation loss: 1.4605 ± 0.0007, "
         "0.0200 below high-0 (2 seeds)."
     )
 
@@ -184,6 +197,95 @@ def test_seeds_of_one_training_are_told_as_such(make_seeds):
         "(mean and standard deviation of 2)."
     )
     assert leaders(found) == []
+
+
+def began(folder, init_from=None, parent=None, **model):
+    """Write the record of what the run in `folder` began with, and return the folder."""
+    record = {"init_from": init_from, "parent": parent, "model": model}
+    (folder / "plan.json").write_text(json.dumps(record))
+    return folder
+
+
+BASE = {"path": "/m/runs/base/checkpoints/step-00000500", "step": 500, "tokens": 1_234_000}
+
+
+def test_what_runs_began_with_is_said(make_seeds):
+    """A tuned run is not called better than one from random weights without a word of it."""
+    tuned, scratch = make_seeds("a", (1.0, 2.0), optimizer__learning_rate=0.5)
+    found = compare_runs([began(scratch), began(tuned, BASE)])
+    weights = "the weights of base step-00000500 (step 500, 1.23M loss tokens)"
+    assert columns(found)["began with"] == (weights, "random weights")
+    assert list(columns(found))[:3] == ["best validation loss", "state", "began with"]
+    assert found.ranking.repeats == ()  # more than their seed differs
+    assert found.ranking.verdict == (
+        f"a-0 has the lowest validation loss: 1.0000, 1.0000 below a-1, with one seed each. a-0 "
+        f"began with {weights}, a-1 with random weights: the difference is not that of their "
+        "training alone."
+    )
+    assert f"began with {weights}" in text_of(render_page(read_run(tuned)))
+    assert "began with" not in text_of(render_page(read_run(scratch)))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"init_from": {"path": "/m/SmolLM2"}}, "the weights of SmolLM2"),
+        ({"init_from": {"path": "/m/base", "base_model": "org/Smol"}},
+         "the weights of base, from Smol"),
+        ({"parent": {"run_id": "0123456789ab", "step": 50}}, "step 50 of run 01234567"),
+        ({"built_by": "models.mine"}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_run_began_with(tmp_path, record, words):
+    assert results(read_run(began(scores(tmp_path / "a", 2.0), **record))).began == words
+
+
+def test_runs_that_began_alike_are_not_said_to_differ(make_seeds):
+    found = compare_runs([began(run, BASE) for run in make_seeds("a", (1.0, 2.0))])
+    assert found.ranking.verdict.startswith("The runs differ in their seed alone")
+    assert next(title for title, _ in found.alike) == "began with"
+
+
+def test_two_evaluations_are_drawn_from_one_to_the_other(tmp_path):
+    """The first, before any step, is far above the second: cut off there, a stroke is left."""
+    runs = []
+    for name, loss in (("a", 2.0), ("b", 2.1)):
+        events = [{"event": "eval", "step": s, "split": "val", "loss": v, "bits_per_byte": v / 2}
+                  for s, v in ((0, 4.5), (60, loss))]  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
+        runs.append((name, read_run(tmp_path / name)))
+    low, high = overlay_figure("Validation loss", runs * 4).axes[0].get_ylim()
+    assert low < 2.0
+    assert high > 4.5
+    assert not hides_start(runs)
+    lines = overlay_figure("Validation loss", runs * 4).axes[0].get_lines()
+    assert {line.get_marker() for line in lines} == {"o"}  # dashed ones, too
+
+
+def test_other_tokens_are_drawn_in_bits_per_byte(make_named, run_events, run_end):
+    """A run that was never evaluated has no such axis, and nats are one click away."""
+    events = [*run_events(400), run_end]
+    half = [
+        {**event, "bits_per_byte": event["loss"] / math.log(2) / 4} if "split" in event else event
+        for event in events
+    ]
+    never = [event for event in events if event["event"] != "eval"]
+    runs = [make_named("a", events), make_named("b", half, model__vocab_size=20),
+            make_named("c", never, model__vocab_size=30)]  # fmt: skip
+    found = compare_runs(runs)
+    assert not found.ranking.nats_compare
+    pair = [(run.label, run.record) for run in found.runs]
+    for loss in LOSSES:
+        axes = overlay_figure(loss, pair, unit=BITS).axes[0]
+        assert axes.get_ylabel() == "bits per byte"
+        ends = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
+        assert ends.keys() == {"a", "b"}
+        assert ends["b"] == pytest.approx(ends["a"] / 4)
+    page = render_comparison(found)
+    assert page.index("bits per byte</text") < page.index("nats per token</text")
+    same = compare_runs([*runs[:1], make_named("d", events, log__interval=3)])
+    assert "bits per byte</text" not in render_comparison(same)
 
 
 def test_a_run_that_was_stopped_is_no_repeat(make_seeds):

@@ -49,6 +49,9 @@ def test_a_fine_tuned_run_begins_where_the_model_ended(base, tmp_path):
     asked = config(train={"steps": 4}, optimizer={"learning_rate": 1e-6})
     Trainer(asked, run_dir=run, init_from=base, quiet=True).fit()
     last = min(events(base, "eval"), key=lambda e: e["loss"])  # a run stands for its best
+    record = json.loads((run / "plan.json").read_text())["init_from"]
+    assert record["step"] == last["step"]
+    assert record["tokens"] == last["step"] * 4 * 16
     assert events(run, "eval")[0]["loss"] == pytest.approx(last["loss"], rel=1e-6)
     ours, theirs = load_model(run).model.state_dict(), load_model(base).model.state_dict()
     for name, weight in theirs.items():
@@ -82,7 +85,9 @@ def test_the_same_command_continues_and_another_is_refused(base, tmp_path):
 
     asked = config(optimizer={"learning_rate": 1e-3})
     Trainer(asked, run_dir=run, init_from=base, hooks=[StopEarly()], quiet=True).fit()
+    record = json.loads((run / "plan.json").read_text())["init_from"]
     Trainer(asked, run_dir=run, init_from=base, quiet=True).fit()
+    assert json.loads((run / "plan.json").read_text())["init_from"] == record
     Trainer(asked, run_dir=whole, init_from=base, quiet=True).fit()
     assert [e["loss"] for e in events(run, "train")] == [e["loss"] for e in events(whole, "train")]
     with pytest.raises(ConfigError, match="began with the weights of"):

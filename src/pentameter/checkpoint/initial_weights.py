@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.lazy_tensors import copy_region
 from pentameter.checkpoint.load_model import open_model
@@ -62,13 +62,22 @@ class InitialWeights:
     """One line for each thing that was passed over or left out while reading the model."""
 
     @property
-    def origin(self) -> dict[str, str]:
+    def origin(self) -> dict[str, Any]:
         """The record that a run keeps about its initial weights: `path` and `identity` (sha256 over
-        the weight files), which `check_origin` compares, and `base_model` if a Hugging Face model
-        lies behind them."""
-        origin = {"path": str(self.path.resolve()), "identity": self.stored.identity}
-        base = self.stored.base_model
-        return origin if base is None else {**origin, "base_model": base}
+        the weight files), which `check_origin` compares; and as far as known the `base_model`, a
+        Hugging Face one that lies behind them, and the `step` and `tokens` that they were trained
+        for."""
+        checkpoint = self.stored.checkpoint
+        known = {
+            "base_model": self.stored.base_model,
+            "step": self.stored.step or None,
+            "tokens": None if checkpoint is None else checkpoint.state.get("tokens"),
+        }
+        return {
+            "path": str(self.path.resolve()),
+            "identity": self.stored.identity,
+            **{key: value for key, value in known.items() if value is not None},
+        }
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Copy the weights, in place, into a model that matches the configuration, or into the
@@ -164,7 +173,7 @@ def _check_copies(path: Path | str, there: ModelConfig, here: ModelConfig) -> No
 
 
 def check_origin(
-    recorded: Mapping[str, str] | None,
+    recorded: Mapping[str, Any] | None,
     given: Path | str | None,
     run_dir: Path,
     check: Check = check_content,

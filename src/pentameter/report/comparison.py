@@ -16,9 +16,12 @@ from pentameter.errors import ConfigError
 from pentameter.report.markup import render
 from pentameter.report.plots import (
     AXES,
+    BITS,
     LOSSES,
+    NATS,
     RUN_STYLES,
     hides_start,
+    loss_curve,
     overlay_figure,
     page_svg,
     useful_axes,
@@ -53,7 +56,8 @@ class Comparison:
 
     ranking: Ranking
     columns: tuple[Column, ...]
-    """Table columns: the ranked loss, the state, differing settings, then other results."""
+    """Table columns: the ranked loss, the state, what runs began with, differing settings, then
+    other results."""
     alike: tuple[tuple[str, str], ...]
     """(Title, value) of results that are the same for all runs and so have no column."""
     differing: dict[str, tuple[Any, ...]]
@@ -133,13 +137,14 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
         figure for figure in figures[1:] if figure.title in LOSSES_TOLD and figure.cells == first
     ]
     shown = [figure for figure in figures if figure not in alike and figure not in repeated]
+    n_first = 2 + any(figure.title == "began with" for figure in shown)
     found = [
         Column(path, tuple(map(formatting.scalar, values)), tuple(map(_key, values)), path)
         for path, values in differing.items()
     ]
     return Comparison(
         ranking,
-        (*shown[:2], *found, *shown[2:]),
+        (*shown[:n_first], *found, *shown[n_first:]),
         tuple((figure.title, figure.cells[0]) for figure in alike),
         differing,
     )
@@ -164,6 +169,7 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
 
 FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("state", "outcome.label", str),
+    ("began with", "results.began", lambda words: words or "–"),
     ("best validation loss", "results.best_loss", formatting.fixed),
     ("at step", "results.best_step", formatting.whole),
     ("final validation loss", "results.final_loss", formatting.fixed),
@@ -186,7 +192,16 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("device", "results.device", lambda name: name or "–"),
 )
 """Each result: title, attribute path in a `Run`, and formatter."""
-OFTEN_ALIKE = ("at step", "steps", "tokens", "parameters", "layout", "precision", "device")
+OFTEN_ALIKE = (
+    "began with",
+    "at step",
+    "steps",
+    "tokens",
+    "parameters",
+    "layout",
+    "precision",
+    "device",
+)
 """Results that need no column where all runs have the same."""
 LOSSES_TOLD = ("best validation loss", "final validation loss")
 """Results that need no column where each run's equals the one that runs are ranked by."""
@@ -237,26 +252,39 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
         live_version=version,
         comparison=comparison,
         ranking=comparison.ranking,
-        losses=list(_losses([(run.label, run.record) for run in comparison.runs])),
+        losses=list(
+            _losses(
+                [(run.label, run.record) for run in comparison.runs],
+                comparison.ranking.nats_compare,
+            )
+        ),
         styles=RUN_STYLES,
         not_the_training=NOT_THE_TRAINING,
     )
 
 
-def _losses(runs: Sequence[tuple[str, RecordedRun]]) -> Iterable[dict[str, Any]]:
+def _losses(
+    runs: Sequence[tuple[str, RecordedRun]], nats_compare: bool
+) -> Iterable[dict[str, Any]]:
     """Yield the page's views, {label, plots}: all runs' losses over steps, and, where they differ,
-    over tokens and time, without the fall at the start; then the whole runs."""
+    over tokens and time, without the fall at the start; then the whole runs. Where nats per token
+    do not compare, all of these are in bits per byte, as far as known, and nats follow."""
     labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
-    asked = [(labels[axis], axis, True) for axis in useful_axes(runs)]
+    has_bits = any(len(loss_curve(record, next(iter(LOSSES)), BITS)) for _, record in runs)
+    drawn = BITS if has_bits and not nats_compare else NATS
+    asked = [(labels[axis], axis, True, drawn) for axis in useful_axes(runs)]
     if hides_start(runs):
-        asked.append(("whole run", "step", False))
-    for label, axis, settled in asked:
+        asked.append(("whole run", "step", False, drawn))
+    if drawn == BITS:
+        asked.append((NATS, "step", True, NATS))
+    for label, axis, settled, unit in asked:
         plots = []
         for loss in LOSSES:
-            figure = overlay_figure(loss, runs, axis=axis, settled=settled)
+            figure = overlay_figure(loss, runs, axis=axis, settled=settled, unit=unit)
             if figure is None:
                 continue
-            name = "-".join((loss.split()[0], axis.replace("_", "-"), str(settled))).lower()
+            parts = (loss.split()[0], axis, str(settled), *(["nats"] if label == NATS else []))
+            name = "-".join(parts).replace("_", "-").lower()
             svg = page_svg(figure, name, f"{loss} of {len(runs)} runs over {AXES[axis]}")
             plots.append((loss, svg))
         if plots:

@@ -109,12 +109,13 @@ def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) ->
     SETTLED; the values `extra` are inside.
 
     Return None if the fall does not flatten the rest: if the range with it is at most twice the
-    range after it.
+    range after it; and if no curve has two points after it, between which a line could be drawn.
     """
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
-    after = limits(tuple(one.after(begins) for one in series), extra)
-    if whole is None or after is None or after[1] <= after[0]:
+    rest = tuple(one.after(begins) for one in series)
+    after = limits(rest, extra)
+    if whole is None or after is None or after[1] <= after[0] or max(map(len, rest)) < 2:
         return None
     falls = whole[1] - after[0] > 2 * (after[1] - after[0])
     return (min(whole[0], after[0]), after[1]) if falls else None

@@ -26,7 +26,7 @@ from pentameter.report.plots import (
     small_figures,
 )
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
-from pentameter.report.results import outcome, results
+from pentameter.report.results import RANDOM_WEIGHTS, beginning, outcome, results
 from pentameter.report.sessions import MOST_SESSIONS, pauses
 from pentameter.report.sessions_figure import STRIP_INCHES, sessions_figure
 from pentameter.report.settings import choices, flatten, settings
@@ -91,7 +91,8 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
 
 
 def _subtitle(record: RecordedRun) -> str:
-    """Return a line that names model size, data, device and precision, as far as known."""
+    """Return a line that names model size, data, device, precision, and what the run began with
+    unless that is random weights, as far as known."""
     model, data = as_table(record.config.get("model")), settings(record.config)
     words = ["GPT"]
     if {"n_layers", "d_model", "n_heads"} <= model.keys():
@@ -104,6 +105,8 @@ def _subtitle(record: RecordedRun) -> str:
     elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
         words.append(f"a blend of {n_sources}")
     words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
+    if (began := beginning(record)) not in ("", RANDOM_WEIGHTS):
+        words.append(f"began with {began}")
     return " · ".join(words)
 
 

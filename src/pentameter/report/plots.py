@@ -37,6 +37,8 @@ LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Training loss, smoothed": lambda record: record.train["loss"],
 }
 """Title → function from a run to the loss curve, for figures with several runs."""
+NATS, BITS = "nats per token", "bits per byte"
+"""Units of a loss. Only bits per byte compare runs whose tokens or texts differ."""
 _UNNAMED = re.compile(r"_child\d+")
 """matplotlib's label of a line that was given none."""
 THINNEST_POINTS = 1.5
@@ -196,14 +198,20 @@ def _add_mfu_axis(
 
 
 def overlay_figure(
-    loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
+    loss: str,
+    runs: Sequence[tuple[str, RecordedRun]],
+    *,
+    axis: str = "step",
+    settled: bool = True,
+    unit: str = NATS,
 ) -> Figure | None:
     """Plot one loss (a key in LOSSES) for all runs, (label, run) each, over an axis (a key in
     AXES), in RUN_STYLES and without a legend; None if no run has values.
 
-    `settled` cuts off the fall at the start, if there is one, and notes so.
+    `settled` cuts off the fall at the start, if there is one, and notes so. In bits per byte a run
+    is left out that was never evaluated, so that its tokens' length is unknown.
     """
-    curves = [LOSSES[loss](record) for _, record in runs]
+    curves = [loss_curve(record, loss, unit) for _, record in runs]
     whole = limits(tuple(curves))
     if whole is None:
         return None
@@ -220,14 +228,31 @@ def overlay_figure(
         colour, dashes = RUN_STYLES[index]
         axes.plot(
             at, values, color=RUN_COLOURS[colour - 1], ls=(0, dashes) if dashes else "-", lw=1.7,
-            label=label, marker="o" if few and not dashes else "", ms=2.6, zorder=3 - index / 99,
+            label=label, marker="o" if few and (not dashes or len(series) < 3) else "", ms=2.6,
+            zorder=3 - index / 99,
         )  # fmt: skip
     cut = settled_limits(tuple(curves)) if settled else None
     _limit_axes(axes, cut or whole)
     if cut is not None:
         _note_hidden_start(axes, whole[1], PAGE)
     axes.set_xlabel(AXES[axis], color=PAGE.muted, fontsize=9)
+    axes.set_ylabel(unit, color=PAGE.muted, fontsize=9)
     return figure
+
+
+def loss_curve(record: RecordedRun, loss: str, unit: str = NATS) -> Series:
+    """Return one loss (a key in LOSSES) of a run as a curve in `unit`. Bits per byte are the nats
+    per token by the ratio of both in the run's evaluations, which is its tokens' mean length; an
+    empty curve without any."""
+    curve = LOSSES[loss](record)
+    if unit == NATS:
+        return curve
+    ratios = [each.bits_per_byte / each.loss for each in record.validations if each.loss > 0]
+    ratio = next((each for each in ratios if 0 < each < LARGEST_DRAWN), None)
+    if ratio is None:
+        return Series()
+    values = tuple(value * ratio for value in curve.values)
+    return Series(curve.steps, values, curve.n_non_finite)
 
 
 def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:

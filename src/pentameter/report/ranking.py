@@ -44,7 +44,8 @@ def compared_run(label: str, record: RecordedRun) -> Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Finished runs that differ only in their seed, or a single run; `mean` is their mean loss."""
+    """Finished runs that differ only in their seed and began with the same weights, or a single
+    run; `mean` is their mean loss."""
 
     runs: tuple[Run, ...]
     """One run per seed, the lowest loss first."""
@@ -57,6 +58,12 @@ class Repeats:
         """The best run's label, and the number of seeds if there are several."""
         first = self.runs[0].label
         return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+
+    @property
+    def loss(self) -> str:
+        """The mean loss, with the deviation between several seeds: "1.4605 ± 0.0007"."""
+        spread = f" ± {self.deviation:.4f}" if len(self.runs) > 1 else ""
+        return f"{self.mean:.4f}{spread}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,11 @@ class Ranking:
     """A sentence that names the best run or says why none is; "" if fewer than two have a loss."""
     noise: str
     """A sentence about the loss's deviation between seeds; "" if losses do not compare."""
+
+    @property
+    def nats_compare(self) -> bool:
+        """True if nats per token compare: all runs have the same tokens and held-out text."""
+        return self.is_ranked and self.key == "best_loss"
 
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
@@ -139,7 +151,7 @@ def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
     key: the loss's field in `Results`."""
     groups: dict[str, dict[str, Run]] = {}
     for index, run in enumerate(ranked):
-        same, seed = _training(run), str(run.settings.get("seed"))
+        same, seed = _training(run) + run.results.began, str(run.settings.get("seed"))
         if run.outcome.kind != "good" or not run.settings or seed in groups.get(same, {}):
             same = f"alone {index}"
         groups.setdefault(same, {})[seed] = run
@@ -189,9 +201,9 @@ class _Noise:
         """Return a sentence or two about the deviation between seeds; `measure` names the loss."""
         if not self.freedom:
             return (
-                "Noise is unknown: no two finished runs differ in their seed alone. "
-                f"A lead below {100 * UNKNOWN_NOISE:g} % names nobody; train the best ones again "
-                "with another --seed to learn what a lead is worth."
+                "Noise is unknown: no two finished runs differ in their seed alone. A lead below "
+                f"{100 * UNKNOWN_NOISE:g} % is taken to be within it and names nobody; train the "
+                "best ones again with another --seed to learn what a lead is worth."
             )
         s = "s" if self.n_groups > 1 else ""
         return (
@@ -217,22 +229,41 @@ def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[fr
         or not _resolved(best, other)
     ]
     mean = "mean " if len(best.runs) > 1 else ""
+    origins = _origins(groups)
     if not near:
+        each = " each" if len(others[0].runs) == 1 else ""
         said = (
-            f"{best.label} has the lowest {mean}{measure}: {best.mean:.4f}, "
-            f"{others[0].mean - best.mean:.4f} below {others[0].label}."
+            f"{best.label} has the lowest {mean}{measure}: {best.loss}, "
+            f"{others[0].mean - best.mean:.4f} below {others[0].label}"
+            f"{'' if mean else f', with one seed{each}'}.{origins}"
         )
         return frozenset(run.label for run in best.runs), said
     if best.mean == near[0].mean and len(near) == 1:
         return (
             frozenset(),
-            f"{best.label} and {near[0].label} are equal in {measure}: {best.mean:.4f}.",
+            f"{best.label} and {near[0].label} are equal in {measure}: {best.mean:.4f}.{origins}",
         )
     also = near[0].label if len(near) == 1 else f"{len(near)} others, {near[0].label} first,"
     lead = f"{near[0].mean - best.mean:.4f}"
     return frozenset(), (
-        f"No best run can be named: {best.label} has {mean}{measure} {best.mean:.4f}, and {also} "
-        f"cannot be told from it (a lead of {lead} may be chance)."
+        f"No best run can be named: {best.label} has {mean}{measure} {best.loss}, and {also} "
+        f"cannot be told from it (a lead of {lead} is within the noise).{origins}"
+    )
+
+
+def _origins(groups: Sequence[Repeats]) -> str:
+    """Return a sentence to append that says what the best runs began with, if not all began with
+    the same weights; "" if they did. `groups` are sorted by mean loss."""
+    began = {group.label: group.runs[0].results.began for group in groups}
+    if len(set(began.values())) == 1:
+        return ""
+    best, *others = began.items()
+    other = next(each for each in others if each[1] != best[1])
+    (one, first), (two, second) = best, other
+    return (
+        f" {one} began with {first or 'weights of unknown origin'}, {two} with "
+        f"{second or 'weights of unknown origin'}: the difference is not that of their training "
+        "alone."
     )
 
 

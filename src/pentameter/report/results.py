@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from pentameter import formatting
 from pentameter.config.data_schema import RESERVED_SPLITS
-from pentameter.report.event_reader import NAN, as_table
+from pentameter.config.urls import last_part
+from pentameter.report.event_reader import NAN, as_table, number
 from pentameter.report.expert_loads import imbalance, mean_z, n_idle, total_exchanged
 from pentameter.report.reading import Evaluation, RecordedRun
 from pentameter.train.log_files import EndKind
 
+RANDOM_WEIGHTS = "random weights"
 STILL_FALLING = 0.002
 """Relative change of the validation loss between evaluations that counts as falling or rising."""
 
@@ -33,6 +35,8 @@ class Results:
     """Validation perplexity at the best step."""
     bits_per_byte: float
     """Validation bits per byte at the best step."""
+    began: str
+    """What the run began with, as `beginning` says it."""
     further: dict[str, float]
     """Results of `[[data.evaluations]]` at the best step (without validation, at the last): `NAME
     accuracy` for questions, `NAME loss` for text."""
@@ -91,6 +95,7 @@ def results(record: RecordedRun) -> Results:
         final_loss=validation.values[-1] if len(validation) else NAN,
         perplexity=NAN if best is None else best.perplexity,
         bits_per_byte=NAN if best is None else best.bits_per_byte,
+        began=beginning(record),
         further=_further(record, best),
         train_loss=statistics.fmean(loss[-max(1, len(loss) // 20) :]) if loss else NAN,
         steps=record.last_step,
@@ -109,6 +114,29 @@ def results(record: RecordedRun) -> Results:
         precision=_history(record, "precision"),
         device=_history(record, "device"),
     )
+
+
+def beginning(record: RecordedRun) -> str:
+    """Return what a run began with: "random weights", "the weights of NAME (step 500, 1.2M loss
+    tokens)" or "step 500 of run 1a2b3c4d", from which it branched off; "" if that is not recorded,
+    or if a function of the user built the model."""
+    origin, parent = (as_table(record.plan.get(key)) for key in ("init_from", "parent"))
+    if parent:
+        return f"step {formatting.scalar(parent.get('step'))} of run {parent.get('run_id'):.8}"
+    if origin:
+        path, base = str(origin.get("path")), origin.get("base_model")
+        run, _, checkpoint = path.partition("/checkpoints/")
+        named = " ".join(filter(None, (last_part(run), checkpoint)))
+        of_base = f", from {last_part(str(base))}" if base and last_part(str(base)) != named else ""
+        step, tokens = (number(origin.get(key)) for key in ("step", "tokens"))
+        trained = [
+            f"step {step:,.0f}" if step > 0 else "",
+            f"{formatting.count(tokens)} loss tokens" if tokens > 0 else "",
+        ]
+        known = ", ".join(filter(None, trained))
+        return f"the weights of {named}{of_base}" + (f" ({known})" if known else "")
+    is_own = as_table(record.plan.get("model")).get("built_by") is not None
+    return "" if is_own or "init_from" not in record.plan else RANDOM_WEIGHTS
 
 
 def _history(record: RecordedRun, key: str) -> str:

@@ -82,8 +82,11 @@ def read_identity(path: Path) -> dict[str, Any] | None:
                 raise TypeError(f"{key} is not an object")
         if identity["init_from"] is not None:
             origin = identity["init_from"]
-            kept = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
-            identity["init_from"] = {key: str(origin[key]) for key in kept}
+            texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
+            counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
+            identity["init_from"] = {key: str(origin[key]) for key in texts} | {
+                key: origin[key] for key in counts
+            }
     except (CorruptError, StorageError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
