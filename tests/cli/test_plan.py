@@ -42,6 +42,35 @@ def test_the_object(capsys):
     assert isinstance(found["warnings"], list)
 
 
+TIGHT = [
+    "llama3-70b", "--cluster", "h100-80gb:8x2", "--train.micro-batch-size", "1",
+    "--train.activation-checkpoint", "full",
+    "--layout", "tensor=8,sequence=true,pipeline=2,schedule=interleaved,virtual_stages=5",
+]  # fmt: skip
+"""148 MB to spare of 84 GB."""
+
+
+def test_what_leaves_no_margin_is_tight_everywhere(capsys, tmp_path):
+    found = planned(capsys, *TIGHT)
+    assert (found["verdict"], found["fits"]) == ("tight", False)
+    assert 0 < found["memory"]["spare_bytes"] < 1e9
+    assert any(line.startswith("tight: ") for line in found["warnings"])
+    page = tmp_path / "plan.html"
+    assert plan.run([*TIGHT, "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "~ tight: " in said
+    assert "✓" not in said
+    assert "tight: " in page.read_text(encoding="utf-8")
+
+
+def test_a_search_says_what_is_tight(capsys):
+    assert plan.run([*TIGHT[:3], "--search"]) == 0
+    said = capsys.readouterr().out
+    assert "✓ fits with" in said
+    assert "148 MB, tight" in said
+    assert "faster, but tight" in said
+
+
 def test_the_view_says_the_verdict_first(capsys):
     assert plan.run(["gpt2-124m", "--cluster", "h100-80gb:8x1"]) == 0
     said = capsys.readouterr().out

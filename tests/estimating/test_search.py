@@ -11,6 +11,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.candidates import Candidates
 from pentameter.estimating.cluster import parse_cluster
 from pentameter.estimating.estimate import make_estimate
+from pentameter.estimating.fit import MEMORY_MARGIN, memory_verdict
 from pentameter.estimating.memory import step_memory
 from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.estimating.search import (
@@ -67,7 +68,8 @@ def test_it_finds_the_fastest_that_fits(small):
     fastest = min(
         step_time(each.step, cluster).seconds
         for each in candidates(config, cluster)
-        if each.bound < 2 * times[0] and step_memory(each.step).total_bytes <= cluster.usable_bytes
+        if each.bound < 2 * times[0]
+        and memory_verdict(step_memory(each.step).total_bytes, cluster.usable_bytes) == "fits"
     )
     assert times[0] == pytest.approx(fastest)
     assert len({str(each.plan.layout) for each in found.estimates}) == 3
@@ -88,6 +90,48 @@ def test_all_that_fits_is_a_candidate_wherever_the_experts_are(small):
     assert fitting <= listed
 
 
+def test_what_is_tight_ranks_below_what_fits(small):
+    config, cluster = small
+    least = {}
+    for each in candidates(config, cluster):
+        needed = step_memory(each.step).total_bytes
+        least[each.degrees] = min(needed, least.get(each.degrees, needed))
+    most = max(least.values())  # of a mesh whose smallest layout is to be tight
+    assert min(least.values()) * (1 + MEMORY_MARGIN) < most
+    narrow = with_memory(cluster, 1.05 * most + 1.5e9)
+    found = search(config, narrow, n_best=50, most_timed=10_000)
+    verdicts = [each.verdict for each in found.estimates]
+    assert set(verdicts) == {"fits", "tight"}
+    assert verdicts == sorted(verdicts)  # all that fit, then all that are tight
+    for verdict in ("fits", "tight"):
+        times = [each.time.seconds for each in found.estimates if each.verdict == verdict]
+        assert times == sorted(times)
+    assert {each.verdict for each in search(config, narrow, n_best=1).estimates} == {"fits"}
+    (only,) = search(config, narrow, allowed=lambda each: least[each.degrees] == most).estimates
+    assert only.verdict == "tight"
+
+
+def test_what_is_tight_alone_is_found_and_said(small):
+    config, cluster = small
+    found = search(config, cluster, n_best=1)
+    least = min(step_memory(each.step).total_bytes for each in candidates(config, cluster))
+    tiny = with_memory(cluster, least + 1.5e9 + 1)
+    (only, *_) = search(config, tiny).estimates
+    assert only.verdict == "tight"
+    assert not only.fits
+    assert any(line.startswith("tight: 0.0 GB of") for line in only.warnings())
+    assert found.estimates[0].verdict == "fits"
+    assert not any(line.startswith("tight") for line in found.estimates[0].warnings())
+
+
+@pytest.mark.parametrize(
+    ("planned", "verdict"),
+    [(100, "fits"), (100 + 1e-6, "tight"), (110, "tight"), (110.1, "does not fit")],
+)
+def test_a_verdict_leaves_the_margin(planned, verdict):
+    assert memory_verdict(planned, 100 * (1 + MEMORY_MARGIN)) == verdict
+
+
 def test_what_may_not_be_is_left_out(small):
     config, cluster = small
     found = search(config, cluster, n_best=2, allowed=lambda each: each.step.layout.pipeline == 4)
@@ -100,11 +144,12 @@ def test_settings_that_fit_are_those_of_a_command_line(small):
     config, cluster = small
     estimate = search(config, cluster, n_best=1).estimates[0]
     needed = estimate.memory.total_bytes
-    options = settings_that_fit(estimate.plan, 0.8 * needed, "bf16")
-    assert options
-    changed = load_config(estimate.plan.portable_config, options[0].split())
-    plan = make_plan(changed, world_size=4)
-    assert plan_memory(plan, "bf16").total_bytes <= 0.8 * needed
+    ways = settings_that_fit(estimate.plan, 0.8 * needed, "bf16")
+    assert [verdict for _, verdict in ways] == sorted(verdict for _, verdict in ways)
+    for options, verdict in ways:
+        changed = load_config(estimate.plan.portable_config, options.split())
+        took = plan_memory(make_plan(changed, world_size=4), "bf16").total_bytes
+        assert memory_verdict(took, 0.8 * needed) == verdict != "does not fit"
     assert settings_that_fit(estimate.plan, 1.0, "bf16") == []
 
 
@@ -161,7 +206,7 @@ def test_what_does_not_fit_is_not_counted_among_the_timed():
     large, a few fit."""
     config, cluster = load_config("llama3-8b"), parse_cluster("a100-40gb:4x1")
     found = search(config, cluster, most_timed=20)
-    assert found.estimates[0].fits
+    assert found.estimates
     assert found.n_too_large > 60
     assert found.is_complete
     by_hand = load_config(config, SMALLEST)

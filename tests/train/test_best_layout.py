@@ -10,8 +10,12 @@ import torch.distributed as dist
 from pentameter.config.load import load_config
 from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
+from pentameter.estimating.fit import MEMORY_MARGIN
+from pentameter.estimating.search import all_candidates
+from pentameter.machine.this_cluster import this_cluster
 from pentameter.processes.join import Meeting
 from pentameter.processes.place import Place
+from pentameter.train import best_layout as choice
 from pentameter.train.best_layout import best_layout, choose_together
 
 SIZES = DataSizes(vocab_size=20, rows_per_epoch=100)
@@ -34,6 +38,30 @@ def test_the_most_processes_that_a_layout_divides_by_are_used(config):
 def test_machines_are_used_whole(config):
     best = best_layout(config, SIZES, 6, 2)  # 6 and 5 divide nothing, and 5 are no whole machines
     assert (best.n_processes, best.n_spare) == (4, 2)
+
+
+def test_what_is_tight_is_taken_last_and_said(config, monkeypatch):
+    config = load_config(config, {"model.context_length": 256, "train.batch_size": 64})
+    cluster, _ = this_cluster(1, 1)
+    every = all_candidates(config, cluster, SIZES.vocab_size, SIZES.rows_per_epoch)
+    needed = [every.device_bytes(each) for each in every.by_bound]
+
+    def best_with(n_bytes):
+        device = cluster.device.model_copy(update={"memory_bytes": float(n_bytes)})
+        smaller = cluster.model_copy(update={"device": device})
+        monkeypatch.setattr(choice, "this_cluster", lambda *sizes: (smaller, True))
+        return best_layout(config, SIZES, 1, 1)
+
+    wide = best_with(1e12)
+    assert "tight" not in str(wide)
+    fastest = wide.estimate.device_bytes
+    assert min(needed) * (1 + MEMORY_MARGIN) < fastest
+    other = best_with(fastest).estimate  # in which the fastest is tight
+    assert other.fits
+    assert other.time.seconds > wide.estimate.time.seconds
+    tight = best_with(min(needed))
+    assert tight.estimate.verdict == "tight"
+    assert "; tight: 0 B of memory to spare" in str(tight)
 
 
 def test_what_exceeds_the_memory_is_no_reason_for_fewer(config):

@@ -155,7 +155,7 @@ def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) ->
     plan = make_plan(config, sizes.vocab_size, sizes.rows_per_epoch)
     shown = sizes.without_unknown(plan_record(plan))
     shown["time"] |= {"step_seconds": None, "tokens_per_second": None, "mfu": None}
-    shown |= {"fits": None, "warnings": [f"no time and no verdict: {hint}"]}
+    shown |= {"fits": None, "verdict": None, "warnings": [f"no time and no verdict: {hint}"]}
     if parsed.json:
         print(json.dumps(shown))
         return 0

@@ -17,6 +17,7 @@ from pentameter.estimating.cluster import (
 )
 from pentameter.estimating.communication import WORLD, StepCommunication, communication_of_stages
 from pentameter.estimating.compute_time import fuses_dropout
+from pentameter.estimating.fit import MEMORY_MARGIN, Verdict, memory_verdict
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import Memory
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, step_of
@@ -85,9 +86,15 @@ class Estimate:
         return self.cluster.usable_bytes - self.device_bytes
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether the fullest rank's bytes fit its device: "fits", with the margin for what is not
+        planned, "tight", without it, or "does not fit"."""
+        return memory_verdict(self.device_bytes, self.cluster.usable_bytes)
+
+    @property
     def fits(self) -> bool:
-        """Whether the fullest rank's bytes fit its device."""
-        return self.spare_bytes >= 0
+        """Whether the verdict is "fits"."""
+        return self.verdict == "fits"
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,7 +129,14 @@ class Estimate:
         """Yield a sentence with a remedy for each problem: memory exceeded, idle devices, slow
         links, small micro-batches, a large bubble, figures without a measurement."""
         plan, layout = self.plan, self.plan.layout
-        if not self.fits:
+        if self.verdict == "tight":
+            yield (
+                f"tight: {self.spare_bytes / 1e9:,.1f} GB of {self.cluster.usable_bytes / 1e9:,.1f}"
+                f" to spare is less than the {MEMORY_MARGIN:.0%} of the planned bytes that a run "
+                "may need beyond them: fragmentation, buffers of NCCL and the libraries, the "
+                "plan's error; it may go out of memory"
+            )
+        if self.verdict == "does not fit":
             yield (
                 f"does not fit: the fullest process needs {-self.spare_bytes / 1e9:,.1f} GB more "
                 f"than the {self.cluster.usable_bytes / 1e9:,.1f} GB of {self.cluster.device_key}; "
@@ -200,6 +214,7 @@ class Estimate:
             "imbalance": self.imbalance if plan.config.model.n_experts else None,
             "cluster": {**self.cluster.to_json(), "text": str(self.cluster)},
             "fits": self.fits,
+            "verdict": self.verdict,
             "warnings": list(self.warnings()),
         }
 

@@ -57,6 +57,7 @@ def _short(estimate: Estimate) -> dict[str, Any]:
         "step_seconds": estimate.time.seconds,
         "tokens_per_second": estimate.tokens_per_second,
         "mfu": estimate.mfu,
+        "verdict": estimate.verdict,
     }
 
 
@@ -111,7 +112,7 @@ def scale(
 
         alone, flat = best(_is_data_alone), best(_is_flat)
         every = [each for each in (best(_is_any), alone, flat) if each is not None]
-        top = min(every, key=lambda each: each.time.seconds, default=None)
+        top = min(every, key=lambda each: (not each.fits, each.time.seconds), default=None)
         why = ""
         if top is None:
             why = (

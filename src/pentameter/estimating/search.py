@@ -1,9 +1,10 @@
 """The layout search: the fastest legal layouts on a cluster, by branch and bound.
 
 Candidates are visited in the order of a lower bound on their time (`candidates.py`). Those that
-exceed the device's memory are skipped, and the others are timed in full, until no bound is below
-the times found. The ranking is therefore that of the whole time model, although most candidates are
-never timed.
+exceed the device's memory are skipped, those that are tight are set aside, and the others are timed
+in full, until no bound is below the times found. The ranking is therefore that of the whole time
+model, although most candidates are never timed. What is tight is timed, and ranked below, only
+where fewer fit than are asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 
 from pentameter.config.schema import Config, ParallelConfig
@@ -20,6 +20,7 @@ from pentameter.errors import ConfigError, divisors
 from pentameter.estimating.candidates import CHECKPOINTS, Candidates, LayoutCandidate
 from pentameter.estimating.cluster import Cluster
 from pentameter.estimating.estimate import Estimate, best_precision
+from pentameter.estimating.fit import Verdict, memory_verdict
 from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.estimating.step_time import step_time
 from pentameter.planning.plan import Plan, make_plan
@@ -38,7 +39,7 @@ Allowed = Callable[[LayoutCandidate], bool]
 @dataclass(frozen=True)
 class Found:
     """The search result: `estimates` holds the fastest layout for each mesh, fastest first, at most
-    `n_best`."""
+    `n_best`; those that are tight come after all that fit, if these are fewer."""
 
     estimates: tuple[Estimate, ...]
     nearest: Estimate | None
@@ -52,6 +53,8 @@ class Found:
     n_timed: int
     n_too_large: int
     """Candidates that were visited before the search ended and do not fit the device."""
+    n_tight: int
+    """Candidates that were visited before the search ended and are tight."""
     is_complete: bool
     """Whether every candidate was timed, or is known to be slower."""
     seconds: float
@@ -72,7 +75,7 @@ def search(
     among: Candidates | None = None,
 ) -> Found:
     """Find the fastest layouts for a configuration that use the whole cluster and fit its devices,
-    by estimated times.
+    by estimated times; where too few fit, those that are tight, below.
 
     The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
     batch is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch
@@ -90,43 +93,95 @@ def search(
         config, cluster, *sizes, sequence=sequence, imbalance=imbalance, matmuls=matmuls
     )
     candidates = list(filter(allowed, every.by_bound))
-    best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
+    fitting = _Fastest(cluster, n_best, most_timed)
+    tight: list[LayoutCandidate] = []
     least, nearest = math.inf, None
-    n_timed = n_too_large = 0
-    is_complete = True
+    n_too_large = 0
     for candidate in candidates:
-        times = sorted(found for found, _ in best.values())
-        limit = times[n_best - 1] if len(times) >= n_best else math.inf
-        best_of_mesh = best[candidate.degrees][0] if candidate.degrees in best else math.inf
-        if candidate.bound >= limit:
+        if fitting.is_done(candidate):
             break
-        if candidate.bound >= best_of_mesh:
+        if not fitting.may_be_faster(candidate):
             continue
         needed = every.device_bytes(candidate)
-        if needed > cluster.usable_bytes:
+        verdict = memory_verdict(needed, cluster.usable_bytes)
+        if verdict == "fits":
+            fitting.time(candidate)
+        elif verdict == "tight":
+            tight.append(candidate)
+        else:
             n_too_large += 1
             if needed < least:
                 least, nearest = needed, candidate
-            continue
-        if n_timed >= most_timed:
-            is_complete = False
+    ranked = fitting.ranked
+    # What is tight ranks below all that fits, and is timed only where too little fits.
+    below = _Fastest(cluster, n_best - len(ranked), most_timed)
+    meshes = {candidate.degrees for candidate in ranked}
+    for candidate in tight:
+        if below.is_done(candidate):
             break
-        n_timed += 1
-        took = step_time(candidate.step, cluster).seconds
-        if took < min(best_of_mesh, limit):
-            best[candidate.degrees] = took, candidate
-    ranked = sorted(best.values(), key=lambda each: each[0])[:n_best]
-    estimate = partial(_estimate, every, *sizes)
+        if candidate.degrees not in meshes and below.may_be_faster(candidate):
+            below.time(candidate)
+    estimates = [_estimate(every, *sizes, candidate) for candidate in (*ranked, *below.ranked)]
     return Found(
-        estimates=tuple(estimate(candidate) for _, candidate in ranked),
-        nearest=None if best or nearest is None else estimate(nearest),
+        estimates=tuple(estimates),
+        nearest=None if estimates or nearest is None else _estimate(every, *sizes, nearest),
         n_legal=every.n_legal,
         n_candidates=len(candidates),
-        n_timed=n_timed,
+        n_timed=fitting.n_timed + below.n_timed,
         n_too_large=n_too_large,
-        is_complete=is_complete,
+        n_tight=len(tight),
+        is_complete=fitting.is_complete and below.is_complete,
         seconds=time.monotonic() - start,
     )
+
+
+class _Fastest:
+    """The fastest candidate of each mesh, of those that were timed, in the order of their bounds;
+    the `n_best` fastest of them are kept."""
+
+    def __init__(self, cluster: Cluster, n_best: int, most_timed: int) -> None:
+        """At most `most_timed` candidates are timed."""
+        self.cluster = cluster
+        self.n_best = n_best
+        self.most_timed = most_timed
+        self.n_timed = 0
+        self.is_complete = True
+        """Whether every candidate was timed, or is known to be slower."""
+        self._best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
+
+    @property
+    def _limit(self) -> float:
+        """Seconds per step that the next candidate must stay below to be among the best."""
+        times = sorted(found for found, _ in self._best.values())
+        return times[self.n_best - 1] if len(times) >= self.n_best > 0 else math.inf
+
+    def is_done(self, candidate: LayoutCandidate) -> bool:
+        """Whether neither this candidate nor any with a higher bound is to be timed."""
+        if self.n_best < 1 or candidate.bound >= self._limit:
+            return True
+        return not self.is_complete
+
+    def may_be_faster(self, candidate: LayoutCandidate) -> bool:
+        """Whether the candidate's bound is below the best time of its mesh."""
+        known = self._best.get(candidate.degrees)
+        return known is None or candidate.bound < known[0]
+
+    def time(self, candidate: LayoutCandidate) -> None:
+        """Time the candidate, and keep it if it is the fastest of its mesh."""
+        if self.n_timed >= self.most_timed:
+            self.is_complete = False
+            return
+        self.n_timed += 1
+        took = step_time(candidate.step, self.cluster).seconds
+        known = self._best.get(candidate.degrees)
+        if took < min(self._limit, math.inf if known is None else known[0]):
+            self._best[candidate.degrees] = took, candidate
+
+    @property
+    def ranked(self) -> list[LayoutCandidate]:
+        """The best candidates, the fastest first."""
+        times = sorted(self._best.values(), key=lambda each: each[0])
+        return [candidate for _, candidate in times[: self.n_best]]
 
 
 def _estimate(
@@ -183,27 +238,28 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
 
 def settings_that_fit(
     plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
-) -> list[str]:
-    """Return changes to a Plan with which a rank needs at most `usable_bytes`, each as command-line
-    options ("--train.micro-batch-size 1"): single changes first, then full recomputation with
-    micro-batches of one sequence, then these with ZeRO 3. `precision` is the matmul precision
-    (None: `train.precision`, with fp32 for `auto`); with `fused_dropout`, attention dropout does
-    not write out the weights."""
+) -> list[tuple[str, Verdict]]:
+    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then those with which
+    they are tight, each as command-line options ("--train.micro-batch-size 1") with its verdict:
+    single changes first, then full recomputation with micro-batches of one sequence, then these
+    with ZeRO 3. `precision` is the matmul precision (None: `train.precision`, with fp32 for
+    `auto`); with `fused_dropout`, attention dropout does not write out the weights."""
     ways = [[change] for change in _single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
         ("train.activation_checkpoint", "full"),
     ]
     ways += [smallest, [*smallest, ("parallel.zero", 3)]]
-    found = []
+    found: list[tuple[str, Verdict]] = []
     for changes in ways:
         other = _changed(plan, changes)
         if other is None:
             continue
         memory = plan_memory(other, precision, fused_dropout=fused_dropout)
-        if memory.total_bytes <= usable_bytes:
-            found.append(_as_options(changes))
-    return found
+        verdict = memory_verdict(memory.total_bytes, usable_bytes)
+        if verdict != "does not fit":
+            found.append((_as_options(changes), verdict))
+    return sorted(found, key=lambda each: each[1] == "tight")
 
 
 def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:

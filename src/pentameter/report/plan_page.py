@@ -24,14 +24,15 @@ MOST_MESH_ROWS = 64
 
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
-    """Return a line about a planned run: whether it fits in memory, the predicted step time and
+    """Return a line about a planned run: the verdict on its memory, the predicted step time and
     MFU. If the step count is known, the line also has the run's time and, with a `price` per
     device-hour, its cost."""
-    fits = (
-        f"fits with {size(estimate.spare_bytes)} to spare"
-        if estimate.fits
-        else f"does not fit: {size(-estimate.spare_bytes)} too much"
-    )
+    spare = {
+        "fits": f" with {size(estimate.spare_bytes)} to spare",
+        "tight": f": {size(estimate.spare_bytes)} to spare",
+        "does not fit": f": {size(-estimate.spare_bytes)} too much",
+    }
+    fits = f"{estimate.verdict}{spare[estimate.verdict]}"
     step = (
         f"{fits} · {duration(estimate.time.seconds)} a step · "
         f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%}"
@@ -108,7 +109,7 @@ def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
 
 def layout_rows(found: Found) -> list[tuple[str, ...]]:
     """Return, for each layout that a search found, its name, micro-batch size × number,
-    recomputation, seconds per step, MFU and spare memory, as text."""
+    recomputation, seconds per step, MFU and spare memory (marked where it is tight), as text."""
     return [
         (
             str(estimate.plan.layout),
@@ -116,7 +117,7 @@ def layout_rows(found: Found) -> list[tuple[str, ...]]:
             str(estimate.plan.config.train.activation_checkpoint or "nothing"),
             f"{estimate.time.seconds:.4g}",
             percent(estimate.mfu),
-            size(estimate.spare_bytes),
+            size(estimate.spare_bytes) + (", tight" if estimate.verdict == "tight" else ""),
         )
         for estimate in found.estimates
     ]

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pentameter.estimating.estimate import Estimate
+from pentameter.estimating.fit import Verdict
 from pentameter.estimating.scaling import ScalePoint
 from pentameter.estimating.search import Found, reasons
 from pentameter.formatting import count, size
@@ -28,6 +29,12 @@ BAR = 28
 """Width of a bar, in characters."""
 LAYOUT_WIDTH = 50
 """Characters per line of a layout's name in a table."""
+MARKS: dict[Verdict, tuple[str, str]] = {
+    "fits": ("✓", "green"),
+    "tight": ("~", "yellow"),
+    "does not fit": ("✗", "red"),
+}
+"""Maps a verdict on memory to its sign and colour."""
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "bold"}
 """Arguments of rich's Table for columns without lines between them."""
 
@@ -46,14 +53,12 @@ def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> l
         f"{plan.tokens_per_step:,} tokens a step · {estimate.precision}{recomputed(estimate)}"
         f"{imbalance_assumed(estimate)}"
     )
-    said = Text(
-        f"\n{'✓' if estimate.fits else '✗'} {verdict(estimate, price)}\n",
-        style="bold green" if estimate.fits else "bold red",
-    )
-    usable, fits = cluster.usable_bytes, "green" if estimate.fits else "red"
+    mark, colour = MARKS[estimate.verdict]
+    said = Text(f"\n{mark} {verdict(estimate, price)}\n", style=f"bold {colour}")
+    usable = cluster.usable_bytes
     memory = [(*part, "") for part in memory_components(estimate)]
     of = f"peak, of {size(usable)} usable: parts do not all peak at once"
-    memory.append(("in all", estimate.device_bytes, of, fits))
+    memory.append(("in all", estimate.device_bytes, of, colour))
     rows = [(name, size(n), n / usable, remark, style) for name, n, remark, style in memory]
     parts: list[RenderableType] = [header, said, _bar_table("memory", rows), Text("")]
     seconds = [
@@ -107,18 +112,21 @@ def _wrap_layout(layout: str) -> str:
 
 
 def _search_summary(found: Found) -> str:
-    """Return lines about a search: the reasons that the best layout beats the next, and candidate
-    counts."""
+    """Return lines about a search: the reasons that the best layout beats the next, or that it is
+    above a faster one, and candidate counts."""
     best, *others = found.estimates
     lines = []
     if others:
         slower = others[0].time.seconds / best.time.seconds - 1
         why = ", ".join(reasons(best, others[0])) or "a little of everything"
-        lines.append(f"The first beats the second by {slower:.1%}: {why}.")
+        if slower < 0:
+            lines.append(f"The second is {-slower:.1%} faster, but tight.")
+        else:
+            lines.append(f"The first beats the second by {slower:.1%}: {why}.")
     went = "all others are slower" if found.is_complete else "others were not timed"
     lines.append(
-        f"{found.n_candidates:,} candidates: {found.n_too_large:,} do not fit, {found.n_timed:,} "
-        f"timed in full; {went} ({found.seconds:.1f} s)."
+        f"{found.n_candidates:,} candidates: {found.n_too_large:,} do not fit, {found.n_tight:,} "
+        f"are tight, {found.n_timed:,} timed in full; {went} ({found.seconds:.1f} s)."
     )
     return "\n".join(lines)
 
@@ -145,7 +153,8 @@ def scale_table(points: list[ScalePoint]) -> Table:
             f"{best.mfu:.1%}",
             _wrap_layout(str(best.plan.layout))
             + f" ·\N{NO-BREAK SPACE}{best.plan.micro_batch_size}\N{NO-BREAK SPACE}×"
-            + f"\N{NO-BREAK SPACE}{best.plan.n_micro_batches}",
+            + f"\N{NO-BREAK SPACE}{best.plan.n_micro_batches}"
+            + (", tight" if best.verdict == "tight" else ""),
             *(
                 "–" if each is None else f"{each.tokens_per_second / best.tokens_per_second:.0%}"
                 for each in (point.without_pipeline, point.data_alone)

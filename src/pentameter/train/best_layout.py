@@ -17,6 +17,7 @@ from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError, terminal_message
 from pentameter.estimating.estimate import Estimate
 from pentameter.estimating.search import search, why_nothing_fits
+from pentameter.formatting import size
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.processes.join import Meeting
 from pentameter.processes.place import Place
@@ -26,7 +27,8 @@ _CHOICE = "layout"
 
 @dataclass(frozen=True)
 class BestLayout:
-    """The fastest layout that fits in memory. `estimate` holds its Plan and the predicted, not
+    """The fastest layout that fits in memory, or if none does the fastest of those that are tight.
+    `estimate` holds its Plan and the predicted, not
     measured, step time and memory; `n_candidates` is the number of layouts it was chosen from, and
     `n_spare` the number of processes that no layout could use beside the others."""
 
@@ -57,6 +59,11 @@ class BestLayout:
         if self.n_spare:
             n, are = self.n_spare + self.n_processes, "is" if self.n_spare == 1 else "are"
             spare = f"; {self.n_spare} of {n} processes {are} spare, as no layout divides by {n}"
+        if self.estimate.verdict == "tight":
+            spare += (
+                f"; tight: {size(self.estimate.spare_bytes)} of memory to spare, and no layout "
+            )
+            spare += "leaves more than a run may need beyond its plan"
         return (
             f"the best of {self.n_candidates:,} layouts is {plan.layout}, "
             f"{plan.micro_batch_size} sequences at a time: {self.estimate.time.seconds:.3g} s a "

@@ -14,6 +14,7 @@ import torch
 
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import CONTEXT_BYTES
+from pentameter.estimating.fit import Verdict, memory_verdict
 from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.estimating.search import settings_that_fit
 from pentameter.fused_cpu import native
@@ -249,7 +250,7 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
         n_sharing = 1 if where.type == "cuda" else local_size
         if where.type == "cuda":
             there -= int(CONTEXT_BYTES)
-        if needed * n_sharing > there:
+        if memory_verdict(needed * n_sharing, there) == "does not fit":
             fitting = []
             if is_gpt and not offload:
                 usable = there / n_sharing
@@ -263,15 +264,17 @@ def _too_large(
     needed: int,
     there: int,
     n_sharing: int,
-    fitting: Sequence[str],
+    fitting: Sequence[tuple[str, Verdict]],
 ) -> str:
     """Return the error message for a run that needs more memory than there is: `needed` bytes in
     the fullest process, `there` bytes on the device `where`, shared by `n_sharing` processes.
-    `fitting` are settings that would fit, the best first."""
+    `fitting` are settings that would fit or be tight, with the verdict, the best first."""
     whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
     if n_sharing == 1:
         whose = f"{needed / 1e9:,.1f} GB, "
-    remedy = f"{fitting[0] if fitting else ''} fits"
+    remedy = ""
+    for options, verdict in fitting[:1]:
+        remedy = f"{options} {'fits' if verdict == 'fits' else 'is tight'}"
     if where.type == "cuda":
         remedy += ", and train.offload with parallel.zero takes less"
     if not fitting:
