@@ -153,3 +153,16 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     n_modules = {"gpt2": 4, "qwen3": 7}[model.config.model_type]
     assert len(adapters) == 2 * n_modules * 2
     assert any(each.any() for name, each in adapters.items() if "lora_B" in name)
+
+
+def test_templates_with_names_survive_import_and_export(theirs, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder, base, out = tmp_path / "theirs", tmp_path / "base", tmp_path / "out"
+    shutil.copytree(theirs, folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    assert main(["import", str(folder), "--out", str(base)]) == 0
+    assert main(["export", str(base), "--to", "hf", "--out", str(out)]) == 0
+    for each in (folder, out):
+        found = transformers.AutoTokenizer.from_pretrained(each).chat_template
+        assert found == {"default": CHATML_TEMPLATE, "tool_use": "{{ tools }}"}

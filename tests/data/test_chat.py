@@ -37,12 +37,29 @@ def test_where_a_template_comes_from(tmp_path):
     tokens = {"eos_token": {"content": "</s>"}, "bos_token": None, "pad_token": "<pad>"}
     settings.write_text(json.dumps({"chat_template": several, **tokens}))
     found = read_chat_template(tmp_path)
-    assert found == ChatTemplate("D", {"eos_token": "</s>", "pad_token": "<pad>"})
+    tokens = {"eos_token": "</s>", "pad_token": "<pad>"}
+    assert found == ChatTemplate("D", tokens, named={"tool_use": "T"})
     assert chosen_chat_template(str(settings)) == found
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert read_chat_template(tmp_path) == ChatTemplate("J", found.tokens)
+    assert read_chat_template(tmp_path) == ChatTemplate("J", tokens)  # the files alone
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
+    assert read_chat_template(tmp_path) == ChatTemplate("J", tokens, named={"rag": "R"})
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read_chat_template(tmp_path).named == {"tool_use": "T", "rag": "R"}
+    settings.unlink()
+    with pytest.raises(CorruptError, match=r"\['rag'\], but no default"):
+        read_chat_template(tmp_path)
     assert ChatTemplate.from_json(json.loads(json.dumps(found.to_json())), "x") == found
     assert chosen_chat_template("chatml") == ChatTemplate(CHATML_TEMPLATE)
+
+
+def test_a_name_from_a_stranger_leaves_its_folder_alone(tmp_path):
+    names = ("default", "../../x", ".x", "a/b", "tool_use")
+    several = [{"name": name, "template": name} for name in names]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    written = {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
+    assert read_chat_template(tmp_path).files().keys() == written
 
 
 def test_special_tokens_that_a_template_writes():
@@ -51,6 +68,8 @@ def test_special_tokens_that_a_template_writes():
     )
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     assert ChatTemplate(source, tokens).special_texts == ["<|user|>", "<|end|>", "<s>"]
+    both = ChatTemplate(source, tokens, named={"tool_use": "<|call|>{{ eos_token }}"})
+    assert both.special_texts == ["<|user|>", "<|end|>", "<|call|>", "<s>", "</s>"]
     assert ChatTemplate(source + "</s>", tokens).special_texts[-1] == "</s>"
     assert ChatTemplate(CHATML_TEMPLATE).special_texts == ["<|im_start|>", "<|im_end|>"]
 

@@ -349,3 +349,21 @@ def test_shards_with_answers_are_version_3_and_checked(tmp_path):
     header["sha256"] = header_hash(header)
     header_file.write_text(json.dumps(header))
     assert open_shards(header_file).split("train").assistant is not None
+
+
+def test_the_day_that_a_template_is_told_decides_the_data(tmp_path, tokenizer_file):
+    template = tmp_path / "dated.jinja"
+    each = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + each)
+    path = jsonl(tmp_path / "chat.jsonl", [chat("a", "b")])
+    kept = {"tokenizer": tokenizer_file, "chat_template": str(template), "validation_fraction": 0.0}
+    found = [opened(path, **kept), opened(path, **kept, template_date="2025-01-02")]
+    texts = [decoded(each.split("train").tokens).partition("<")[0] for each in found]
+    assert texts == ["26 Jul 2024", "02 Jan 2025"]
+    assert found[0].hash != found[1].hash
+    shards = str(found[0].folders[0])
+    with pytest.raises(ConfigError, match=r"data\.template_date='2025-01-02' cannot change"):
+        open_dataset(DataConfig(path=shards, template_date="2025-01-02"))
+    for wrong in ("2025-02-30", "today"):
+        with pytest.raises(ValueError, match="template_date"):
+            DataConfig(path=path, template_date=wrong)

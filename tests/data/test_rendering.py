@@ -1,9 +1,11 @@
 """Rendering chat templates: text and answers as `transformers` has them, and within bounds."""
 
+import json
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -162,7 +164,7 @@ def test_answers_are_where_each_rendering_up_to_them_says(source, begins, monkey
     messages = [{"role": role, "content": f" {n}. "} for n, role in enumerate(roles)]
     targets = [number for number, role in enumerate(roles) if role == "assistant"]
     asked = RenderRequest(messages, targets=targets)
-    request = ("documents", source, {"bos_token": "<s>", "eos_token": "</s>"}, [asked])
+    request = ("documents", {"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, [asked])
     (found,) = renderer._answer(request)
     at_once = renderer._Rendered._spans_at_once
     used = []
@@ -196,7 +198,7 @@ def test_a_long_history_is_rendered_in_linear_time():
 
     for each in messages:
         each["content"] = Counted(each["content"])
-    answer = renderer._answer(("documents", UNMARKED.source, {}, [asked]))
+    answer = renderer._answer(("documents", UNMARKED.sources, {}, [asked]))
     assert [len(segments) for segments in answer[0]] == [800]
     assert n_written < 6 * len(messages)
 
@@ -354,3 +356,31 @@ def test_a_template_is_rendered_on_a_machine_of_any_size(n_cores, faked_cores, m
     monkeypatch.setenv("LD_PRELOAD", str(faked_cores))  # into the process that renders
     monkeypatch.setenv("FAKED_CORES", str(n_cores))
     assert render(MARKED, RenderRequest(said("a"))) == "<|im_start|>user\na<|im_end|>\n"
+
+
+DATED = "{{ strftime_now('%d %B %Y, %Y-%m-%d %H:%M') }}"
+
+
+def test_templates_are_told_the_date():
+    told = render(ChatTemplate(DATED), RenderRequest(said("a"), date="2024-02-29"))
+    assert told == "29 February 2024, 2024-02-29 00:00"
+    before, told, after = (
+        datetime.now(),
+        render(ChatTemplate(DATED), RenderRequest(said("a"))),
+        datetime.now(),
+    )
+    assert told in [moment.strftime("%d %B %Y, %Y-%m-%d %H:%M") for moment in (before, after)]
+
+
+def test_tojson_takes_its_arguments_in_the_order_of_transformers():
+    source = "{{ {'b': 'ä<', 'a': [1]} | tojson(true, 2, (',', ':'), true) }}"
+    written = render(ChatTemplate(source), RenderRequest(said("a")))
+    assert written == json.dumps(
+        {"b": "ä<", "a": [1]}, indent=2, separators=(",", ":"), sort_keys=True
+    )
+
+
+def test_messages_with_tools_are_rendered_by_the_template_for_them():
+    template = ChatTemplate("plain", named={"tool_use": "{{ tools | length }} tools", "rag": "no"})
+    for tools, text in ((None, "plain"), ([], "0 tools"), ([{}], "1 tools")):  # as in transformers
+        assert render(template, RenderRequest(said("a"), tools=tools)) == text

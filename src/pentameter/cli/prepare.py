@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 import tyro
 
 from pentameter.cli.arguments import parse
-from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
+from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE, VALIDATION_FRACTION
 from pentameter.errors import ConfigError, terminal_message
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Options:
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|DIR|chatml")] = None
     """What makes the messages of conversations text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
+    template_date: Annotated[str, tyro.conf.arg(metavar="DAY")] = TEMPLATE_DATE
+    """The day, YYYY-MM-DD, that chat templates are told where they ask for today's."""
     encoding: str = FILE_DEFAULTS["encoding"]
     """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
     knows. The shards do not depend on it."""

@@ -9,11 +9,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
+from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE, VALIDATION_FRACTION
 from pentameter.config.naming import name_of
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
+    Day,
     Name,
     Positive,
     PositiveFloat,
@@ -107,6 +108,9 @@ class DataConfig(Section):
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """Renders the messages of conversations as text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
+    template_date: Day = TEMPLATE_DATE
+    """The day, YYYY-MM-DD, that chat templates are told in training, where they ask for today's
+    (`strftime_now`); a fixed one, so that the same data give the same tokens on any day."""
     order: Literal["random", "shuffled", "sequential", "streamed", "columns", "documents"] = (
         "random"
     )

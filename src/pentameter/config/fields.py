@@ -126,6 +126,8 @@ def _expected(option: Mapping[str, Any]) -> str:
         )
     if option.get("format") == "name":
         return NAME_IN_WORDS
+    if option.get("format") == "day":
+        return "a day as 2024-07-26"
     word = {
         "integer": "a whole number",
         "number": "a number",

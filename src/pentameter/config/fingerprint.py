@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from pentameter.config.choices import DECAY_KEYS
+from pentameter.config.choices import DECAY_KEYS, TEMPLATE_DATE
 from pentameter.config.fields import leaves, values_of
 from pentameter.config.messages import shown
 from pentameter.config.schema import CheckpointConfig, Config, LogConfig
@@ -68,6 +68,8 @@ def defining_values(config: Config) -> dict[str, Any]:
     for path in ("data.sources", "data.chat_template"):  # as above
         if not values[path]:
             del values[path]
+    if config.data.template_date == TEMPLATE_DATE:  # as above
+        del values["data.template_date"]
     if config.lora.rank is None:  # as above
         values = {path: value for path, value in values.items() if not path.startswith("lora.")}
     guard = config.guard

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from pentameter.config.naming import checked_name
 
@@ -22,6 +31,13 @@ NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 Name = Annotated[str, AfterValidator(checked_name), Field(json_schema_extra={"format": "name"})]
+Day = Annotated[
+    str,
+    BeforeValidator(lambda day: day.isoformat() if type(day) is date else day),  # as TOML has them
+    AfterValidator(lambda day: date.fromisoformat(day).isoformat()),
+    Field(json_schema_extra={"format": "day"}),
+]
+"""A day, YYYY-MM-DD."""
 Switch = Annotated[bool, Field(strict=True)]
 
 ABSENT = "none"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.choices import FILE_DEFAULTS
+from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import Conversations
@@ -34,7 +34,7 @@ from pentameter.data.tokenizers.setting import (
 )
 from pentameter.errors import ConfigError
 
-NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
+NOT_OF_SHARDS = {"chat_template": None, "template_date": TEMPLATE_DATE, **FILE_DEFAULTS}
 """Keys in `[data]`, with their defaults, that decide how text files are read. With prepared shards
 any other value is refused, or ignored among several `data.sources`."""
 
@@ -132,7 +132,8 @@ def preparation_of(
         chat = chosen_chat_template(data.chat_template)
     special = special_texts_of(wanted, chat)
     if isinstance(corpus, Conversations):
-        return ConversationPreparation(corpus, wanted, splitting, progress, special, chat)
+        date = data.template_date
+        return ConversationPreparation(corpus, wanted, splitting, progress, special, chat, date)
     if data.chat_template is not None and not is_shared:
         raise ConfigError(
             f"data.chat_template={data.chat_template!r} is for conversations, and "

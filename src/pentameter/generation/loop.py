@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -205,10 +205,13 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
-def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Prompt | None:
-    """Return the Prompt for a user's message in the chat template; for an empty message, the first
-    conversation in `split` up to its first answer. None for a message if the tokenizer has no chat
-    template, and for an empty one if the split has no conversation.
+def question_prompt(
+    tokenizer: Tokenizer, split: TokenSplit, message: str, date: str
+) -> Prompt | None:
+    """Return the Prompt for a user's message in the chat template, which is told the day `date`;
+    for an empty message, the first conversation in `split` up to its first answer. None for a
+    message if the tokenizer has no chat template, and for an empty one if the split has no
+    conversation.
 
     The answer ends as `ends_of_answers` says. Raises ConfigError if the template refuses the
     message.
@@ -216,7 +219,7 @@ def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Pr
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
             return None
-        ids = encode_chat(tokenizer, message)
+        ids = encode_chat(tokenizer, message, date)
     else:
         ids = split.first_prompt
     if not len(ids):
@@ -284,14 +287,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     return newline if len(newline) else np.zeros(1, dtype=np.int64)
 
 
-def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
+def encode_chat(tokenizer: Tokenizer, message: str, date: str | None = None) -> Tokens:
     """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
-    start.
+    start. The template is told the day `date`, YYYY-MM-DD, or today's (None).
 
     Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """
     messages = [{"role": "user", "content": message}]
-    return encode_messages(tokenizer, messages, partial(render, template_of(tokenizer)))
+    template = template_of(tokenizer)
+    return encode_messages(tokenizer, messages, lambda on: render(template, replace(on, date=date)))
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.command_source import with_tokenizer_beside
+from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches, suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
@@ -72,7 +73,7 @@ def start_run(
     evaluations = splits_to_evaluate(
         plan.config, dataset, batches, verify=world.local_rank == 0, progress=console.progress
     )
-    prompt = _prompt(plan.config.train.sample_prompt, dataset, warnings)
+    prompt = _prompt(plan.config, dataset, warnings)
     warnings += evaluation_warnings(plan, batches)
     compute = _compute(request, plan, warnings)
     warnings += settings_warnings(plan, dataset, batches, request.init_from)
@@ -168,16 +169,17 @@ def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
     return compute
 
 
-def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
-    """Return the prompt that samples continue. For plain text it is `text`; for conversations, a
-    user message with `text`, or the first held-out question if `text` is empty. A text that cannot
-    be encoded adds to `warnings` and leaves the prompt empty."""
+def _prompt(config: Config, dataset: Dataset, warnings: list[str]) -> Prompt:
+    """Return the prompt that samples continue. For plain text it is `train.sample_prompt`; for
+    conversations, a user message with this text, or the first held-out question if it is empty. A
+    text that cannot be encoded adds to `warnings` and leaves the prompt empty."""
+    text, date = config.train.sample_prompt, config.data.template_date
     tokenizer, val = dataset.tokenizer, dataset.split("val")
     asked = None
     try:
         if dataset.has_conversations:
             split = val if len(val.first_prompt) else dataset.split("train")
-            asked = question_prompt(tokenizer, split, text)
+            asked = question_prompt(tokenizer, split, text, date)
         return asked or text_prompt(tokenizer, text)
     except ConfigError as error:  # a preset's prompt need not suit the user's text
         warnings.append(f"train.sample_prompt is left out: {error}")

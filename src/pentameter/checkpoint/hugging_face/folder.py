@@ -336,6 +336,7 @@ def export_hf(
         for file, tensors in shards.items():
             write_hashed(folder / file, plan_file(tensors).chunks())
         for file, data in small.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             write_hashed(folder / file, [data])
     left_out = (
         f"the tokenizer ({tokenizer.kind}) is left out: Hugging Face's tokenizer files cannot "

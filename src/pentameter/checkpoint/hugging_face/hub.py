@@ -28,9 +28,9 @@ MODEL_FILES = (
     *("config.json", "generation_config.json"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-"""Patterns of the files to fetch, at the top of a repository: those that `read_hf` reads."""
+"""Patterns of the files of a repository to fetch: those that `read_hf` reads."""
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 1.0
 """Wait before the second attempt; doubled before the third."""

@@ -13,7 +13,7 @@ from typing import Any
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import TEMPLATE_FILE, read_chat_template
+from pentameter.data.tokenizers.chat import read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, KINDS, is_gpt2, load_tokenizer
 from pentameter.disk.atomic import read_json, read_text
@@ -66,7 +66,7 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         case CharTokenizer():
             chat = None
     files |= {WHOLE: whole, SETTINGS: _json({**settings, **special}), SPECIAL: _json(special)}
-    return files if chat is None else {**files, TEMPLATE_FILE: chat.source.encode()}
+    return files if chat is None else {**files, **chat.files()}
 
 
 def _json(content: Any) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from pentameter.config.choices import TEMPLATE_DATE
 from pentameter.data.corpora.conversations import Chat, Conversation, Conversations, Exchange
 from pentameter.data.corpora.files import check_encodable
 from pentameter.data.corpora.text import utf8_size
@@ -81,6 +82,8 @@ class ConversationContents(Contents):
     has_loss_mask = True
 
     conversations: Conversations
+    date: str
+    """The day that the template is told."""
     special_texts: Sequence[str]
     """Texts of the tokenizer's special tokens, which text in a message never becomes."""
     splits: bytes
@@ -106,7 +109,7 @@ class ConversationContents(Contents):
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which reads the files and renders the messages
         again."""
-        read = _documents(self.conversations, self.chat, self.special_texts)
+        read = _documents(self.conversations, self.chat, self.special_texts, self.date)
         return itertools.chain.from_iterable(read)
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
@@ -136,11 +139,13 @@ class ConversationPreparation(Preparation):
     corpus: Conversations
     chat: ChatTemplate | None = None
     """The template that renders messages; None if the tokenizer has none, and for plain prompts."""
+    date: str = TEMPLATE_DATE
+    """The day that the template is told, YYYY-MM-DD."""
 
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, n_documents, splits = 0, list[int](), list[int]()  # of each conversation
-        for documents in _documents(corpus, self.chat, self.special_texts):
+        for documents in _documents(corpus, self.chat, self.special_texts, self.date):
             for document in documents:
                 digest.update(document.to_bytes())
                 text = document.text
@@ -162,6 +167,7 @@ class ConversationPreparation(Preparation):
             n_bytes=n_bytes,
             own_characters="".join(characters),
             chat=self.chat,
+            date=self.date,
             special_texts=self.special_texts,
             conversations=corpus,
             splits=np.repeat(np.array(splits, np.uint8), n_documents).tobytes(),
@@ -170,13 +176,13 @@ class ConversationPreparation(Preparation):
 
 
 def _documents(
-    conversations: Conversations, chat: ChatTemplate | None, special_texts: Sequence[str]
+    conversations: Conversations, chat: ChatTemplate | None, special_texts: Sequence[str], date: str
 ) -> Iterator[list[Document]]:
     """Yield each conversation's documents, at least one, rendered by `chat`, up to `max_bytes` of
     text; a document that would exceed it is left out. Raises ConfigError for messages without a
     template (None), CorruptError for a record that is damaged or refused by the template."""
     n_bytes = 0
-    for documents, where in _rendered(conversations.records(), chat, special_texts):
+    for documents, where in _rendered(conversations.records(), chat, special_texts, date):
         for number, document in enumerate(documents):
             check_encodable(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
@@ -188,12 +194,12 @@ def _documents(
 
 
 def _rendered(
-    records: Records, chat: ChatTemplate | None, special_texts: Sequence[str]
+    records: Records, chat: ChatTemplate | None, special_texts: Sequence[str], date: str
 ) -> Iterator[tuple[list[Document], str]]:
     """Yield, for each conversation, its documents with its file and line: one document for a prompt
     and completion, one or more for messages. `chat` is the template, with None only if no record
-    has messages; `special_texts` are the special tokens. Raises ConfigError for messages without a
-    template, CorruptError if the template refuses them."""
+    has messages; `special_texts` are the special tokens, `date` the day that it is told. Raises
+    ConfigError for messages without a template, CorruptError if the template refuses them."""
     with ExitStack() as stack:
         rendering: Rendering | None = None
         for batch in _batches(records):
@@ -209,7 +215,7 @@ def _rendered(
                 rendering = stack.enter_context(Rendering(chat))
             found: Iterator[Documents | TemplateRefusalError] = iter(())
             if rendering is not None:
-                asked = [_asked(each, where, special_texts) for each, where in chats]
+                asked = [_asked(each, where, special_texts, date) for each, where in chats]
                 try:
                     found = iter(rendering.documents(asked))
                 except TemplateBoundsError as error:
@@ -241,12 +247,13 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
     yield batch
 
 
-def _asked(chat: Chat, where: str, special_texts: Sequence[str]) -> RenderRequest:
+def _asked(chat: Chat, where: str, special_texts: Sequence[str], date: str) -> RenderRequest:
     """Return the request to render a chat, with special tokens escaped; CorruptError for reserved
     characters in its texts."""
     try:
         messages = escaped(chat.messages, special_texts)
-        return RenderRequest(messages, escaped(chat.tools, special_texts), chat.targets)
+        tools = escaped(chat.tools, special_texts)
+        return RenderRequest(messages, tools, chat.targets, date=date)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
 

@@ -2,8 +2,7 @@
 
 A template is Jinja as in Hugging Face's tokenizers (`chat_template` in tokenizer_config.json, or
 chat_template.jinja). As it comes with models that strangers publish, it runs in a sandbox, in a
-process with limits (`rendering.py`). It sees no clock, so that the same messages give the same text
-on any day (templates that want today's date have a fixed one).
+process with limits (`rendering.py`). It sees no clock but the date that whoever renders gives it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,11 @@ from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
+NAMED_FOLDER, NAMED_SUFFIX = "additional_chat_templates", ".jinja"
+"""Folder, beside TEMPLATE_FILE, and suffix of files with further templates, called by name."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the template for messages, and of that for messages with tools, if there is one."""
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # a file can be called so, and lies where it should
 LIMIT_BYTES = 1 << 24
 """Maximum size in bytes of a template file or tokenizer_config.json."""
 
@@ -83,16 +87,22 @@ class ChatTemplate:
     """Maps `bos_token`, `eos_token` and others in tokenizer_config.json to their texts."""
     origin: str = field(default="the chat template", compare=False)
     """Its name in error messages, with its file; not compared."""
+    named: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Maps the names of further templates, such as `tool_use`, to their sources."""
 
     @classmethod
     def from_json(cls, content: Any, origin: str) -> Self:
         """Build the template from a tokenizer file's "chat" value; CorruptError if it is invalid.
         `origin` names it in messages."""
         match content:
-            case {"template": str(source), "tokens": dict(tokens)} if all(
-                isinstance(text, str) for text in tokens.values()
-            ):
-                return cls(source, MappingProxyType(tokens), origin)
+            case {"template": str(source), "tokens": dict(tokens)}:
+                match content.get("named", {}):
+                    case dict(named) if all(
+                        isinstance(text, str) for text in [*tokens.values(), *named.values()]
+                    ):
+                        return cls(
+                            source, MappingProxyType(tokens), origin, MappingProxyType(named)
+                        )
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
     @property
@@ -100,18 +110,29 @@ class ChatTemplate:
         """The special tokens of a tokenizer that is made for the template: `<|NAME|>` in its
         source, in order, and texts of `tokens` that stand there or to which it refers. All are two
         or more visible characters of ASCII."""
-        source = self.source
-        named = [
+        source = "\n".join(self.sources.values())
+        known = [
             text
             for key, text in self.tokens.items()
             if text in source or re.search(rf"\b{re.escape(key)}\b", source)
         ]
-        found = dict.fromkeys([*_SPECIAL.findall(source), *named])
+        found = dict.fromkeys([*_SPECIAL.findall(source), *known])
         return [text for text in found if _PLAIN.fullmatch(text)]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Maps each template's name to its source, that for messages (`default`) first."""
+        return {DEFAULT: self.source, **self.named}
 
     def to_json(self) -> dict[str, Any]:
         """Return the template as the "chat" value in a tokenizer file."""
-        return {"template": self.source, "tokens": dict(self.tokens)}
+        named = {"named": dict(self.named)} if self.named else {}
+        return {"template": self.source, "tokens": dict(self.tokens), **named}
+
+    def files(self) -> dict[str, bytes]:
+        """Return the templates as files of a Hugging Face folder: relative path → content."""
+        named = {f"{NAMED_FOLDER}/{name}{NAMED_SUFFIX}": text for name, text in self.named.items()}
+        return {name: text.encode() for name, text in {TEMPLATE_FILE: self.source, **named}.items()}
 
 
 def without_marks(text: str) -> str:
@@ -191,23 +212,31 @@ def read_chat_template(
     it here, if it exists.
 
     Returns None for a folder without a template. In a folder, as in transformers,
-    chat_template.jinja has precedence over tokenizer_config.json. Raises ConfigError for a file
-    that is missing, or a tokenizer_config.json without a template; CorruptError for a damaged one,
-    StorageError for one that cannot be read.
+    chat_template.jinja, and those in additional_chat_templates, have precedence over
+    tokenizer_config.json. Raises ConfigError for a file that is missing, or a tokenizer_config.json
+    without a template; CorruptError for a damaged one, StorageError for one that cannot be read.
     """
     is_folder = path.is_dir()
     beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
     if settings is None:
         settings = read_json(beside, LIMIT_BYTES) if beside.is_file() or beside == path else {}
-    tokens = _tokens(settings)
     file = path / TEMPLATE_FILE if is_folder else path
     if file == beside or (is_folder and not file.is_file()):
-        source = _source(settings, beside)
-        if source is None and not is_folder:
-            raise ConfigError(f"{path} has no chat_template; name a Jinja file")
-        origin = f"the chat template of {beside}"
-        return None if source is None else ChatTemplate(source, tokens, origin)
-    return ChatTemplate(read_text(file, LIMIT_BYTES), tokens, f"the chat template {file}")
+        origin, sources = f"the chat template of {beside}", _sources(settings, beside)
+    else:
+        origin, sources = f"the chat template {file}", {DEFAULT: read_text(file, LIMIT_BYTES)}
+    if is_folder:
+        for each in sorted((path / NAMED_FOLDER).glob(f"*{NAMED_SUFFIX}")):
+            sources[each.name.removesuffix(NAMED_SUFFIX)] = read_text(each, LIMIT_BYTES)
+    elif not sources:
+        raise ConfigError(f"{path} has no chat_template; name a Jinja file")
+    source = sources.pop(DEFAULT, None)
+    if source is None:
+        if sources:
+            raise CorruptError(f"{path} has the chat templates {sorted(sources)}, but no default")
+        return None
+    named = {name: text for name, text in sources.items() if _NAME.fullmatch(name)}
+    return ChatTemplate(source, _tokens(settings), origin, MappingProxyType(named))
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
@@ -227,19 +256,23 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
     return found
 
 
-def _source(settings: Mapping[str, Any], path: Path) -> str | None:
-    """Return the template text in a parsed tokenizer_config.json (from `path`): the only one, or
-    the one named `default` in a list; None without one. Raises CorruptError for anything else."""
+def _sources(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return name → source for the templates in a parsed tokenizer_config.json (from `path`), the
+    only one as `default`. Raises CorruptError unless `chat_template` is absent, a text, or a list
+    of templates with names, of which one is `default`."""
     match settings.get("chat_template"):
         case None:
-            return None
+            return {}
         case str(source):
-            return source
+            return {DEFAULT: source}
         case list(several):
+            found = {}
             for each in several:
                 match each:
-                    case {"name": "default", "template": str(source)}:
-                        return source
+                    case {"name": str(name), "template": str(source)}:
+                        found[name] = source
+            if DEFAULT in found:
+                return found
     raise CorruptError(f"{path}: chat_template is neither a text nor a list with a default")
 
 

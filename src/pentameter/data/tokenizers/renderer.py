@@ -19,13 +19,16 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from pentameter.data.tokenizers.chat import (
     APART,
     BEGIN,
+    DEFAULT,
     END,
+    TOOL_USE,
     Segment,
     TemplateBoundsError,
     TemplateRefusalError,
@@ -61,6 +64,13 @@ class RenderRequest:
     """Indices of the messages that a model learns to write."""
     add_generation_prompt: bool = False
     """Whether the text ends with the beginning of an answer."""
+    date: str | None = None
+    """The day that templates are told, YYYY-MM-DD, at midnight; None for this moment."""
+
+    @property
+    def template(self) -> str:
+        """Name of the template that renders it, if the model has that, as in transformers."""
+        return DEFAULT if self.tools is None else TOOL_USE
 
     @cached_property
     def n_characters(self) -> int:
@@ -73,10 +83,14 @@ Documents = list[list[Segment]]
 learns it)."""
 
 
-def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[RenderRequest]]], list[Any]]:
-    """Limit this process's memory to MEMORY_BYTES; return the function that answers its requests,
-    each ("text" or "documents", the template's source, its special tokens' texts, the messages to
-    render)."""
+Question = tuple[str, dict[str, str], dict[str, str], Sequence[RenderRequest]]
+"""What the process is asked: "text" or "documents", the templates' sources by name, their special
+tokens' texts, the messages to render."""
+
+
+def renderer() -> Callable[[Question], list[Any]]:
+    """Limit this process's memory to MEMORY_BYTES; return the function that answers its
+    questions."""
     with suppress(ValueError, OSError):  # macOS knows no such bound
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
@@ -84,16 +98,17 @@ def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[RenderReque
     return _answer
 
 
-def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -> list[Any]:
-    """Render each list of messages to a text or to documents, by the request's first value ("text"
+def _answer(question: Question) -> list[Any]:
+    """Render each list of messages to a text or to documents, by the question's first value ("text"
     or "documents"). Return the results in order; if the template refuses a list, its error takes
     the result's place.
 
     Raises ConfigError for an invalid template.
     """
-    what, source, tokens, several = request
+    what, sources, tokens, several = question
     found: list[Any] = []
     for asked in several:
+        source = sources.get(asked.template, sources[DEFAULT])
         one = _Rendered(*_compiled(source), tokens, asked)
         try:
             found.append(one.text() if what == "text" else one.documents())
@@ -104,7 +119,7 @@ def _answer(request: tuple[str, str, dict[str, str], Sequence[RenderRequest]]) -
     return found
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _compiled(source: str) -> tuple[Any, bool]:
     """Compile a template's source; return the template, and whether `_keeps_no_state`. Raises
     ConfigError if it is not valid Jinja."""
@@ -286,6 +301,12 @@ class _Rendered:
             "{% endgeneration %}"
         )
 
+    def _strftime_now(self, format: str) -> str:  # as transformers names it
+        """Return the request's date, as templates ask for it."""
+        day = self.asked.date
+        moment = datetime.fromisoformat(day) if day else datetime.now()
+        return moment.strftime(format)
+
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -305,6 +326,7 @@ class _Rendered:
             "tools": self.asked.tools,
             "documents": None,
             "add_generation_prompt": asks,
+            "strftime_now": self._strftime_now,
         }
         values["messages"] = messages if reading is None else _Watched(messages, reading)
         reading = reading or _Reading()
@@ -382,13 +404,13 @@ def _refuse(message: object) -> NoReturn:
 
 def _tojson(
     value: Any,
-    indent: int | str | None = None,
     ensure_ascii: bool = False,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """Return a value as JSON: the filter `tojson` in templates, with the arguments that it has in
-    transformers; unlike Jinja's, it escapes no HTML."""
+    transformers, in its order; unlike Jinja's, it escapes no HTML."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -87,7 +87,7 @@ class Rendering:
         template = self._template
         try:
             found: list[Any] = self._child.ask(
-                (what, template.source, dict(template.tokens), asked)
+                (what, template.sources, dict(template.tokens), asked)
             )
         except ConfigError as error:
             raise self._named(error) from error
