@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import tokenizers
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tokenizer_forms import FORMS
 
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.generation.loop import Detokenizer
 
 
 class Bytes:
     """Every token is one to three bytes; characters are cut anywhere."""
+
+    byte_ids: frozenset[int] = frozenset()
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
@@ -29,37 +37,10 @@ class Bytes:
 class Words:
     """Tokens are joined with spaces."""
 
+    byte_ids: frozenset[int] = frozenset()
+
     def decode(self, ids: Any) -> str:
         return " ".join(f"w{i}" for i in ids)
-
-
-class ByteFallback:
-    """Characters, and a token for each byte; a row of these decodes together, or to one U+FFFD
-    each: Llama's decoder, in the `tokenizers` library's own words `Replace`, `ByteFallback`,
-    `Fuse`, `Strip`."""
-
-    def __init__(self) -> None:
-        vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
-        self.vocab = vocab | {text: 257 + n for n, text in enumerate(("▁", "a", "b"))}
-        library = tokenizers.Tokenizer(models.BPE(self.vocab, [], byte_fallback=True))
-        library.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        library.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-        self.library = library
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.library.encode(text).ids)
-
-    def decode(self, ids: Any) -> str:
-        return str(self.library.decode(list(ids), skip_special_tokens=False))
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -101,35 +82,59 @@ def test_bytes_that_are_no_text_at_all(tokens: list[bytes]) -> None:
 
 
 def test_garbage_is_not_held_back_forever() -> None:
-    text = Detokenizer(Bytes([b"\xff"]))  # type: ignore[arg-type]
+    text = Detokenizer(Bytes([b"\xff"]))
     shown = "".join(text.push(0) for _ in range(50))
     assert len(shown) == 49
 
 
-BYTE_FALLBACK = ByteFallback()
-TEXTS = st.text(st.sampled_from("ab é中文👋"), max_size=10)
+TEXTS = st.text(st.sampled_from("ab. é中文👋"), max_size=10)
+forms = pytest.mark.parametrize("tokenizer", FORMS.values(), ids=FORMS.keys())
 
 
+@forms
+@given(data=st.data())
+def test_any_ids_of_a_form_are_the_text_of_all(
+    tokenizer: LibraryTokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(ids_of(tokenizer), max_size=12))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@forms
+@given(data=st.data())
+def test_any_ids_of_a_form_continue_a_prompt(
+    tokenizer: LibraryTokenizer, data: st.DataObject
+) -> None:
+    prompt = data.draw(st.lists(ids_of(tokenizer), max_size=8))
+    ids = data.draw(st.lists(ids_of(tokenizer), max_size=8))
+    shown, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    assume(whole.startswith(shown))  # no character that was shown as unfinished
+    stream = Detokenizer(tokenizer, prompt)
+    assert shown + "".join([*map(stream.push, ids), stream.flush()]) == whole
+
+
+@forms
 @given(TEXTS)
-def test_characters_of_byte_tokens_come_whole(text: str) -> None:
-    ids = BYTE_FALLBACK.encode(text)
-    came = pieces(BYTE_FALLBACK, ids)
-    assert "".join(came) == BYTE_FALLBACK.decode(ids) == text
+def test_text_of_a_form_is_never_cut_in_a_character(tokenizer: LibraryTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text).tolist()
+    came = pieces(tokenizer, ids)
+    assert "".join(came) == tokenizer.decode(ids)
     assert not any("\ufffd" in piece for piece in came)
 
 
-@given(TEXTS, TEXTS)
-def test_characters_of_byte_tokens_continue_a_prompt(prompt: str, text: str) -> None:
-    ids, n_prompt = BYTE_FALLBACK.encode(prompt + text), len(BYTE_FALLBACK.encode(prompt))
-    stream = Detokenizer(BYTE_FALLBACK, ids[:n_prompt])
-    came = "".join([*map(stream.push, ids[n_prompt:]), stream.flush()])
-    assert BYTE_FALLBACK.decode(ids[:n_prompt]) + came == prompt + text
+def ids_of(tokenizer: LibraryTokenizer) -> st.SearchStrategy[int]:
+    """Draw ids, those of the bytes of a few characters and of spaces more often than others."""
+    often = tokenizer.encode("  a👋é. ab中\n").tolist()
+    return st.one_of(st.sampled_from(often), st.integers(0, tokenizer.vocab_size - 1))
 
 
-def test_byte_tokens_that_are_no_text_take_nothing_back() -> None:
-    ids = [*BYTE_FALLBACK.encode("中"), *5 * [1 + 0xFF], BYTE_FALLBACK.vocab["a"]]
-    came = pieces(BYTE_FALLBACK, ids)
-    assert "".join(came) in ("中" + n * "\ufffd" + "a" for n in range(5, 9))
+def test_what_is_held_back_can_be_looked_at() -> None:
+    tokenizer = FORMS["prepend"]
+    stream = Detokenizer(tokenizer)
+    *ids, last = tokenizer.encode("a\n👋").tolist()
+    assert "".join(map(stream.push, ids)) == "a"
+    assert stream.held == "\n"
+    assert (stream.push(last), stream.held, stream.flush()) == ("", "\n👋", "\n👋")
 
 
 BPE = train_bpe(["né à Paris 👋🏽 中文 中文 né à Paris 👋🏽 né"], 290)

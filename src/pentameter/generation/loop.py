@@ -47,6 +47,8 @@ _DRAWS_AT_ONCE = 1024
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_PARTS = 4
 """Most tokens that one character is cut into: one for each byte of its UTF-8."""
+_MOST_BEFORE = 64
+"""Most tokens that are looked at for those behind which to decode; else all are kept."""
 
 
 def generate(
@@ -460,6 +462,10 @@ def _without_onednn() -> Iterator[None]:
 class Decodes(Protocol):
     """A tokenizer's decoder, from ids to text."""
 
+    @property
+    def byte_ids(self) -> Collection[int]:
+        """The ids that are decoded together with those next to them."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text for token ids (n_tokens,)."""
 
@@ -467,11 +473,10 @@ class Decodes(Protocol):
 class Detokenizer:
     """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
 
-    A tokenizer can end in the middle of a character, which decodes to U+FFFD for now, one for all
-    its bytes or (where each byte is a token, as in Llama's) one for each: these are held back until
-    the next ids settle them. A tokenizer may also join its tokens (words with spaces), or take its
-    bytes together, so each chunk is decoded behind the one before it. Where bytes that are no UTF-8
-    would take back characters before them, those stay as they were shown.
+    A tokenizer can end in the middle of a character, which decodes to U+FFFD for now: it is held
+    back until the next id settles it. Where each byte is a token (as in Llama's), a row of them is
+    decoded whole, or to U+FFFD for each: it is held back until another token ends it. A tokenizer
+    may also join its tokens (words with spaces), so each chunk is decoded behind the one before it.
 
     prompt: ids before the sample, already shown: the chunks are the text added to theirs, so that a
     word is separated from the prompt's last word. ends: token ids that end the sample.
@@ -480,14 +485,12 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Decodes, prompt: Iterable[int] = (), ends: Collection[int] = ()
     ) -> None:
-        self._decode = tokenizer.decode
+        self._decode, self._byte_ids = tokenizer.decode, tokenizer.byte_ids
         self._ends = ends
         self.is_ended = False
         """Whether one of the tokens `ends` came; from it on, nothing is shown."""
-        # The last settled tokens, how many they are, then those not settled yet.
-        self._ids = _last_whole(self._decode, [int(token) for token in prompt])
-        self._n_settled = len(self._ids)
-        self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
+        self._n_shown = 0  # characters of the text of `_ids` that were given out
+        self._settle([int(token) for token in prompt])
 
     def push(self, token: int) -> str:
         """Add `token` and return the text that is now complete, perhaps empty; always empty once
@@ -496,27 +499,47 @@ class Detokenizer:
         if self.is_ended:
             return ""
         self._ids.append(token)
+        self._is_settled = False
+        if token in self._byte_ids:
+            return ""
         text = self._decode(self._ids)
-        n_held = len(text) - len(text.rstrip(_REPLACEMENT))
-        if len(self._ids) - self._n_settled >= _MOST_PARTS:  # no character any more
-            n_held = min(n_held, 1)
-        n_complete = len(text) - n_held
-        piece = text[self._n_shown : n_complete]
-        self._n_shown = max(self._n_shown, n_complete)
-        if not n_held:
-            self._ids = self._ids[self._n_settled :]
-            self._n_settled, self._n_shown = len(self._ids), len(self._decode(self._ids))
+        n_complete = max(self._n_shown, len(text) - text.endswith(_REPLACEMENT))
+        piece, self._n_shown = text[self._n_shown : n_complete], n_complete
+        if n_complete == len(text):
+            self._settle(self._ids)
         return piece
+
+    @property
+    def held(self) -> str:
+        """The text that is held back, as far as it has whole characters; the next ids may change
+        it."""
+        if self._is_settled:
+            return ""
+        ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
+        texts = (self._decode(self._ids[: max(0, end)])[self._n_shown :] for end in ends)
+        return next((text for text in texts if not text.endswith(_REPLACEMENT)), "")
+
+    def with_next(self, token: int) -> str:
+        """Return the text that `token` would add to what is shown and held, were it the last."""
+        if token in self._byte_ids:
+            return self._decode([token])
+        text = self._decode([*self._ids, token])
+        return text[self._n_shown + len(self.held) :]
 
     def flush(self) -> str:
         """Return the text still held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
-        self._ids, self._n_settled, self._n_shown = [], 0, 0
+        self._settle([])
         return piece
 
+    def _settle(self, ids: list[int]) -> None:
+        """Keep the fewest last `ids` behind which others are decoded as behind all: they have a
+        text, and do not begin in the middle of a character or of a row of bytes."""
+        possible = (ids[-n:] for n in range(1, min(_MOST_BEFORE, len(ids)) + 1))
+        self._ids = next(filter(self._is_whole, possible), ids)
+        self._n_shown = len(self._decode(self._ids))
+        self._is_settled = True
 
-def _last_whole(decode: Callable[[Sequence[int]], str], ids: list[int]) -> list[int]:
-    """Return the fewest last ids that do not begin in the middle of a character, as far as that is
-    possible; else the last one."""
-    ends = (ids[-n:] for n in range(1, min(_MOST_PARTS, len(ids)) + 1))
-    return next((end for end in ends if _REPLACEMENT not in decode(end)), ids[-1:])
+    def _is_whole(self, ids: list[int]) -> bool:
+        text = "" if ids[0] in self._byte_ids else self._decode(ids)
+        return bool(text) and not text.startswith(_REPLACEMENT)

@@ -237,7 +237,8 @@ class HarnessModel(TemplateLM):
             for row, token in enumerate(tokens.tolist()):
                 if not ended[row]:  # else what is drawn beside others could move its end
                     texts[row] += pieces[row].push(token)
-                    ended[row] = pieces[row].is_ended or settings.is_stopped(texts[row])
+                    seen = texts[row] + pieces[row].held
+                    ended[row] = pieces[row].is_ended or settings.is_stopped(seen)
             if all(ended):
                 break
         return [settings.cut(text + each.flush()) for text, each in zip(texts, pieces, strict=True)]

@@ -19,6 +19,7 @@ from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_num
 LEAST_LOGPROB = -9999.0
 """Log-probability sent in place of minus infinity, which JSON lacks; OpenAI's number."""
 _DRAWS_AT_ONCE = 256
+_FEW = 16  # tokens whose text is remembered; more are a row of bytes, which hardly comes again
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class TokenChance:
     """A sampled token with its log-probability and the likeliest tokens'."""
 
     text: str
+    """What the token adds to the text, so that tokens joined are the text: empty within a
+    character of several tokens, which the last of them has."""
     logprob: float
     """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
     rivals: Sequence[tuple[str, float]]
@@ -89,11 +92,13 @@ class CachedDecoder:
     ones come again and again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
         self._remembered = lru_cache(maxsize=1 << 16)(tokenizer.decode)
+        self.byte_ids = tokenizer.byte_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text for token ids (n_tokens,)."""
-        return self._remembered(tuple(ids))
+        return self._remembered(tuple(ids)) if len(ids) <= _FEW else self._decode(ids)
 
 
 class Continuation:
@@ -103,13 +108,13 @@ class Continuation:
         self.asked = asked
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self._tokenizer = tokenizer
         self._uniforms = np.empty(0)  # for the next tokens, some at a time
         before = asked.prompt.tolist() if asked.follows_text else ()
         self._detokenizer = Detokenizer(tokenizer, before, asked.ends)
         self._text = ""
         self._n_shown = 0
-        self._held: list[tuple[TokenChance, int]] = []  # and where the token's text ends
+        self._n_reached = 0  # characters that tokens make so far, those held back among them
+        self._chances: list[_Chance] = []  # not shown yet
 
     @property
     def uniform(self) -> float:
@@ -125,36 +130,39 @@ class Continuation:
     def push(self, token: int, logits: Floats) -> Piece:
         """Append a token, sampled from logits (V,), and return the text that can be sent now. Sets
         `finish_reason` if the text ends."""
-        offset = len(self._text)
+        n_before, n_reached, asked = len(self._text), self._n_reached, self.asked
+        chance = None if asked.n_rivals is None else self._chance(token, logits, asked.n_rivals)
         self.tokens.append(token)
         self._text += self._detokenizer.push(token)
-        is_last = len(self.tokens) == self.asked.max_tokens
+        is_last = len(self.tokens) == asked.max_tokens
         if self._detokenizer.is_ended:
             self.finish_reason = "stop"
         elif is_last:
             self.finish_reason = "length"
         if self.finish_reason:
             self._text += self._detokenizer.flush()
-        first_new = max(0, offset - max(map(len, self.asked.stop), default=0))
-        stops_at = [at for s in self.asked.stop if (at := self._text.find(s, first_new)) >= 0]
+        # What is held back, such as the byte of a line's end, may have the stop string already.
+        text = self._text + self._detokenizer.held
+        self._n_reached = max(n_reached, len(text))
+        first_new = max(0, n_before - max(map(len, asked.stop), default=0))
+        stops_at = [at for s in asked.stop if (at := text.find(s, first_new)) >= 0]
         if stops_at:
-            self._text = self._text[: min(stops_at)]
+            self._text = text[: min(stops_at)]
             self.finish_reason = "stop"
-        if self.asked.n_rivals is not None and not self._detokenizer.is_ended:
-            chance = self._chance(token, logits, self.asked.n_rivals, offset)
-            # A token that reaches into a stop string would tell of it.
-            if not stops_at or len(self._text) >= offset + len(chance.text):
-                self._held.append((chance, len(self._text)))
+        if chance is not None and not self._detokenizer.is_ended:
+            chance.span = (n_reached, self._n_reached)
+            self._chances.append(chance)
         return self._shown()
 
     def _shown(self) -> Piece:
         """Return the text and tokens not returned before, as a Piece; an end that could become a
-        stop string is held back until the next call."""
+        stop string is held back until the next call. So is a token that reaches into it, which
+        would tell of it."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
-        ready = [chance for chance, ends_at in self._held if ends_at <= end]
-        self._held = self._held[len(ready) :]
+        ready = [each.shown(self._text) for each in self._chances if each.span[1] <= end]
+        self._chances = self._chances[len(ready) :]
         return Piece(text, ready, len(self.tokens), self.finish_reason)
 
     def _n_in_stop(self) -> int:
@@ -169,18 +177,35 @@ class Continuation:
             default=0,
         )
 
-    def _chance(self, token: int, logits: Floats, n_rivals: int, offset: int) -> TokenChance:
+    def _chance(self, token: int, logits: Floats, n_rivals: int) -> _Chance:
+        """Return the chance of `token`, which is to come next, before its text is known."""
         peak = logits.max()
         logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
         logprobs = np.maximum(logprobs, LEAST_LOGPROB)
         # Equal ones by id, like the greedy choice.
         order = np.lexsort((np.arange(len(logits)), -logprobs))[:n_rivals] if n_rivals else ()
-        return TokenChance(
-            self._tokenizer.decode([token]),
-            float(logprobs[token]),
-            [(self._tokenizer.decode([int(i)]), float(logprobs[i])) for i in order],
-            offset,
-        )
+        rivals = [
+            (None if i == token else self._detokenizer.with_next(int(i)), float(logprobs[i]))
+            for i in order
+        ]
+        return _Chance(float(logprobs[token]), rivals)
+
+
+@dataclass
+class _Chance:
+    """What becomes a TokenChance once its text is settled."""
+
+    logprob: float
+    rivals: Sequence[tuple[str | None, float]]
+    """As a TokenChance's, with None for the token itself."""
+    span: tuple[int, int] = (0, 0)
+    """Where the token's text begins and ends."""
+
+    def shown(self, text: str) -> TokenChance:
+        """Return the chance of a token in `text`."""
+        own = text[slice(*self.span)]
+        rivals = [(own if rival is None else rival, chance) for rival, chance in self.rivals]
+        return TokenChance(own, self.logprob, rivals, self.span[0])
 
 
 def check_finite(logits: Floats) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -47,6 +47,12 @@ class Tokenizer(ABC):
         """Maps text to id for the tokens that no text encodes to; only a chat template writes
         them."""
         return {}
+
+    @property
+    def byte_ids(self) -> Collection[int]:
+        """The ids that are decoded together with those next to them: of tokens that are single
+        bytes, a row of which is a text as a whole or not at all, and of no token."""
+        return ()
 
     @classmethod
     @abstractmethod

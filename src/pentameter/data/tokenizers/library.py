@@ -32,6 +32,8 @@ normal forms make at most 18 of one."""
 
 _MOST_WEIGHTS = 1000  # of single characters, so that a file of many steps takes no long time
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
 # What makes a regular expression match no character, at least without its context.
 _MAY_BE_EMPTY = re.compile(r"[*?|^$(]|\\[bBAzZGK]|\{0?,|\{0\}|^$")
 
@@ -196,6 +198,19 @@ class LibraryTokenizer(LibraryBacked):
         texts = [token["content"] for token in added if token.get("special")]
         ids = map(self._library.token_to_id, texts)
         return {text: n for text, n in zip(texts, ids, strict=True) if n is not None}
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The ids of single bytes, such as `<0x0A>`, if the decoder joins them, and of no token."""
+        is_joining = any(
+            step.get("type") == "ByteFallback" for step in _flat(self.content.get("decoder"))
+        )
+        texts = map(self.token, range(self.vocab_size))
+        return frozenset(
+            number
+            for number, text in enumerate(texts)
+            if text is None or (is_joining and _BYTE.fullmatch(text))
+        )
 
     @classmethod
     def from_content(cls, content: Content) -> Self:
