@@ -51,9 +51,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
-    from pentameter.machine.cores import choose_wait_policy
+    from pentameter.machine.cores import prepare_threads
 
-    choose_wait_policy()  # what is imported now imports torch
+    prepare_threads()  # what is imported now imports torch
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -52,6 +52,14 @@ def test_the_verb(facts, monkeypatch, capsys):
         assert part in text
 
 
+def test_a_containers_limits_are_listed(facts):
+    rows = list(doctor._rows(facts | {"limits": {"cores": 1.5, "memory_bytes": 2 * 10**9}}))
+    assert ("cpu quota", "1.5 cores", "the time that this container has") in rows
+    assert ("memory limit", "2 GB", "what this container may hold") in rows
+    none = doctor._rows(facts | {"limits": {"cores": None, "memory_bytes": None}})
+    assert not {"cpu quota", "memory limit"} & {name for name, *_ in none}
+
+
 def test_proved_and_refused_kernels_are_listed(facts, monkeypatch):
     found = [("fold", "-O3"), ("unfold", "-O3"), ("unfold", "-O2"), ("vector kernels", "plain")]
     monkeypatch.setattr("pentameter.machine.kernel_checks.verdicts", lambda: iter(found))

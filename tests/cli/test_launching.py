@@ -63,7 +63,7 @@ def test_the_newest_checkpoint(tmp_path):
 def test_many_machines_are_checked_against_this_ones_share_of_them(monkeypatch, tmp_path):
     """Without --layout best, too."""
     asked = []
-    monkeypatch.setattr(cores, "usable_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(cores, "n_usable_cores", lambda: 4)
     monkeypatch.setattr(local_launch, "check_memory", lambda n, state_bytes: asked.append(n))
     monkeypatch.setattr(node_launch, "run_on_nodes", lambda *arguments: asked.append("begun"))
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.errors import ConfigError, StorageError
+from pentameter.machine import cores
 
 TOKENIZER = train_bpe(["the quick brown fox jumps over the lazy dog"], 300)
 
@@ -128,3 +129,12 @@ def test_errors_cross_from_the_process_that_met_them(tmp_path):
 def test_small_texts_and_characters_need_no_processes():
     assert processes_for(TOKENIZER, 10_000) == 0
     assert processes_for(CharTokenizer("ab"), 1 << 30) == 0
+
+
+@pytest.mark.parametrize(("quota", "n_processes"), [(None, 64), (6.5, 6), (1.5, 0)])
+def test_a_container_encodes_in_as_many_processes_as_it_has_time_for(
+    monkeypatch, quota, n_processes
+):
+    monkeypatch.setattr(cores, "usable_cores", lambda: frozenset(range(64)))
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    assert processes_for(TOKENIZER, 1 << 30) == n_processes

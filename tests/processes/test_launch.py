@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import usable_cores
+from pentameter.machine.cores import n_usable_cores
 from pentameter.processes.failure import (
     LostProcessError,
     failure_ends_process,
@@ -37,7 +37,7 @@ from pentameter.processes.world import World
 from pentameter.train.loop import Trainer
 
 LAUNCHED = Path(__file__).with_name("launched.py")
-EACH_THREADS = max(1, len(usable_cores()) // 2)
+EACH_THREADS = max(1, n_usable_cores() // 2)
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",

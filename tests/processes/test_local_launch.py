@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from pentameter.errors import InterruptedRunError
-from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
+from pentameter.machine.cores import chosen_threads, fair_thread_count, n_usable_cores
 from pentameter.processes.failure import Failure, WorkerFailedError, first_failure
 from pentameter.processes.local_launch import _relay, respawn, run_local
 from pentameter.processes.program import Command, Launched, worker_environment
 
 LAUNCHED = Path(__file__).with_name("launched.py")
-N_CORES = len(usable_cores())
+N_CORES = n_usable_cores()
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 

@@ -95,6 +95,7 @@ def examine() -> dict[str, Any]:
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities
     from pentameter.machine.choices import choose_device, choose_precision
+    from pentameter.machine.cores import cpu_quota, memory_limit
     from pentameter.machine.environment import device_name, environment
     from pentameter.machine.peaks import peak_flops
 
@@ -118,6 +119,7 @@ def examine() -> dict[str, Any]:
         "product_ceiling_flops": _ceilings(device),
         "published_peak_flops": peak_flops(name, precision),
         "devices": around["devices"],
+        "limits": {"cores": cpu_quota(), "memory_bytes": memory_limit()},
         "versions": around["versions"],
         "platform": around["platform"],
         "extras": {extra: _is_there(module) for extra, module in EXTRAS.items()},
@@ -182,6 +184,10 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
     remark = ", ".join([cpu["name"], cpu["vector"], *(able[key] for key in able if cpu[key])])
     yield "cpu", f"{cpu['cores']} cores", remark
+    if (quota := facts["limits"]["cores"]) is not None:
+        yield "cpu quota", f"{quota:.3g} cores", "the time that this container has"
+    if (limit := facts["limits"]["memory_bytes"]) is not None:
+        yield "memory limit", f"{limit / 1e9:.3g} GB", "what this container may hold"
     for index, gpu in enumerate(facts["devices"]["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         yield f"gpu {index}", memory, f"{gpu['name']}, {gpu['architecture']}"

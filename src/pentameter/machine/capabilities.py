@@ -18,7 +18,7 @@ import torch
 
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import host_memory_bytes, usable_cores
+from pentameter.machine.cores import host_memory_bytes, n_usable_cores
 
 NAMES_OF_ANY = ("AMD Radeon Graphics",)
 """Names that the driver gives to several chips (an MI210 is one), so that they identify none."""
@@ -115,7 +115,7 @@ def machine_capabilities() -> Capabilities:
     flags = about.get("flags", "").split()
     cpu = CpuCapabilities(
         name=about.get("model name") or platform.processor() or platform.machine(),
-        n_cores=len(usable_cores()),
+        n_cores=n_usable_cores(),
         n_threads=torch.get_num_threads(),
         amx_bf16="amx_bf16" in flags,
         avx512_bf16="avx512_bf16" in flags,

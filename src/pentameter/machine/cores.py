@@ -1,14 +1,14 @@
-"""This machine's cores and memory: how many processes and threads they carry, the load from
-other programs, and how long a thread computes."""
+"""This machine's cores and memory, or what a container has of them: how many processes and threads
+they carry, the load from other programs, and how long a thread computes."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pentameter.errors import ConfigError
@@ -19,6 +19,9 @@ fast."""
 
 INTERPRETER_BYTES = 300_000_000
 """A process's memory in bytes before it has a model: Python, torch, and the training code."""
+
+_QUOTA_THREADS = "PENTAMETER_QUOTA_THREADS"
+"""Environment variable with the OMP_NUM_THREADS that a CPU quota, and no user, set."""
 
 Collect = Callable[[Any], list[Any]]
 """Type for an all-gather: from this process's value, all processes' values, ordered by
@@ -33,20 +36,84 @@ machine's noise."""
 
 def usable_cores() -> frozenset[int]:
     """Return the numbers of the logical cores that this process may run on; in a container or
-    under SLURM not all."""
+    under SLURM not all. How many of them it may keep busy is `n_usable_cores`."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
+def n_usable_cores() -> int:
+    """Return how many cores this process may keep busy: `usable_cores`, or the whole cores of its
+    CPU quota if these are fewer, and at least one."""
+    quota = cpu_quota()
+    n_cores = len(usable_cores())
+    return n_cores if quota is None else max(1, min(n_cores, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time this process's control groups allow it, such as 1.5 (`docker run
+    --cpus 1.5`, Kubernetes' limits); None if they set no limit. root: where /proc and /sys are."""
+    quotas = []
+    for group in _control_groups("cpu", root):
+        words = _read(group / "cpu.max") or _read(group / "cpu.cfs_quota_us") + " " + _read(
+            group / "cpu.cfs_period_us"
+        )
+        numbers = [int(word) for word in words.split() if word.isdecimal()]
+        if len(numbers) == 2 and all(numbers):  # "max" and -1 set no limit
+            quotas.append(numbers[0] / numbers[1])
+    return min(quotas, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process's control groups allow all of their processes
+    together; None if they set no limit. root: where /proc and /sys are."""
+    limits = []
+    for group in _control_groups("memory", root):
+        word = (_read(group / "memory.max") or _read(group / "memory.limit_in_bytes")).strip()
+        limits += [int(word)] if word.isdecimal() and int(word) else []
+    return min(limits, default=None)
+
+
+def _control_groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group, and of every group around it that can be
+    seen from here, in which `controller` (`cpu`, `memory`) sets its limits; in versions 1 and 2
+    (cgroups(7), and proc(5) for mountinfo)."""
+    mounts = [line.partition(" - ") for line in _read(root / "proc/self/mountinfo").splitlines()]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for where, _, what in mounts:
+            kind, *options = what.replace(",", " ").split()
+            if kind != ("cgroup" if controllers else "cgroup2"):
+                continue
+            if controllers and controller not in options:
+                continue
+            top, point = where.split()[3:5]
+            inside = PurePosixPath()  # what is outside of a container's mount cannot be seen
+            if PurePosixPath(path).is_relative_to(top) and ".." not in path:
+                inside = PurePosixPath(path).relative_to(top)
+            for group in (inside, *inside.parents):
+                yield root / point.lstrip("/") / group
+
+
+def _read(path: Path) -> str:
+    """Return the text in one of the kernel's files; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
+
 def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the thread count that the user set by OMP_NUM_THREADS; None if unset.
+    """Return the thread count that the user set by OMP_NUM_THREADS; None if unset, or set by
+    `prepare_threads`.
 
     torchrun sets it to 1 if unset. That 1 cannot be told from a user's, and would leave most of a
     machine's cores idle, so under torchrun a 1 counts as unset.
     """
     text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if not text.isdecimal() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0 or text == environ.get(_QUOTA_THREADS):
         return None
     return None if text == "1" and "TORCHELASTIC_RUN_ID" in environ else int(text)
 
@@ -57,31 +124,35 @@ def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ
     process is alone."""
     if n_processes == 1:
         return dict(environ)
-    n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
+    n_threads = chosen_threads(environ) or max(1, n_usable_cores() // n_processes)
     return {**environ, "OMP_NUM_THREADS": str(n_threads)}
 
 
-def fair_thread_count(cores: frozenset[int], all_cores: Iterable[frozenset[int]]) -> int:
+def fair_thread_count(
+    cores: frozenset[int], all_cores: Iterable[frozenset[int]], quota: float | None = None
+) -> int:
     """Return the number of threads, at least one, for a process that may use the cores `cores`:
     these ÷ the processes that may use any of them.
 
     all_cores: for each process on the machine, this one included, the cores that it may use. So
     processes that SLURM bound to separate cores use all theirs, and the others split common ones.
+    quota: their CPU quota in cores (`cpu_quota`), which they split, too; None for none.
     """
-    n_users = sum(1 for other in all_cores if other & cores)
-    return max(1, len(cores) // max(1, n_users))
+    n_users = max(1, sum(1 for other in all_cores if other & cores))
+    n_cores = len(cores) if quota is None else min(len(cores), int(quota))
+    return max(1, n_cores // n_users)
 
 
 def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
     """Raise ConfigError if this machine lacks memory for `n_processes` interpreters, or if these
     are more than PROCESSES_PER_CORE for each core and `oversubscribe` is not set."""
-    n_cores = len(usable_cores())
+    n_cores = n_usable_cores()
     most = PROCESSES_PER_CORE * n_cores
     if n_processes > most and not oversubscribe:
         raise ConfigError(
             f"--nproc {n_processes:,} is more than {PROCESSES_PER_CORE} processes for each of the "
-            f"{n_cores} cores of this machine; start at most {most}, or add --oversubscribe if you "
-            f"mean it. {_LOOK}"
+            f"{n_cores} cores of this machine{or_container()}; start at most {most}, or add "
+            f"--oversubscribe if you mean it. {_LOOK}"
         )
     check_memory(n_processes, 0)
 
@@ -95,17 +166,25 @@ def check_memory(n_processes: int, needed_bytes: int) -> None:
         raise ConfigError(
             f"--nproc {n_processes:,}: processes of about {each / 1e9:,.2f} GB each (the fullest: "
             f"{needed_bytes / 1e9:,.2f} GB of weights, gradients and optimizer) would take "
-            f"{n_processes * each / 1e9:,.0f} GB, and this machine has {total / 1e9:,.0f} GB; "
-            f"start fewer, or share more out ([parallel]). {_LOOK}"
+            f"{n_processes * each / 1e9:,.0f} GB, and this machine{or_container()} has "
+            f"{total / 1e9:,.0f} GB; start fewer, or share more out ([parallel]). {_LOOK}"
         )
 
 
+def or_container() -> str:
+    """Return " (or its container)", for what is said of this machine, if there are such limits."""
+    return "" if cpu_quota() is None and memory_limit() is None else " (or its container)"
+
+
 def host_memory_bytes() -> int | None:
-    """Return this machine's total memory in bytes; None if the system does not say."""
+    """Return this machine's total memory in bytes, or its container's limit if that is less; None
+    if the system does not say."""
+    limit = memory_limit()
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
-        return None
+        return limit
+    return total if limit is None else min(total, limit)
 
 
 WAIT_POLICIES = {
@@ -126,11 +205,21 @@ def has_gpu_file(devices: Path = Path("/dev")) -> bool:
     return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
+def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables in `environ` that say how many threads compute and how they wait, unless
+    the user set them. Call it before importing torch, which reads them once."""
+    if cpu_quota() is not None and chosen_threads(environ) is None:
+        # A thread more than the quota has time for halts all of them, again and again.
+        n_threads = str(n_usable_cores())
+        environ.update({"OMP_NUM_THREADS": n_threads, _QUOTA_THREADS: n_threads})
+        environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", n_threads)
+    choose_wait_policy(environ)
+
+
 def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the OpenMP variables in `environ` that say how idle threads wait, by the machine's load
     now: spin on a quiet one, sleep on a busy one. Nothing changes if the user set one.
 
-    Call it before importing torch, which loads the OpenMP runtime: that reads these variables once.
     Sleeping threads turn every short wait inside a step into a kernel call, which costs a quarter
     to a third of a step; spinning threads hold the core that the awaited thread needs if other
     programs have the rest, which costs three quarters. Workers inherit their launcher's choice.
@@ -172,20 +261,12 @@ class OtherPrograms:
         do not, and under a container's CPU quota. collect: all-gather over the run's ranks
         (`World.all_gather`). Collective."""
         cores, n = self.cores(collect), len(self._cores)
-        if cores < BUSY_CORES or _has_quota():
+        if cores < BUSY_CORES or cpu_quota() is not None:
             return None
         return (
             f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "
             "take longer than they need to"
         )
-
-
-def _has_quota() -> bool:
-    """Return whether this process runs under a container's CPU quota (cgroup cpu.max)."""
-    try:
-        return not Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").startswith("max")
-    except (OSError, ValueError):
-        return False
 
 
 def seconds_running() -> float:

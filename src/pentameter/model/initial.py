@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
-from pentameter.machine.cores import usable_cores
+from pentameter.machine.cores import n_usable_cores
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
 
@@ -81,7 +81,7 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
                 yield piece, first * width + firsts[-1] + column
 
     # numpy lets other threads run while it computes.
-    with ThreadPoolExecutor(max_workers=min(8, len(usable_cores()))) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, n_usable_cores())) as pool:
         list(pool.map(lambda each: _fill_matrix(spec, seed, width, *each), pieces()))
 
 

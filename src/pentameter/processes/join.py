@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
+from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
 from pentameter.processes.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.place import LAUNCH_FOLDER, Place, find_place
 from pentameter.processes.progress import Progress, progress_path
@@ -287,7 +287,8 @@ def set_threads(world: World) -> int:
     places = world.all_gather((machine, mine))
     n_threads = chosen_threads()
     if n_threads is None:
-        n_threads = fair_thread_count(mine, [cores for name, cores in places if name == machine])
+        here = [cores for name, cores in places if name == machine]
+        n_threads = fair_thread_count(mine, here, cpu_quota())
     torch.set_num_threads(n_threads)
     return n_threads
 

@@ -29,6 +29,7 @@ from pentameter.machine.choices import (
     emulates,
     tune_allocator,
 )
+from pentameter.machine.cores import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops
 from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
@@ -248,8 +249,7 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
         if there is None:
             continue
         n_sharing = 1 if where.type == "cuda" else local_size
-        if where.type == "cuda":
-            there -= int(CONTEXT_BYTES)
+        there -= int(CONTEXT_BYTES) if where.type == "cuda" else local_size * INTERPRETER_BYTES
         if memory_verdict(needed * n_sharing, there) == "does not fit":
             fitting = []
             if is_gpt and not offload:
@@ -272,6 +272,7 @@ def _too_large(
     whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
     if n_sharing == 1:
         whose = f"{needed / 1e9:,.1f} GB, "
+    limited = "" if where.type == "cuda" else or_container()
     remedy = ""
     for options, verdict in fitting[:1]:
         remedy = f"{options} {'fits' if verdict == 'fits' else 'is tight'}"
@@ -285,6 +286,6 @@ def _too_large(
         )
     return (
         f"a step of {plan.n_parameters:,} parameters, {plan.micro_batch_size} sequences at a time, "
-        f"is planned to take {whose}{where.type} {'with' if n_sharing > 1 else 'has'} "
+        f"is planned to take {whose}{where.type}{limited} {'with' if n_sharing > 1 else 'has'} "
         f"{max(0, there) / 1e9:,.1f} GB; {remedy}. --force tries it all the same"
     )

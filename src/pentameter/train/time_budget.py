@@ -382,7 +382,7 @@ def _heads(d_model: int) -> int:
 
 def _fraction_of_cores() -> float:
     """Return the fraction of this process's cores that other programs leave it, by the load
-    average; 1 if unknown."""
+    average; 1 if unknown. A container's load average is its machine's, and so are these cores."""
     n_cores = len(usable_cores())
     try:
         return min(1.0, n_cores / max(1.0, os.getloadavg()[0]))

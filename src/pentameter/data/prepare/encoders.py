@@ -23,7 +23,7 @@ from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
-from pentameter.machine.cores import usable_cores
+from pentameter.machine.cores import n_usable_cores
 
 if TYPE_CHECKING:  # each process imports this file, and needs nothing of what reads text
     from pentameter.data.prepare.splits import Passage
@@ -59,7 +59,7 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
         return 0
-    n_cores = len(usable_cores())
+    n_cores = n_usable_cores()
     return n_cores if n_cores > 1 else 0
 
 
