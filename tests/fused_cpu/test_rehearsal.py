@@ -40,6 +40,7 @@ def config_of(variant="gelu"):
 def own_verdicts(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_checks, "_folder", lambda: tmp_path / "proofs")
     monkeypatch.setattr(compiled, "_held", {})
+    monkeypatch.setattr(compiled, "_failures", {})
     yield
     native.unload()
 
@@ -173,7 +174,7 @@ def test_a_wrong_library_is_refused(
     monkeypatch.setattr(rehearsal, "_shallow", None)
     assert rehearse(config_of(), dtype, ROWS, capabilities) == levels
     phrase = settle([levels], capabilities)
-    assert phrase == f"; wrong as this compiler makes them: vector {said}"
+    assert phrase == f"; not as this compiler makes them: vector {said}"
     assert native.is_loaded("vector") is mended_by_less
     torch.testing.assert_close(gradients(model, dtype), right)
 
@@ -184,7 +185,7 @@ def test_what_one_rank_refuses_no_rank_uses(loaded):
     assert native.is_loaded("vector")
     phrase = settle([{}, {"vector": "plain", "unfold": "-O2"}, {"unfold": "plain"}], capabilities)
     assert phrase == (
-        "; wrong as this compiler makes them: unfold left to PyTorch, vector left to PyTorch"
+        "; not as this compiler makes them: unfold left to PyTorch, vector left to PyTorch"
     )
     assert not native.is_loaded("vector")
     assert compiled.refused() == {"unfold": "plain"}

@@ -28,6 +28,7 @@ sys.exit(subprocess.run(["g++", *arguments]).returncode)
 def own_verdicts(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_checks, "_folder", lambda: tmp_path / "proofs")
     monkeypatch.setattr(compiled, "_held", {})
+    monkeypatch.setattr(compiled, "_failures", {})
 
 
 @pytest.fixture
@@ -57,6 +58,18 @@ def test_a_wrong_kernel_is_left_to_pytorch_in_every_later_call_and_start(options
     assert torch.equal(kernel(y, y, 2.0)[0], rectified(y, y, 2.0)[0])
     again = compiled.kernel(rectified)
     assert again(x, y, 2.0)[0].equal(result)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_to_pytorch_until_the_next_start(options):
+    options("inject_relu_bug_TESTING_ONLY", "compile_error")
+    x, y = torch.randn(64, 96), torch.randn(64, 96)
+    kernel = compiled.kernel(rectified)
+    with pytest.warns(UserWarning, match=r"rectified cannot be compiled, .* error: "):
+        result = kernel(x, y, 2.0)[0]
+    assert torch.equal(result, rectified(x, y, 2.0)[0])
+    assert compiled.refused() == {"rectified": "plain"}
+    assert list(compiled.failures()) == ["rectified"]
+    assert list(kernel_checks.verdicts()) == []  # the reason may be gone by then
 
 
 def test_within_compiled_code_a_kernel_is_compared_with_what_is_not_compiled(options):

@@ -121,7 +121,7 @@ def test_what_is_found_wrong_is_not_used_and_said(a_machine_with_amx, monkeypatc
     assert chosen.native_kernels == ("AMX",)
     assert compiled.refused() == {"unfold": "-O2"}
     assert chosen.compile_reason == (
-        "asked for; with AMX kernels; wrong as this compiler makes them: unfold built with -O2, "
+        "asked for; with AMX kernels; not as this compiler makes them: unfold built with -O2, "
         "vector left to PyTorch"
     )
 

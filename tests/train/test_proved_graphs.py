@@ -37,6 +37,20 @@ def test_a_wrong_graph_is_told_and_left(tmp_path):
     assert found == pytest.approx(expected, rel=1e-6)  # the loss's kernel is compiled on its own
 
 
+@pytest.mark.usefixtures("short_measurement")
+def test_a_graph_that_cannot_be_made_is_told_and_the_run_goes_on_without(tmp_path):
+    from torch._inductor import config
+
+    with config.patch({"cpp.inject_relu_bug_TESTING_ONLY": "compile_error"}):
+        trainer, found = losses(tmp_path / "compiled", **{"train.compile": True})
+    assert not trainer.run.engine.stage_modules[0].has_graph
+    log = (tmp_path / "compiled" / "log.txt").read_text()
+    assert "torch.compile cannot make a graph of the model (" in log
+    assert "so this run is not compiled" in log
+    _, expected = losses(tmp_path / "eager", **{"train.compile": False})
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 class Normed(nn.Module):
     """A model with a bias before batch norm, whose gradient is 0 but for rounding."""
 

@@ -89,8 +89,8 @@ def _measure(*, as_json: bool) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return the object that `doctor --json` prints. Takes a second or two, as it times matmuls and
-    tries the compiler."""
+    """Return the object that `doctor --json` prints. Takes a few seconds, as it times matmuls and
+    tries the compiler; some 20 before anything has been compiled here."""
     import torch
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
-from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_compiler
+from pentameter.machine.capabilities import Capabilities, CpuCapabilities, compiler_command
 from pentameter.machine.kernel_checks import LEVELS, Level
 
 Name = Literal["vector", "AMX"]
@@ -121,14 +121,14 @@ def build(name: Name, machine: Sequence[str]) -> Path:
     library = cache_folder() / "native" / f"{name.lower()}-{number}.so"
     if library.exists():
         return library
-    compiler = find_compiler(torch.device("cpu"))
-    if not compiler.works or compiler.command is None:
-        raise OSError(compiler.reason)
+    compiler = compiler_command()
+    if compiler is None:
+        raise OSError("no C++ compiler found")
     library.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may build at once: each writes its own file and puts it in place.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
-        command = [compiler.command, *flags, *map(str, sources), "-o", str(fresh)]
+        command = [compiler, *flags, *map(str, sources), "-o", str(fresh)]
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
         )

@@ -6,17 +6,17 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import sysconfig
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import torch
 
-from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, n_usable_cores
 
@@ -138,32 +138,28 @@ def memory_bytes(device: torch.device) -> int | None:
     return host_memory_bytes()  # which a GPU of Apple's shares
 
 
-_PROBE = """#include <Python.h>
-%s
-extern "C" int pentameter_probe(void) { return PY_MAJOR_VERSION; }
-"""
-
-
 _TRITON_CAPABILITY = 70
 """Least CUDA compute capability, times ten, that Triton generates kernels for."""
 
 
 def find_compiler(device: torch.device, capabilities: Capabilities | None = None) -> Compiler:
     """Return the compiler that `torch.compile` would call for a device, and whether it works, found
-    out by trying it (0.3 s on a CPU).
+    out by having `torch.compile` build a small function and run it: in the folder that a run will
+    use, with the headers that a run will use. The first time that takes some 10 s on a CPU, most of
+    which a run that compiles then need not take.
 
-    On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same is
-    really built. On a GPU Triton generates the kernels; it needs only a C compiler, and nothing is
-    built. On MPS the answer is always no. capabilities: this machine's, by default looked up.
+    On a CPU the generated C++ includes Python.h and OpenMP. On a GPU Triton generates the kernels,
+    and needs a C compiler to launch them. On MPS the answer is always no. capabilities: this
+    machine's, by default looked up.
     """
     if device.type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
     if device.type == "cuda":
-        return _find_triton((capabilities or machine_capabilities()).gpu(device))
+        return _find_triton(device, (capabilities or machine_capabilities()).gpu(device))
     command = compiler_command()
     if command is None:
         return Compiler(None, False, "no C++ compiler found; install g++ or set CXX")
-    return _try_building(command)
+    return _tried(device, command, f"{command} builds", {"cpp.cxx": (None, command)})
 
 
 def compiler_command() -> str | None:
@@ -172,7 +168,7 @@ def compiler_command() -> str | None:
     return _first_found("CXX", ("clang++" if sys.platform == "darwin" else "g++",))
 
 
-def _find_triton(gpu: GpuCapabilities) -> Compiler:
+def _find_triton(device: torch.device, gpu: GpuCapabilities) -> Compiler:
     capability = gpu.compute_capability
     if capability is not None and capability < _TRITON_CAPABILITY:
         needed, has = _TRITON_CAPABILITY / 10, capability / 10
@@ -183,7 +179,7 @@ def _find_triton(gpu: GpuCapabilities) -> Compiler:
     command = _first_found("CC", ("gcc", "clang", "cc"))
     if command is None:
         return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
-    return Compiler(command, True, f"triton with {command}")
+    return _tried(device, command, f"triton with {command}", {})
 
 
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
@@ -193,29 +189,40 @@ def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
     return next(filter(shutil.which, [named] if named else names), None)
 
 
-def _try_building(command: str) -> Compiler:
-    include = sysconfig.get_path("include")
-    openmp = sys.platform == "linux"
-    with scratch_folder() as folder:
-        source = folder / "probe.cpp"
-        source.write_text(_PROBE % ("#include <omp.h>" if openmp else ""), encoding="utf-8")
-        flags = ["-shared", "-fPIC", f"-I{include}", *(["-fopenmp"] if openmp else [])]
-        if sys.platform == "darwin":
-            flags += ["-undefined", "dynamic_lookup"]
-        try:
-            result = subprocess.run(
-                [command, *flags, str(source), "-o", str(folder / "probe.so")],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=30,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Compiler(command, False, f"{command} does not run: {error}")
-    if result.returncode != 0:
-        lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-        first = lines[0].strip() if lines else f"exit {result.returncode}"
-        missing = " (install the Python headers)" if "Python.h" in first else ""
-        return Compiler(command, False, f"{command} cannot build: {first}{missing}")
-    return Compiler(command, True, f"{command} builds")
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
+
+def _tried(device: torch.device, command: str, how: str, options: dict[str, Any]) -> Compiler:
+    """Return the compiler with the verdict of a trial: `how` it works, or why it does not."""
+    # With its own code, as PyTorch compiles the same code for few sets of options.
+    probe = FunctionType(_probe.__code__.replace(), _probe.__globals__)
+    try:
+        compiled = torch.compile(probe, fullgraph=True, dynamic=False, options=options)
+        wrong = compiled(torch.ones(64, device=device)).sum().item() != 3 * 64
+    except Exception as error:  # the compiler's, the linker's, the disk's: all say that it cannot
+        # PyTorch sets it as it looks for its folder, which is in TMPDIR and has the user's name.
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        first = compiler_error(error)
+        remedy = f"set TORCHINDUCTOR_CACHE_DIR or TMPDIR, now {folder}, to a folder {_NEEDED}"
+        if "Python.h" in first:
+            remedy = "install the Python headers"
+        return Compiler(command, False, f"{command} builds nothing that runs: {first} ({remedy})")
+    if wrong:
+        return Compiler(command, False, f"{command} builds what computes wrong numbers")
+    return Compiler(command, True, how)
+
+
+_NEEDED = "whose path has no blank, whose disk has room for 1 GB and lets programs run"
+
+
+def compiler_error(error: Exception) -> str:
+    """Return the words of a failed compilation that say what is wrong, of the many that PyTorch
+    prints: the compiler's first error, else the first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if " error: " in line]
+    first = (said or lines or [type(error).__name__])[0]
+    return first.partition(".  ")[0][:_LONGEST_ERROR]
+
+
+_LONGEST_ERROR = 300

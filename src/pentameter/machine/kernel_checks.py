@@ -202,10 +202,13 @@ def _sources() -> str:
 
 def careful_compiler() -> str:
     """Return the path of a program that is the compiler, but optimizes with -O2 whatever it is
-    told. Raises StorageError if the cache cannot be written, or runs no programs."""
+    told. Raises StorageError if the cache cannot be written, runs no programs, or its path has a
+    blank, at which PyTorch cuts its command lines."""
     command = compiler_command() or "g++"
     number = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = _folder() / f"O2-{number}" / Path(command).name
+    if shlex.quote(str(path)) != str(path):
+        raise StorageError(f"cannot run {path}: its path has a blank or a quote")
     if not os.access(path, os.X_OK):
         make_folder(path.parent)
         part = path.with_name(temporary_name(path.name))

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pentameter.machine.capabilities import compiler_error
 from pentameter.machine.kernel_checks import (
     LEVELS,
     Level,
@@ -50,7 +51,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Decorate `function` so that it is compiled at its first call for each kind of arguments, and
     on a CPU checked before it is used: what disagrees with `function` itself
-    (`machine/kernel_checks.py`) is compiled with less optimization, or left to `function`.
+    (`machine/kernel_checks.py`) is compiled with less optimization, or left to `function`, as what
+    cannot be compiled is.
 
     Arguments are positional. Calls whose tensors have the same shapes, strides, dtypes and
     `requires_grad`, and whose other arguments are equal, use the same compiled code.
@@ -74,10 +76,20 @@ class Kernel:
         if _PLAIN.get():
             return self._function(*arguments)
         kind = _kind(arguments)
-        if kind not in self._checked:
+        is_first = kind not in self._checked
+        if is_first:
             self._checked[kind] = level = self._level(kind, arguments)
             hold({self._name: level})
-        return self._form(_held.get(self._name, LEVELS[0]), kind)(*arguments)
+        level = _held.get(self._name, LEVELS[0])
+        try:
+            return self._form(level, kind)(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not is_first or level == LEVELS[-1]:
+                raise
+            hold({self._name: self._failed(error)})  # on a GPU it is compiled here: nothing is done
+            return self._function(*arguments)
 
     def _form(self, level: Level, kind: Hashable) -> Callable[..., Any]:
         return self._function if level == "plain" else self._compiled(level, kind)
@@ -102,9 +114,9 @@ class Kernel:
         for tried in LEVELS[:-1]:
             try:
                 wrong = disagreement(_results(self._form(tried, kind), arguments), expected)
-            except Exception:
+            except Exception as error:
                 if tried == LEVELS[0]:
-                    raise  # as it would without a proof
+                    return self._failed(error)
                 break
             if wrong is None:
                 level = tried
@@ -113,8 +125,19 @@ class Kernel:
         record(key, self._name, level)
         return level
 
+    def _failed(self, error: Exception) -> Level:
+        """Leave the kernel to `function` in this process, as it cannot be compiled now. The next
+        one tries it again: the disk may have been full."""
+        _failures[self._name] = compiler_error(error)
+        warnings.warn(
+            f"{self._name} cannot be compiled, and is left to PyTorch: {_failures[self._name]}",
+            stacklevel=5,
+        )
+        return LEVELS[-1]
+
 
 _held: dict[str, Level] = {}
+_failures: dict[str, str] = {}
 _PLAIN = ContextVar("_PLAIN", default=False)
 
 
@@ -122,6 +145,11 @@ def refused() -> dict[str, Level]:
     """Return the kernels, by name, that do not run in this process as the compiler makes them, and
     how they run instead."""
     return dict(_held)
+
+
+def failures() -> dict[str, str]:
+    """Return the kernels, by name, that could not be compiled in this process, and why."""
+    return dict(_failures)
 
 
 def hold(levels: Mapping[str, Level]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from pentameter.data.batches.tree import Tree
 from pentameter.errors import StorageError
 from pentameter.fused_cpu.step import fused_loss_sum
+from pentameter.machine.capabilities import compiler_error
 from pentameter.model.compiled import careful_options, with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss, compiled_row_loss
@@ -63,6 +64,8 @@ class StageModule(nn.Module):
         self.reads_inputs = model_slice.reads_inputs
         self.has_graph = False
         """Whether training runs the graph that `torch.compile` has made of the slice."""
+        self.graph_obstacle: str | None = None
+        """The reason that the graph could not be made; then training has gone on eagerly."""
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
         self.bucket_sums: BucketSums | None = None
@@ -152,7 +155,7 @@ class StageModule(nn.Module):
         for module in self.model.modules():
             if isinstance(module, HeadLoss):
                 module.row_loss = compiled_row_loss  # a kernel that is compiled on its own
-        self._train = torch.compile(
+        graph = torch.compile(
             MethodType(with_own_code(self._call), self.model),
             dynamic=False,
             options={
@@ -161,6 +164,26 @@ class StageModule(nn.Module):
                 **careful,
             },
         )
+        self._train = partial(self._first, graph)
+
+    def _first(self, graph: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Make the graph of the forward and of the backward pass, and run it; if that fails, train
+        eagerly from now on, this time too. A step without a graph communicates as one with it."""
+        from torch._functorch import config  # its options have no other home
+
+        try:
+            # Else the backward graph would be made in the backward pass, which cannot start again.
+            with config.patch(force_non_lazy_backward_lowering=True):
+                result: Tensor = graph(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.run_plain()
+            result = self._plain(*arguments)  # what is wrong with the model itself fails here, too
+            self.graph_obstacle = compiler_error(error)
+        else:
+            self._train = graph
+        return result
 
     def run_plain(self) -> None:
         """Train eagerly from now on."""

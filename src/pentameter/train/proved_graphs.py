@@ -13,6 +13,7 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.machine.kernel_checks import bound_of, disagreement
 from pentameter.parallel.engine import Engine, keeping_buffers
 from pentameter.parallel.local_shards import local_shard
+from pentameter.parallel.stage_module import StageModule
 from pentameter.train.user_components import CustomBatches
 
 SMALL_GRADIENT = 1 / 8
@@ -24,16 +25,16 @@ nothing in common there, and differed by 10⁻⁷ of the largest."""
 def refuse_wrong_graphs(
     engine: Engine, batches: TrainingBatches | CustomBatches, step: int
 ) -> str | None:
-    """Compute loss and gradients of a micro-batch of `step` by the engine's graphs and, if it has
-    any on a CPU, eagerly. If they differ by more than rounding on any rank, all ranks train eagerly
-    from now on, and a phrase says why; else None is returned, as without a graph and for a run that
-    is complete, which has no batch of `step`. Collective.
+    """Compute loss and gradients of a micro-batch of `step` by the engine's graphs and, on a CPU,
+    eagerly. If a graph cannot be made on any rank, or they differ by more than rounding, all ranks
+    train eagerly from now on, and a phrase says why; else None is returned, as without a graph and
+    for a run that is complete, which has no batch of `step`. Collective.
 
     Nothing is kept of it but what is compiled, so it costs a micro-batch or two at each start.
     """
     graphs = [each for each in engine.stage_modules if each.has_graph]
     plan, rows = engine.plan, engine.rows
-    if engine.device.type != "cpu" or not graphs or step >= plan.steps:
+    if not graphs or step >= plan.steps:
         return None
     if plan.layout.pipeline == 1:  # with a pipeline it takes several to run
         rows = rows[: plan.micro_batch_size]
@@ -46,7 +47,13 @@ def refuse_wrong_graphs(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(keeping_buffers(engine.models))
-        compiled = [each.clone() for each in computed()]
+        compiled = computed()
+        obstacles = [each.graph_obstacle for each in graphs]
+        reasons = engine.world.all_gather(next(filter(None, obstacles), None))
+        if (reason := next(filter(None, reasons), None)) or engine.device.type != "cpu":
+            engine.zero_gradients()
+            return reason and _eager(graphs, f"cannot make a graph of the model ({reason})")
+        compiled = [each.clone() for each in compiled]
         engine.zero_gradients()
         for module in graphs:
             stack.enter_context(module.plainly())
@@ -58,14 +65,16 @@ def refuse_wrong_graphs(
     engine.zero_gradients()
     reasons = engine.world.all_gather(wrong)
     reason = next(filter(None, reasons), None)
-    if reason is not None:
-        for module in graphs:
-            module.run_plain()
-        return (
-            "what torch.compile has made of the model computes other gradients than the model "
-            f"({reason}), so this run is not compiled"
-        )
-    return None
+    return reason and _eager(
+        graphs, f"makes a graph that computes other gradients than the model ({reason})"
+    )
+
+
+def _eager(modules: Sequence[StageModule], why: str) -> str:
+    """Have the modules train eagerly from now on. Return the phrase that says so, and why."""
+    for module in modules:
+        module.run_plain()
+    return f"torch.compile {why}, so this run is not compiled"
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
