@@ -189,8 +189,8 @@ def test_a_short_run_is_not_compiled():
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX compiler")
 def test_compile_needs_a_compiler_that_works(monkeypatch, tmp_path):
     broken = tmp_path / "broken-c++"
-    says = "[ $1 = --version ] && exec g++ --version\necho 'probe.cpp:1: fatal error: no Python.h' >&2"
-    broken.write_text(f"#!/bin/sh\n{says}\nexit 1\n")
+    version, error = "[ $1 = --version ] && exec g++ $1", "probe.cpp:1: fatal error: no Python.h"
+    broken.write_text(f"#!/bin/sh\n{version}\necho '{error}' >&2\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(broken))
     compiled, reason = choose_compile("auto", CPU, total_flops=1e18, capabilities=machine())
