@@ -39,7 +39,7 @@ SIDEWAYS = {("config", "errors")}  # both layer 0
 
 ROOMS = {
     "data": {
-        "progress": 0,
+        "messages": 0, "progress": 0,
         "corpora": 1, "tokenizers": 1,
         "shards": 2,
         "prepare": 3, "batches": 3,

@@ -271,6 +271,11 @@ def test_mask_and_count():
         ({"messages": {}}, "not a list"),
         ({"messages": [3]}, "not an object"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "weight=0"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},
+            "only parts of text",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": "a"}, "'tools' is str"),
         ({"prompt": "a", "completion": ""}, "is empty"),
         ({"prompt": "a", "completion": ["b"]}, "no conversation"),
         ({"other": "a"}, "no conversation"),
@@ -367,3 +372,38 @@ def test_the_day_that_a_template_is_told_decides_the_data(tmp_path, tokenizer_fi
     for wrong in ("2025-02-30", "today"):
         with pytest.raises(ValueError, match="template_date"):
             DataConfig(path=path, template_date=wrong)
+
+
+def test_messages_in_openais_forms_are_learnt(tmp_path, tokenizer_file):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    answers = [
+        {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"content": None, "tool_calls": [call]},
+        {"content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"content": None},
+    ]
+    asked = {"role": "user", "content": None}
+    records = [{"messages": [asked, {"role": "assistant", **each}]} for each in answers]
+    path = jsonl(tmp_path / "chat.jsonl", records)
+    train = opened(
+        path, tokenizer=tokenizer_file, chat_template="chatml", validation_fraction=0.0
+    ).split("train")
+    called = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'.format
+    ends = [f"{text}<|im_end|>\n" for text in ("ab", called('{"a": 1}'), called("{}"), "")]
+    assert learnt(train) == ends
+    assert "None" not in decoded(train.tokens)
+
+
+def test_tools_of_a_row_choose_the_template_for_them(tmp_path, tokenizer_file):
+    each = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    several = {"default": each, "tool_use": "{% for t in tools %}{{ t.name }}{% endfor %}" + each}
+    listed = [{"name": name, "template": source} for name, source in several.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    record, tools = chat("a", "b"), [{"name": "weather"}]
+    records = [{**record, "tools": each} for each in (None, tools, json.dumps(tools))]
+    path = jsonl(tmp_path / "chat.jsonl", records)
+    found = opened(
+        path, tokenizer=tokenizer_file, chat_template=str(tmp_path), validation_fraction=0.0
+    )
+    said = "<|im_start|>a<|im_end|><|im_start|>b<|im_end|>"
+    assert decoded(found.split("train").tokens) == said + f"weather{said}" * 2

@@ -151,12 +151,13 @@ def test_a_stop_string_ends_the_text_and_is_never_shown(client: TestClient) -> N
 
 def test_a_conversation(client: TestClient) -> None:
     messages = [
-        {"role": "system", "content": "abc"},
+        {"role": "system", "content": "abc", "name": None},
         {"role": "user", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]},
+        {"role": "assistant", "content": None, "refusal": "f", "tool_calls": None},
     ]
     asked = {"model": "talker", "messages": messages, "max_completion_tokens": 12}
     answer = client.post("/v1/chat/completions", json=asked).json()
-    (expected,) = generate(make_model(), TALKER, "abc\nde\n", max_new_tokens=12)
+    (expected,) = generate(make_model(), TALKER, "abc\nde\nf\n", max_new_tokens=12)
     (choice,) = answer["choices"]
     assert answer["object"] == "chat.completion"
     assert choice["message"] == {"role": "assistant", "content": expected}
@@ -245,6 +246,13 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
             {"messages": [{"role": "x", "content": "a"}]},
             400,
             "no x",
+            "messages",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "message 0 has a part {'type': 'image_url'}; only parts of text can be read",
             "messages",
         ),
         (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError, did_you_mean, printable
 from pentameter.generation.loop import encode_messages, encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
@@ -216,33 +217,11 @@ class CompletionRequest(_Request):
         return found
 
 
-class ContentPart(BaseModel):
-    """One text part in a message's content."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message in a conversation; a chat template may read further fields."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: str
-    content: str | list[ContentPart] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message as a dict for chat templates, its content joined into one string."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {**self.model_dump(exclude_none=True), "content": text}
-
-
 class ChatRequest(_Request):
     """JSON body for /v1/chat/completions: a conversation to answer. `max_completion_tokens` has
     precedence over `max_tokens`; `top_logprobs` needs `logprobs`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
@@ -264,8 +243,7 @@ class ChatRequest(_Request):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
         try:
-            messages = [message.plain() for message in self.messages]
-            ids = encode_messages(tokenizer, messages, served.render)
+            ids = encode_messages(tokenizer, normalized(self.messages), served.render)
         except ConfigError as error:
             raise RequestError(str(error), param="messages") from error
         ends = frozenset[int]() if self.ignore_eos else served.ends_of_answers

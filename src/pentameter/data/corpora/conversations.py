@@ -4,8 +4,9 @@
     {"prompt": "2 + 2 =", "completion": " 4"}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
-A model learns the assistant's messages in `messages`, and all of `completion`. The texts become
-tokens in `prepare/from_conversations.py`, by the tokenizer's chat template.
+Messages have the forms of OpenAI's interface (`data/messages.py`). A model learns the assistant's
+messages in `messages`, and all of `completion`. The texts become tokens in
+`prepare/from_conversations.py`, by the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 from pentameter.data.corpora.files import FileContents, InputFile, check_encodable, is_jsonl
 from pentameter.data.corpora.tables import is_table
 from pentameter.data.corpora.text import Corpus
-from pentameter.errors import CorruptError
+from pentameter.data.messages import normalized, normalized_tools
+from pentameter.errors import ConfigError, CorruptError
 
 ASSISTANT = "assistant"
 """Role of the messages that a model learns to write."""
 
-FIELDS = ("messages", "prompt", "completion", "tools")
+FIELDS = ("messages", "prompt", "completion", "tools", "functions")
 """Fields of a record that are read from tables for conversations."""
 
 
@@ -86,11 +88,14 @@ def hold_records(files: Sequence[InputFile]) -> bool:
 def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
     """Return a JSONL or table record as a Chat, or as an Exchange if `prompt` and `completion` are
     plain texts. Raises CorruptError, at `where`, for a record that is neither."""
+    tools = record.get("tools")
+    if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
+        tools = [{"type": "function", "function": each} for each in functions]
     if "messages" in record:
-        return _chat(record["messages"], [], record.get("tools"), where)
+        return _chat(record["messages"], [], tools, where)
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat(completion, prompt, record.get("tools"), where)
+        return _chat(completion, prompt, tools, where)
     if isinstance(prompt, str) and isinstance(completion, str):
         for key, text in (("prompt", prompt), ("completion", completion)):
             check_encodable(text, f"{key!r}", where)
@@ -107,16 +112,12 @@ def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
     """Check messages and return a Chat: the `given` ones (a prompt's) come first and are not
     learned, then `messages`, whose assistant messages are learned. `tools` is the record's field,
     or None. Raises CorruptError, at `where`, for invalid messages or none by the assistant."""
-    if not isinstance(messages, list):
-        raise CorruptError(f"{where}: 'messages' is {type(messages).__name__}, not a list")
-    if tools is not None and not isinstance(tools, list):
-        raise CorruptError(f"{where}: 'tools' is {type(tools).__name__}, not a list")
-    whole = [*given, *messages]
+    try:
+        whole = normalized([*given, *messages] if isinstance(messages, list) else messages)
+        tools = normalized_tools(tools)
+    except ConfigError as error:
+        raise CorruptError(f"{where}: {error}") from error
     for number, message in enumerate(whole):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise CorruptError(
-                f"{where}: message {number} is {message!r:.60}, not an object with a 'role'"
-            )
         if message.get("weight", 1) != 1:
             raise CorruptError(
                 f"{where}: message {number} has weight={message['weight']!r:.20}; every answer "

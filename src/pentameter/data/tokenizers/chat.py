@@ -31,12 +31,17 @@ CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}"
+    "{% generation %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{% set call = call.function or call %}"
+    "{{ '\n' if message.content or not loop.first }}<tool_call>\n"
+    '{"name": {{ call.name | tojson }}, "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endgeneration %}"
     "{% else %}{{ message.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""OpenAI's ChatML, the template that `data.chat_template = "chatml"` names."""
+"""OpenAI's ChatML, the template that `data.chat_template = "chatml"` names; with
+calls of tools as Hermes and Qwen have them."""
 
 # Noncharacters of Unicode, which no text has: marks of ours in what a template writes.
 BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
@@ -48,7 +53,7 @@ _PLAIN = re.compile(r"[!-~]{2,}")  # reads the same in the alphabet of byte-leve
 FIELDS = frozenset({
     "role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments",
     "parameters", "description", "properties", "required", "enum", "items", "reasoning_content",
-    "text",
+    "text", "thinking", "reasoning", "arguments_text",
 })  # fmt: skip
 """Keys of messages and tools, as OpenAI's interface has them."""
 

@@ -18,7 +18,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
@@ -33,6 +33,14 @@ from pentameter.data.tokenizers.chat import (
     TemplateBoundsError,
     TemplateRefusalError,
     without_marks,
+)
+from pentameter.data.tokenizers.template_forms import (
+    QUESTION,
+    TOOL,
+    Forms,
+    forms_of,
+    has_forms,
+    in_forms,
 )
 from pentameter.errors import ConfigError
 
@@ -109,14 +117,25 @@ def _answer(question: Question) -> list[Any]:
     found: list[Any] = []
     for asked in several:
         source = sources.get(asked.template, sources[DEFAULT])
-        one = _Rendered(*_compiled(source), tokens, asked)
+        compiled = _compiled(source)
         try:
+            one = _Rendered(*compiled, tokens, _in_forms(asked, source, tokens))
             found.append(one.text() if what == "text" else one.documents())
         except TemplateRefusalError as error:
             found.append(error)
         except MemoryError:
             found.append(_memory_is_full())
+        except RecursionError as error:  # of json, beside the template
+            found.append(TemplateRefusalError(f"refuses it: {_reason(error)}"))
     return found
+
+
+def _in_forms(asked: RenderRequest, source: str, tokens: Mapping[str, str]) -> RenderRequest:
+    """Return a request whose messages are as the template with this source writes them."""
+    if not any(map(has_forms, asked.messages)):
+        return asked
+    forms = _forms(source, tuple(tokens.items()), asked.tools is not None)
+    return replace(asked, messages=[in_forms(message, forms) for message in asked.messages])
 
 
 @lru_cache(maxsize=2)
@@ -140,6 +159,19 @@ def _compiled(source: str) -> tuple[Any, bool]:
     # A break outside of a loop is a SyntaxError of the Python that Jinja writes.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"is not valid Jinja: {_reason(error)}; {REMEDY}") from error
+
+
+@lru_cache(maxsize=4)
+def _forms(source: str, tokens: Sequence[tuple[str, str]], has_tools: bool) -> Forms:
+    """Return the forms that a template with this source writes, with tools or without."""
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str | None:
+        asked = RenderRequest(messages, [TOOL] if has_tools else None)
+        with suppress(TemplateRefusalError):
+            return without_marks(_Rendered(*_compiled(source), dict(tokens), asked).text())
+        return None
+
+    return forms_of(render)
 
 
 def _keeps_no_state(tree: Any) -> bool:
@@ -277,7 +309,9 @@ class _Rendered:
             fitting = [each for each in (prompt, rest) if turn.startswith(each)]
             if not fitting or not whole.startswith(rest, ends[number + 1]):
                 return None
-            start = ends[number] + len(fitting[0]) if number else 0
+            start = ends[number] + len(fitting[0])
+            if number == 0:
+                start = self._before(0, whole[: ends[1]] + rest)
             spans.append((start, ends[number + 1] + len(rest)))
         for number, (start, end) in {targets[0]: spans[0], targets[-1]: spans[-1]}.items():
             text = self._render(messages[: number + 1])
@@ -289,17 +323,49 @@ class _Rendered:
         """Return the number of characters in `text` before its last message, the answer with index
         `number`. Raises TemplateRefusalError if the template writes the messages before it
         differently once it follows."""
-        if number == 0:
-            return 0
+        found = self._before_all(text) if number == 0 else self._length(number, text)
+        if found is None:
+            raise TemplateRefusalError(
+                "rewrites what stands before an answer once the answer follows, so its beginning "
+                "cannot be told; mark answers in the template with {% generation %} … "
+                "{% endgeneration %}"
+            )
+        return found
+
+    def _length(self, number: int, text: str) -> int | None:
+        """Return the characters of the first `number` messages, with the beginning of an answer if
+        `text` begins so; None if it begins with neither."""
         for asks in (True, False):
             before = without_marks(self._render(self.asked.messages[:number], asks=asks))
             if text.startswith(before):
                 return len(before)
-        raise TemplateRefusalError(
-            "rewrites what stands before an answer once the answer follows, so its beginning "
-            "cannot be told; mark answers in the template with {% generation %} … "
-            "{% endgeneration %}"
+        return None
+
+    def _before_all(self, text: str) -> int:
+        """Return the number of characters in `text`, an answer before which nothing was said, that
+        are none of it: the template's preamble. The answer itself stands behind a question, too."""
+        answer = self.asked.messages[0]
+        asked = _Rendered(
+            self.template,
+            self.keeps_no_state,
+            self.tokens,
+            replace(self.asked, messages=[QUESTION, answer]),
         )
+        with suppress(TemplateRefusalError):
+            whole = without_marks(asked.text())
+            behind = whole[asked._length(1, whole) or len(whole) :]
+            if behind and text.endswith(behind):
+                return len(text) - len(behind)
+        with suppress(TemplateRefusalError):
+            if found := self._length(0, text):
+                return found
+        with suppress(TemplateRefusalError):
+            plain, prompted = (asked._render([QUESTION], asks=asks) for asks in (False, True))
+            prompt = without_marks(prompted).removeprefix(without_marks(plain))
+            if prompt in text:
+                return text.index(prompt) + len(prompt)
+        content = answer.get("content")
+        return max(0, text.find(content)) if isinstance(content, str) else 0
 
     def _strftime_now(self, format: str) -> str:  # as transformers names it
         """Return the request's date, as templates ask for it."""
