@@ -1,6 +1,7 @@
 """JSONL of conversations: their tokens, the answers among them, and the batches made of both."""
 
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -276,6 +277,8 @@ def test_mask_and_count():
             "only parts of text",
         ),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": "a"}, "'tools' is str"),
+        ({"messages": [], "chat_template_kwargs": "a"}, "'chat_template_kwargs' is 'a', not an"),
+        ({"conversations": [{"from": "gpt"}, {"role": "assistant", "content": True}]}, "type bool"),
         ({"prompt": "a", "completion": ""}, "is empty"),
         ({"prompt": "a", "completion": ["b"]}, "no conversation"),
         ({"other": "a"}, "no conversation"),
@@ -407,3 +410,55 @@ def test_tools_of_a_row_choose_the_template_for_them(tmp_path, tokenizer_file):
     )
     said = "<|im_start|>a<|im_end|><|im_start|>b<|im_end|>"
     assert decoded(found.split("train").tokens) == said + f"weather{said}" * 2
+
+
+def test_what_a_template_leaves_out_or_asks_for_otherwise_is_said(tmp_path, tokenizer_file):
+    """As DeepSeek-R1's, which asks with `<think>` and leaves thinking out of what was said."""
+    each = "{{ m.role }}: {{ m.content.split('</think>')[-1] }}<|im_end|>"
+    prompt = "{% if add_generation_prompt %}assistant: <think>{% endif %}"
+    template = tmp_path / "r1.jinja"
+    template.write_text(f"{{% for m in messages %}}{each}{{% endfor %}}{prompt}")
+    call = {"function": {"name": "weather", "arguments": "{}"}}
+    answers = [
+        {"content": "b"},
+        {"content": "<think>so</think>b", "reasoning": "so it is", "tool_calls": [call]},
+    ]
+    asked = {"role": "user", "content": "a"}
+    records = [{"messages": [asked, {"role": "assistant", **each}]} for each in answers]
+    records[1]["tools"] = [{"name": "weather"}]
+    data = {"path": jsonl(tmp_path / "chat.jsonl", records), "tokenizer": tokenizer_file}
+    for _ in range(2):  # made, and found in the cache
+        warnings = []
+        open_dataset(DataConfig(**data, chat_template=str(template)), warnings=warnings)
+        prompted, *left_out = sorted(warnings, key=lambda text: "asks" not in text)
+        assert f"{template} asks for an answer with 'assistant: <think>'" in prompted
+        assert "writes answers, 2 times (first in" in prompted
+        assert [re.search(r"nothing of (.*) in conv", text)[1] for text in left_out] == [
+            "the `tools`",
+            "the `tool_calls` of answers",
+            "the reasoning",
+        ]
+        assert all("1 time (first in" in text and "line 2)" in text for text in left_out)
+    warnings = []
+    records[1].pop("tools")
+    data["path"] = jsonl(tmp_path / "fine.jsonl", [records[0], chat("a", "b", "c", "d")])
+    open_dataset(DataConfig(**data, chat_template="chatml"), warnings=warnings)
+    assert warnings == []
+
+
+def test_records_of_share_gpt_and_what_trl_gives_a_template_beside(tmp_path, tokenizer_file):
+    template = tmp_path / "thinks.jinja"
+    said = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    template.write_text("{{ enable_thinking | default('?') }} {{ bos_token }}" + said)
+    record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    beside = [None, {"enable_thinking": False}, json.dumps({"messages": 3, "bos_token": "<s>"})]
+    records = [{**record, "chat_template_kwargs": each} for each in beside]
+    found = opened(
+        jsonl(tmp_path / "chat.jsonl", records),
+        tokenizer=tokenizer_file,
+        chat_template=str(template),
+        validation_fraction=0.0,
+    ).split("train")
+    each = "user: a<|im_end|>assistant: b<|im_end|>"
+    assert decoded(found.tokens) == f"? {each}False {each}? <s>{each}"
+    assert len(learnt(found)) == 3

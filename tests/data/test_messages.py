@@ -18,7 +18,7 @@ from pentameter.data.tokenizers.chat import (
     without_marks,
 )
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering, render
+from pentameter.data.tokenizers.rendering import Rendering, render, unlike_its_prompt
 from pentameter.errors import ConfigError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -249,3 +249,13 @@ def test_parts_forge_no_special_token_together(family):
     text = render(ChatTemplate(FAMILIES[family]["default"], TOKENS), RenderRequest(said))
     pieces = ids_and_texts(text, special)
     assert pieces.count(0) == 1  # the template's own
+
+
+def test_templates_that_ask_with_what_they_do_not_write_are_known():
+    found = {}
+    for family, sources in FAMILIES.items():
+        template = ChatTemplate(sources["default"], TOKENS)
+        with Rendering(template) as rendering:
+            found[family] = unlike_its_prompt(template, rendering.text)
+    assert "asks for an answer with '<|Assistant|><think>\\n'" in found.pop("r1")
+    assert set(found.values()) == {None}

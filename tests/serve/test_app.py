@@ -182,6 +182,18 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: TestClient) -> 
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_template_that_asks_with_what_it_does_not_write_is_said() -> None:
+    asks = CharTokenizer("\n abcdefgh")
+    assert TALKER.chat is not None
+    asks.chat = ChatTemplate(TALKER.chat.source + "{% if add_generation_prompt %}abc{% endif %}")
+    for tokenizer, words in ((asks, ["asks: ", "asks for an answer with 'abc'"]), (TALKER, [])):
+        model = served("asks", tokenizer)
+        said = model.remarks()
+        model.close()
+        assert len(said) == bool(words)
+        assert all(each in said[0] for each in words)
+
+
 def test_models_and_health(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"

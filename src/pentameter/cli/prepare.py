@@ -192,6 +192,7 @@ def _prepare(options: Options, warnings: list[str]) -> None:
         preparation.write_shards(
             options.out, warnings=warnings, count_tokens=callbacks["count_tokens"]
         )
+        warnings += preparation.remarks
 
 
 def _names_files(source: str) -> bool:

@@ -72,6 +72,7 @@ def run(arguments: list[str]) -> int:
             loaded = worker.call(partial(load_for_verb, path, device))
             served = worker.call(partial(served_model, name, loaded, asked.slots))
             print(f"{name}: {served.described()}", flush=True)
+            print_warnings(served.remarks())
             worker.add(served)
         return serve(worker, bound, limits, grace_seconds=asked.grace_seconds)
 

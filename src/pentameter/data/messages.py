@@ -18,6 +18,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 ARGUMENTS_TEXT = "arguments_text"
 """Key of a function that is called: its arguments as the text that they came as, for templates that
 write that."""
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _SPEAKERS = ("system", "developer", "user", "assistant")
 
 
@@ -40,8 +41,20 @@ def normalized_tools(tools: Any) -> list[Any] | None:
     return [_parsed(each) for each in found]
 
 
+def normalized_variables(variables: Any) -> dict[str, Any]:
+    """Return what a template is given beside messages and tools, such as `enable_thinking`, of an
+    object or its JSON; none for None. Raises ConfigError for anything else."""
+    found = {} if variables is None else _parsed(variables)
+    if not isinstance(found, dict):
+        raise ConfigError(f"'chat_template_kwargs' is {variables!r:.60}, not an object")
+    return found
+
+
 def _message(message: Any, name: str) -> dict[str, Any]:
     """Return one message, called `name` in errors, in the one form."""
+    if isinstance(message, Mapping) and "role" not in message and "from" in message:  # ShareGPT's
+        spoken = {"role": _SHARE_GPT.get(message["from"], message["from"])}
+        message = {**spoken, "content": message.get("value"), **message}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{name} is {message!r:.60}, not an object with a 'role'")
     found = {key: value for key, value in message.items() if value is not None}
@@ -79,7 +92,7 @@ def _content(content: Any, role: str, name: str) -> Any:
                     '{"type": "text", "text": …}: leave it out, or describe it in text'
                 )
         return [{key: each for key, each in p.items() if each is not None} for p in content] or ""
-    if speaks and not isinstance(content, str | int | float):
+    if speaks and (isinstance(content, bool) or not isinstance(content, str | int | float)):
         raise ConfigError(
             f"{name} has content of type {type(content).__name__}; write a text, or a list of parts"
         )

@@ -101,6 +101,7 @@ def _open_one(
     preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
     warnings += preparation.corpus.warnings
     dataset = preparation.open_cached(data.tokenizer, verify=verify, warnings=warnings)
+    warnings += preparation.remarks
     known = preparation.tokenizer
     if isinstance(known, Tokenizer) and not dataset.has_conversations:
         dataset.tokenizer.chat = known.chat  # the same tokens may have been prepared without it

@@ -24,7 +24,7 @@ from pentameter.checkpoint.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering, ends_of_answers
+from pentameter.data.tokenizers.rendering import Rendering, ends_of_answers, unlike_its_prompt
 from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT
@@ -78,6 +78,12 @@ class ServedModel:
             f"context {self.context_length}, {chat} chat template; {self.n_slots} texts at once, "
             f"{how}; cache {cache}"
         )
+
+    def remarks(self) -> list[str]:
+        """Return sentences on the chat template for whoever serves the model."""
+        chat = self.tokenizer.chat
+        remark = None if chat is None else unlike_its_prompt(chat, self.render)
+        return [] if remark is None else [f"{self.name}: {remark}"]
 
     def render(self, asked: RenderRequest) -> str:
         """Return the messages in `asked` as a prompt, rendered by the tokenizer's chat template in

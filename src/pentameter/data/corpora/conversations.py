@@ -1,6 +1,7 @@
 """Conversations in JSONL or tables: records with `messages`, or with `prompt` and `completion`.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
     {"prompt": "2 + 2 =", "completion": " 4"}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
@@ -12,19 +13,22 @@ messages in `messages`, and all of `completion`. The texts become tokens in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pentameter.data.corpora.files import FileContents, InputFile, check_encodable, is_jsonl
 from pentameter.data.corpora.tables import is_table
 from pentameter.data.corpora.text import Corpus
-from pentameter.data.messages import normalized, normalized_tools
+from pentameter.data.messages import normalized, normalized_tools, normalized_variables
 from pentameter.errors import ConfigError, CorruptError
 
 ASSISTANT = "assistant"
 """Role of the messages that a model learns to write."""
 
-FIELDS = ("messages", "prompt", "completion", "tools", "functions")
+FIELDS = (
+    *("messages", "conversations", "prompt", "completion"),
+    *("tools", "functions", "chat_template_kwargs"),
+)
 """Fields of a record that are read from tables for conversations."""
 
 
@@ -46,6 +50,8 @@ class Chat:
     tools: Sequence[Any] | None
     """Functions that the model may call, as chat templates take them; None if the record has
     none."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside, such as `enable_thinking`."""
 
 
 Conversation = Exchange | Chat
@@ -69,13 +75,17 @@ class Conversations(Corpus):
 
 def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
     """Return True if all files are JSONL or tables by their names, and the first record is a
-    conversation: it has `messages`, or `prompt` and `completion`, and not the text field that
-    `contents` names. Raises StorageError for unreadable files, CorruptError for damaged ones."""
+    conversation: it has `messages`, `conversations`, or `prompt` and `completion`, and not the text
+    field that `contents` names. Raises StorageError for unreadable files, CorruptError for damaged
+    ones."""
     if not hold_records(files):
         return False
     for file in files:
         for record, _ in file.records(contents, FIELDS):
-            is_one = "messages" in record or {"prompt", "completion"} <= record.keys()
+            is_one = any(
+                keys <= record.keys()
+                for keys in ({"messages"}, {"conversations"}, {"prompt", "completion"})
+            )
             return is_one and contents.text_field not in record
     return False
 
@@ -88,14 +98,12 @@ def hold_records(files: Sequence[InputFile]) -> bool:
 def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
     """Return a JSONL or table record as a Chat, or as an Exchange if `prompt` and `completion` are
     plain texts. Raises CorruptError, at `where`, for a record that is neither."""
-    tools = record.get("tools")
-    if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
-        tools = [{"type": "function", "function": each} for each in functions]
-    if "messages" in record:
-        return _chat(record["messages"], [], tools, where)
     prompt, completion = record.get("prompt"), record.get("completion")
+    for key in ("messages", "conversations"):
+        if key in record:
+            return _chat(record[key], [], record, where)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat(completion, prompt, tools, where)
+        return _chat(completion, prompt, record, where)
     if isinstance(prompt, str) and isinstance(completion, str):
         for key, text in (("prompt", prompt), ("completion", completion)):
             check_encodable(text, f"{key!r}", where)
@@ -108,13 +116,18 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
     )
 
 
-def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
+def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str) -> Chat:
     """Check messages and return a Chat: the `given` ones (a prompt's) come first and are not
-    learned, then `messages`, whose assistant messages are learned. `tools` is the record's field,
-    or None. Raises CorruptError, at `where`, for invalid messages or none by the assistant."""
+    learned, then `messages`, whose assistant messages are learned. `record` has what else the
+    template is given. Raises CorruptError, at `where`, for invalid messages or none by the
+    assistant."""
+    tools = record.get("tools")
+    if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
+        tools = [{"type": "function", "function": each} for each in functions]
     try:
         whole = normalized([*given, *messages] if isinstance(messages, list) else messages)
         tools = normalized_tools(tools)
+        variables = normalized_variables(record.get("chat_template_kwargs"))
     except ConfigError as error:
         raise CorruptError(f"{where}: {error}") from error
     for number, message in enumerate(whole):
@@ -129,4 +142,4 @@ def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
             f"{where}: no message of role {ASSISTANT!r}, so there is nothing to learn; leave the "
             "record out"
         )
-    return Chat(whole, targets, tools)
+    return Chat(whole, targets, tools, variables)

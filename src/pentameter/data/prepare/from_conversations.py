@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ from pentameter.data.tokenizers.chat import (
     unescaped,
 )
 from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
-from pentameter.data.tokenizers.rendering import Rendering
+from pentameter.data.tokenizers.rendering import Rendering, prompt_of_answers, prompt_remark
+from pentameter.data.tokenizers.template_forms import QUESTION
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
@@ -71,6 +73,65 @@ class Document:
         """Return everything that decides the document's tokens as bytes, for a hash."""
         content = json.dumps([self.segments, self.is_rendered]).encode()
         return len(content).to_bytes(8, "little") + content
+
+
+class Remarks:
+    """What of conversations a chat template leaves out, or writes otherwise than it asks for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}
+        self._prompts: dict[bool, str] = {}
+
+    def add(
+        self, chat: Chat, documents: Sequence[Document], where: str, rendering: Rendering, date: str
+    ) -> None:
+        """Look at a chat, with its file and line for the sentences, and what became of it."""
+        learned = "".join(
+            text for each in documents for text, is_target in each.segments if is_target
+        )
+        learned, whole = unescaped(learned), documents[-1].text
+        answers = [chat.messages[number] for number in chat.targets]
+        calls = [call for each in answers for call in each.get("tool_calls") or []]
+        reasons = re.findall(r"\A\W*(\w[\w ]{0,30})", str(answers[-1].get("reasoning_content", "")))
+        self._note("`tools`", _names(chat.tools or []), whole, where)
+        self._note("`tool_calls` of answers", _names(calls), learned, where)
+        self._note("reasoning", reasons, learned, where)
+        if (has_tools := chat.tools is not None) not in self._prompts:
+            asked = RenderRequest([QUESTION], chat.tools, date=date)
+            self._prompts[has_tools] = prompt_of_answers(rendering.text, asked)
+        prompt = self._prompts[has_tools]
+        for document in documents:
+            n_before = [is_target for _, is_target in document.segments].index(True)
+            before = "".join(text for text, _ in document.segments[:n_before])
+            around = before[-len(prompt) :] + document.segments[n_before][0][: len(prompt)]
+            self._note(prompt, [prompt], around, where)
+
+    def _note(self, what: str, texts: Sequence[str], written: str, where: str) -> None:
+        """Note, if `texts` are not empty and none of them stands in `written`, that `what` is left
+        out."""
+        if texts and not any(text in written for text in texts):
+            first, n = self._found.get(what, (where, 0))
+            self._found[what] = first, n + 1
+
+    def sentences(self, chat: ChatTemplate) -> list[str]:
+        """Return what was found, for people."""
+        said = []
+        for what, (where, n) in self._found.items():
+            first = f"{n:,} time{'s' if n > 1 else ''} (first in {where})"
+            said.append(
+                prompt_remark(chat, what, f"answers, {first},")
+                if what in self._prompts.values()
+                else f"{chat.origin} writes nothing of the {what} in conversations, {first}: the "
+                "model does not see it; name a template that does with data.chat_template"
+            )
+        return said
+
+
+def _names(functions: Sequence[Any]) -> list[str]:
+    """Return the names of functions, or of those that calls call."""
+    inner = [each.get("function", each) for each in functions if isinstance(each, Mapping)]
+    names = [each.get("name") for each in inner if isinstance(each, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +203,16 @@ class ConversationPreparation(Preparation):
     date: str = TEMPLATE_DATE
     """The day that the template is told, YYYY-MM-DD."""
 
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Sentences on what the template makes of the conversations, also of those held out."""
+        return [sentence for part in self.contents.parts for sentence in part.remarks]
+
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, n_documents, splits = 0, list[int](), list[int]()  # of each conversation
-        for documents in _documents(corpus, self.chat, self.special_texts, self.date):
+        remarks = Remarks()
+        for documents in _documents(corpus, self.chat, self.special_texts, self.date, remarks):
             for document in documents:
                 digest.update(document.to_bytes())
                 text = document.text
@@ -171,18 +238,24 @@ class ConversationPreparation(Preparation):
             special_texts=self.special_texts,
             conversations=corpus,
             splits=np.repeat(np.array(splits, np.uint8), n_documents).tobytes(),
+            remarks=() if self.chat is None else remarks.sentences(self.chat),
             has_several=max(n_documents) > 1 and len(set(splits)) > 1,
         )
 
 
 def _documents(
-    conversations: Conversations, chat: ChatTemplate | None, special_texts: Sequence[str], date: str
+    conversations: Conversations,
+    chat: ChatTemplate | None,
+    special_texts: Sequence[str],
+    date: str,
+    remarks: Remarks | None = None,
 ) -> Iterator[list[Document]]:
     """Yield each conversation's documents, at least one, rendered by `chat`, up to `max_bytes` of
     text; a document that would exceed it is left out. Raises ConfigError for messages without a
     template (None), CorruptError for a record that is damaged or refused by the template."""
     n_bytes = 0
-    for documents, where in _rendered(conversations.records(), chat, special_texts, date):
+    records = conversations.records()
+    for documents, where in _rendered(records, chat, special_texts, date, remarks):
         for number, document in enumerate(documents):
             check_encodable(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
@@ -194,7 +267,11 @@ def _documents(
 
 
 def _rendered(
-    records: Records, chat: ChatTemplate | None, special_texts: Sequence[str], date: str
+    records: Records,
+    chat: ChatTemplate | None,
+    special_texts: Sequence[str],
+    date: str,
+    remarks: Remarks | None,
 ) -> Iterator[tuple[list[Document], str]]:
     """Yield, for each conversation, its documents with its file and line: one document for a prompt
     and completion, one or more for messages. `chat` is the template, with None only if no record
@@ -224,8 +301,11 @@ def _rendered(
                 if isinstance(conversation, Exchange):
                     segments = [(conversation.prompt, False), (conversation.completion, True)]
                     yield [Document([each for each in segments if each[0]], False)], where
-                else:
-                    yield _accepted(next(found), where), where
+                    continue
+                documents = _accepted(next(found), where)
+                if remarks is not None and rendering is not None:
+                    remarks.add(conversation, documents, where, rendering, date)
+                yield documents, where
 
 
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
@@ -253,7 +333,8 @@ def _asked(chat: Chat, where: str, special_texts: Sequence[str], date: str) -> R
     try:
         messages = escaped(chat.messages, special_texts)
         tools = escaped(chat.tools, special_texts)
-        return RenderRequest(messages, tools, chat.targets, date=date)
+        variables = escaped(chat.variables, special_texts)
+        return RenderRequest(messages, tools, chat.targets, date=date, variables=variables)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
 

@@ -59,6 +59,8 @@ class Contents(ABC):
     """Distinct characters in the corpus's text, in any order; empty if not collected."""
     chat: ChatTemplate | None = None
     """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
+    remarks: Sequence[str] = ()
+    """Sentences for the user on what becomes of the corpus."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
     """Contents by split, `val` and `test`, if these are separate corpora."""
 
@@ -128,6 +130,11 @@ class Preparation(ABC):
         found = self._read(self.corpus, "train", whole if held_out else self.splitting)
         parts = {split: self._read(corpus, split, whole) for split, corpus in held_out.items()}
         return replace(found, held_out=parts)
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Sentences for the user on what becomes of the corpus, which has been read."""
+        return ()
 
     @abstractmethod
     def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:

@@ -75,6 +75,9 @@ class RenderRequest:
     date: str | None = None
     """The day that templates are told, YYYY-MM-DD, at midnight; None for this moment."""
 
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What else a template is given, by name, such as `enable_thinking`."""
+
     @property
     def template(self) -> str:
         """Name of the template that renders it, if the model has that, as in transformers."""
@@ -83,7 +86,7 @@ class RenderRequest:
     @cached_property
     def n_characters(self) -> int:
         """Approximate size: characters in all texts, plus 8 for each other value."""
-        return n_characters_of(self.messages) + n_characters_of(self.tools)
+        return n_characters_of([self.messages, self.tools, self.variables])
 
 
 Documents = list[list[Segment]]
@@ -389,8 +392,10 @@ class _Rendered:
         n_characters = self.asked.n_characters
         longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
         values: dict[str, Any] = {
-            "tools": self.asked.tools,
             "documents": None,
+            **self.tokens,
+            **self.asked.variables,
+            "tools": self.asked.tools,
             "add_generation_prompt": asks,
             "strftime_now": self._strftime_now,
         }
@@ -399,7 +404,7 @@ class _Rendered:
         written: list[str] = []
         try:
             with _seconds(SECONDS + SECONDS_PER_MILLION * n_characters / 1e6):
-                for chunk in self.template.generate(**values, **self.tokens):
+                for chunk in self.template.generate(values):
                     written.append(chunk)
                     reading.n_written += len(chunk)
                     if reading.n_written > longest:

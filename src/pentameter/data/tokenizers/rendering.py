@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +28,7 @@ from pentameter.data.tokenizers.renderer import (
     RenderRequest,
     renderer,
 )
+from pentameter.data.tokenizers.template_forms import QUESTION
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
@@ -133,6 +136,41 @@ def ends_of_answers(
             ids = {piece for piece in pieces if isinstance(piece, int)}
     ids = ids or {*special.values()}
     return frozenset(ids if tokenizer.end_of_text is None else {*ids, tokenizer.end_of_text})
+
+
+def prompt_of_answers(render_by: Callable[[RenderRequest], str], asked: RenderRequest) -> str:
+    """Return the beginning of an answer with which a template asks for one, by what it adds to
+    `asked`, which is rendered by `render_by`; empty if it adds nothing, or refuses the messages."""
+    try:
+        plain = without_marks(render_by(asked))
+        prompted = without_marks(render_by(replace(asked, add_generation_prompt=True)))
+    except ConfigError:
+        return ""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(plain, prompted, strict=False))
+    return prompted[sum(1 for _ in same) :]
+
+
+def prompt_remark(template: ChatTemplate, prompt: str, what: str) -> str:
+    """Return a sentence on a template that asks for answers with `prompt` and writes `what`, those
+    of conversations, without it."""
+    return (
+        f"{template.origin} asks for an answer with {prompt!r}, and writes {what} without: a model "
+        "tuned on such answers is asked with what stood before none of them; put it into the "
+        "answers, if the template keeps it there, or name another with data.chat_template"
+    )
+
+
+def unlike_its_prompt(
+    template: ChatTemplate, render_by: Callable[[RenderRequest], str]
+) -> str | None:
+    """Return a sentence if a template asks for an answer with what it does not write before a plain
+    one; None if it does, or takes other messages."""
+    prompt = prompt_of_answers(render_by, RenderRequest([QUESTION]))
+    with suppress(ConfigError):
+        answered = RenderRequest([QUESTION, {"role": "assistant", "content": _ANSWER}])
+        if prompt not in without_marks(render_by(answered)):
+            return prompt_remark(template, prompt, "a plain one")
+    return None
 
 
 def check_template(template: ChatTemplate) -> None:
