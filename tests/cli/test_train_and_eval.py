@@ -122,7 +122,21 @@ def test_eval_on_other_text(run, tmp_path, capsys):
     text = tmp_path / "other.txt"
     text.write_text("abcdefghijklmnop" * 100)
     assert main(["eval", str(run), "--data.path", str(text), "--split", "train", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 1439
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["split_tokens"], found["text_tokens"]) == (1439, 1440, 1600)
+    assert main(["eval", str(run), "--data.path", str(text)]) == 0
+    line, read = capsys.readouterr().out.splitlines()
+    assert "159 loss tokens" in line
+    assert read == (
+        f"the val split is 160 of the 1,600 tokens of {text}; all of it: --split train "
+        "--data.validation-fraction 0"
+    )
+    whole = ["--data.path", str(text), "--split", "train", "--data.validation-fraction", "0"]
+    assert main(["eval", str(run), *whole]) == 0
+    assert f"the train split is all 1,600 tokens of {text}" in capsys.readouterr().out
+    files = ["--data.path", str(text), "--data.validation_path", str(text)]
+    assert main(["eval", str(run), *files]) == 0
+    assert f"the val split is {text}: all of it" in capsys.readouterr().out
     assert main(["eval", str(run), "--train.steps", "9"]) == 2
     assert "data section only" in capsys.readouterr().err
 

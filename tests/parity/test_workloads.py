@@ -45,13 +45,13 @@ def assert_same_training(run: Run, alone: Run, tolerance: float = ROUNDING) -> N
     """Losses, rates and norms of every step, evaluations and what is best of them."""
     assert run.end.reason == alone.end.reason == "completed"
     for kind, keys in (
-        ("train", ("step", "tokens", "loss", "learning_rate", "grad_norm")),
+        ("train", ("step", "tokens", "loss_tokens", "loss", "learning_rate", "grad_norm")),
         ("eval", ("step", "loss", "bits_per_byte", "best")),
         ("skip", ("step",)),
     ):
         for key in keys:
             found, expected = run.numbers(key, kind), alone.numbers(key, kind)
-            if key in ("step", "tokens", "best"):
+            if key in ("step", "tokens", "loss_tokens", "best"):
                 assert found == expected, (kind, key)
             else:
                 assert found == pytest.approx(expected, rel=tolerance), (kind, key)
@@ -361,7 +361,7 @@ def test_the_hybrid_is_the_one_process_interleaved_or_not(runs, hybrid_config, h
     layout = plan["layout"]
     assert (layout["data"], layout["tensor"], layout["pipeline"]) == (2, 2, 2)
     assert (layout["virtual_stages"], plan["batch"]["n_micro_batches"]) == (2, 4)
-    assert run.numbers("tokens")[0] < 8 * 32  # padding is no token
+    assert run.numbers("loss_tokens")[0] < 8 * 32  # padding is no token
     assert_same_training(run, hybrid_alone)
     assert_same_state(run, hybrid_alone, 16)
     assert drop(run) > 0.3

@@ -67,7 +67,7 @@ def test_a_run_s_card_says_what_it_is(run):
         expected = [found[split][key] for key in ("loss", "perplexity", "bits_per_byte")]
         assert values == pytest.approx(expected, rel=1e-3)
     for said in (
-        "# cats\n", "- `cats.txt`\n", f"- step {stored.step}, {stored.step * 16} tokens",
+        "# cats\n", "- `cats.txt`\n", f"- step {stored.step}, {stored.step * 16} loss tokens",
         "| `optimizer.learning_rate` |", "![Loss of training and validation",
         'AutoTokenizer.from_pretrained("owner/cats")', "pentameter sample hf://owner/cats",
         "It reads 8 tokens at once", f"the {len(set(TEXT))} characters of its training text",

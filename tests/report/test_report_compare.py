@@ -94,7 +94,7 @@ def test_what_runs_came_to(pair):
     first, second = (run.record.best().loss for run in found.runs)
     assert table["best validation loss"] == (f"{first:.4f}", f"{second:.4f}")
     assert table["steps"] == ("400 of 400", "200 of 200")
-    assert ("tokens", "102k") in found.alike  # a column only where they differ
+    assert ("tokens seen", "102k") in found.alike  # a column only where they differ
     assert table["time"] == ("1 h 2 min", "20 s")
     assert ("parameters", "10,745,088") in found.alike
     assert leaders(found) == ["a"]
@@ -288,6 +288,32 @@ def test_other_tokens_are_drawn_in_bits_per_byte(make_named, run_events, run_end
     assert "bits per byte</text" not in render_comparison(same)
 
 
+def test_tokens_seen_and_loss_tokens_have_a_column_each(make_named, run_events, run_end):
+    """An earlier version wrote the loss tokens as `tokens`, and its speed counted them."""
+    whole = [*run_events(400), run_end]
+    masked = [
+        {**event, "loss_tokens": event["tokens"] // 4} if event["event"] == "train" else event
+        for event in whole
+    ]
+    quarter = {"tokens_per_second": 640.0}
+    earlier = [
+        {**event, "tokens": event["tokens"] // 4, **quarter} if event["event"] == "train" else event
+        for event in whole
+    ]
+    runs = [make_named(n, each) for n, each in (("a", whole), ("b", masked), ("c", earlier))]
+    found = compare_runs(runs)
+    assert columns(found)["loss tokens"] == ("102k", "25.6k", "25.6k")
+    assert ("tokens seen", "102k") in found.alike
+    assert columns(found)["tokens per second"] == ("2.56k",) * 3
+    assert [run.record.train["elapsed_seconds"].values[-1] for run in found.runs] == (
+        pytest.approx([40, 40, 40])
+    )
+    facts = " ".join(text_of(render_page(read_run(runs[1]))).split())
+    assert "Tokens seen 102k 256 per step Loss tokens 25.6k 25.0 % of those seen" in facts
+    assert "Loss tokens" not in text_of(render_page(read_run(runs[0])))
+    assert "loss tokens" not in columns(compare_runs([runs[0], make_named("d", whole)]))
+
+
 def test_a_run_that_was_stopped_is_no_repeat(make_seeds):
     first, second = make_seeds("a", (1.0, 2.0))
     path = second / "metrics.jsonl"
@@ -408,7 +434,7 @@ def test_the_page_stands_alone(pair):
     text = text_of(page)
     for part in ("2 runs compared", "by tokens", "by time", "stopped", "Stopped by SIGTERM",
                  "learning_ rate", "0.5", "best validation loss", "★ best",
-                 "The same in all: tokens 102k, parameters 10,745,088"):  # fmt: skip
+                 "The same in all: tokens seen 102k, parameters 10,745,088"):  # fmt: skip
         assert part in text, part
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -72,6 +73,32 @@ def test_bars_are_as_high_as_there_were_nodes(make_run, size_inches):
     ]  # fmt: skip
     assert [bar.get_hatch() for bar in axes.patches[:2]] == ["", "/////"]
     assert axes.get_ylabel() == "nodes"
+
+
+def rewrite(folder, events):
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def test_a_run_that_was_complete_and_is_extended_was_not_interrupted(make_run):
+    first = [start(0, 0, 1, steps=50), *steps(1, 50, 1)]
+    more = start(50, 9000, 1, reached=(50, 50), steps=100)
+    folder = make_run([*first, more, *steps(51, 100, 9001)])
+    record = read_run(folder)
+    assert sessions_figure(record, STRIP_INCHES["wide"]) is None
+    assert record.marks == ((50, "extended", "50 → 100 steps"),)
+    text = text_of(render_page(record))
+    assert "Pauses" not in text
+    assert "Interruptions" not in text
+    assert "extended" in text  # where the curves say so
+    assert "resumed" not in text
+    cut = {**more, "step": 40, "reached_step": 50}
+    rewrite(folder, [*first, cut, *steps(41, 100, 9001)])
+    assert "Interruptions" in text_of(render_page(read_run(folder)))
+    wider = start(50, 9000, 2, reached=(50, 50), steps=100)
+    rewrite(folder, [*first, wider, *steps(51, 100, 9001)])
+    axes = sessions_figure(read_run(folder), STRIP_INCHES["wide"]).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["extended"]
 
 
 def test_a_night_between_two_sessions_is_shortened(make_run):

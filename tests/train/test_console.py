@@ -44,7 +44,9 @@ class SecondMachine(World):
 
 
 def metrics(step: int, eta_seconds: float = 100.0) -> StepMetrics:
-    return StepMetrics(step, step * 64, 2.5, 1e-3, 0.5, 0.1, 640.0, None, 5_000_000, eta_seconds)
+    return StepMetrics(
+        step, step * 64, step * 64, 2.5, 1e-3, 0.5, 0.1, 640.0, None, 5_000_000, eta_seconds
+    )
 
 
 @pytest.fixture

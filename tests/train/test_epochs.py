@@ -51,7 +51,7 @@ def test_an_epoch_is_reported_as_the_mean_over_its_targets(tmp_path):
         (3, 42, 14),
     ]
     assert [e["step"] for e in events(tmp_path, "eval")] == [0, 14, 28, 42]
-    assert all(e["tokens"] == 4 * 224 for e in epochs)
+    assert all(e["loss_tokens"] == 4 * 224 for e in epochs)
     for number, epoch in enumerate(epochs):
         losses = [e["loss"] for e in steps[14 * number : 14 * (number + 1)]]
         assert epoch["loss"] == pytest.approx(sum(losses) / 14, rel=1e-6)
@@ -71,7 +71,7 @@ def test_a_resume_in_the_middle_of_an_epoch_loses_none_of_it(tmp_path):
 
     Trainer(config(), run_dir=run, hooks=[StopEarly()], quiet=True).fit()
     Trainer(config(), run_dir=run, quiet=True).fit()
-    keys = ("epoch", "step", "loss", "perplexity", "tokens", "steps")
+    keys = ("epoch", "step", "loss", "perplexity", "loss_tokens", "steps")
     assert [[e[k] for k in keys] for e in events(run, "epoch")] == [
         [e[k] for k in keys] for e in events(whole, "epoch")
     ]

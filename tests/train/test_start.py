@@ -13,6 +13,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import CONTEXT_BYTES
 from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.report.reading import read_run
 from pentameter.train import compute, start
 from pentameter.train.loop import Trainer
 
@@ -147,14 +148,21 @@ def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):
     assert environment["fused_attention_dropout"] is False
 
 
-def test_padding_is_not_counted_as_speed(tmp_path):
+def test_seen_and_loss_tokens_are_counted_apart(tmp_path):
+    """Speed is that of the tokens seen, padding included, as a plan's is."""
     lines = [json.dumps({"text": "ab"}) for _ in range(20)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     data = {"path": str(tmp_path / "text.jsonl"), "order": "documents"}
-    _, records = fit(tmp_path, data, eval_interval=None)
+    said, records = fit(tmp_path, data, eval_interval=None)
     step = next(record for record in records if record["event"] == "train")
-    assert step["tokens"] == 4  # one target in each of four rows
-    assert step["tokens_per_second"] * step["step_seconds"] == pytest.approx(4)
+    n_seen = next(record for record in records if record["event"] == "start")["tokens_per_step"]
+    assert step["tokens"] == n_seen > 4
+    assert step["loss_tokens"] == 4  # one target in each of four rows
+    assert step["tokens_per_second"] * step["step_seconds"] == pytest.approx(n_seen)
+    n_steps = records[-1]["step"]
+    assert f"learns  {4 * n_steps} loss tokens of these" in said
+    record = read_run(tmp_path / "run")
+    assert (record.tokens, record.loss_tokens) == (n_seen * n_steps, 4 * n_steps)
 
 
 def test_a_run_starts_with_one_plan(tmp_path, monkeypatch):

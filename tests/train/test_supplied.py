@@ -242,7 +242,7 @@ def test_images_are_trained_on_and_no_text_is_evaluated(tmp_path):
     found = losses(tmp_path)
     assert found[0] == pytest.approx(np.log(2), abs=0.5)
     assert found[-1] < found[0] - 0.05
-    assert events(tmp_path, "train")[-1]["tokens"] == 12 * 4  # labels
+    assert events(tmp_path, "train")[-1]["loss_tokens"] == 12 * 4  # labels
     assert events(tmp_path, "eval") == []
     assert not list((tmp_path / "samples").glob("*"))
     assert "something else than tokens" in (tmp_path / "log.txt").read_text()

@@ -35,7 +35,7 @@ def moved(run: Run, step_seconds: float, asked: float, *, is_moved: bool = False
     kept._starting_seconds = 0.0
     for step in range(1, STEPS + 1):
         budget.left -= step_seconds
-        kept.on_step(run, StepMetrics(step, 0, 1.0, 1e-3, 1.0, step_seconds, 1.0, None, 0, 0.0))
+        kept.on_step(run, StepMetrics(step, 0, 0, 1.0, 1e-3, 1.0, step_seconds, 1.0, None, 0, 0.0))
         if kept.moved is not None:
             return kept.moved, step
     return None, STEPS

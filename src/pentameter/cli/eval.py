@@ -19,7 +19,9 @@ from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.load_model import LoadedModel
+    from pentameter.config.data_schema import DataConfig
     from pentameter.config.schema import Config
+    from pentameter.data.shards.dataset import Dataset
     from pentameter.parallel.engine import Engine
 
 
@@ -109,14 +111,41 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
     assert metrics is not None  # nothing asks it to stop
     names = ("step", "split", "loss", "perplexity", "bits_per_byte", "tokens", "seconds")
     stride = parsed.stride or context_length
-    values = {**{name: getattr(metrics, name) for name in names}, "stride": stride}
+    counts, read = _what_was_read(config.data, dataset, parsed.split)
+    values = {**{name: getattr(metrics, name) for name in names}, "stride": stride, **counts}
     line = (
         f"{metrics.split}: loss {metrics.loss:.4f} nats/token · perplexity "
         f"{metrics.perplexity:.4f} · {metrics.bits_per_byte:.4f} bits/byte · "
-        f"{metrics.tokens:,} tokens · stride {stride} of context {context_length} · "
-        f"step {metrics.step}"
+        f"{metrics.tokens:,} loss tokens · stride {stride} of context {context_length} · "
+        f"step {metrics.step}\n{read}"
     )
     return values, line
+
+
+def _what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict[str, int], str]:
+    """Return how many tokens the split has and how many the text that it is cut from, for `--json`,
+    and a line about both."""
+    from pentameter.config.urls import shown_path
+    from pentameter.data.shards.format import find_header
+
+    files = {"val": data.validation_path, "test": data.test_path}
+    n_tokens = {name: dataset.split(name).n_tokens for name in ("train", "val", "test")}
+    n_split = n_tokens[split]
+    if (file := files.get(split)) is not None:
+        return {"split_tokens": n_split}, f"the {split} split is {shown_path(file)}: all of it"
+    whole = sum(n for name, n in n_tokens.items() if files.get(name) is None)
+    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
+    said = f"the {split} split is {n_split:,} of the {whole:,} tokens of {source}"
+    if n_split == whole:
+        said = f"the {split} split is all {whole:,} tokens of {source}"
+    elif data.path is not None and find_header(data.path) is None and data.order != "streamed":
+        fractions = [
+            f" --data.{key.replace('_', '-')} 0"
+            for key in ("validation_fraction", "test_fraction")
+            if getattr(data, key) > 0
+        ]
+        said += f"; all of it: --split train{''.join(fractions)}"
+    return {"split_tokens": n_split, "text_tokens": whole}, said
 
 
 def _multiple_choice(

@@ -24,7 +24,8 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 @dataclass(frozen=True)
 class EvalMetrics:
     """Metrics from a pass over a whole split after `step` optimizer steps: loss in nats per token,
-    tokens counted as targets, and seconds taken. `best` marks a run's best loss so far."""
+    loss tokens (`tokens`, those that counted), and seconds taken. `best` marks a run's best loss so
+    far."""
 
     step: int
     split: str

@@ -129,14 +129,15 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
     ranking = rank(given, list(differing_settings(given)))
     differing = differing_settings(ranking.runs)
     figures = list(_figures(ranking))
-    alike = [
-        figure for figure in figures if figure.title in OFTEN_ALIKE and len(set(figure.cells)) == 1
-    ]
     first = figures[0].cells if figures else ()
-    repeated = [
-        figure for figure in figures[1:] if figure.title in LOSSES_TOLD and figure.cells == first
+    seen = next((figure.cells for figure in figures if figure.title == "tokens seen"), ())
+    told = dict.fromkeys(LOSSES_TOLD, first) | {"loss tokens": seen}
+    repeated = [figure for figure in figures[1:] if told.get(figure.title) == figure.cells]
+    new = [figure for figure in figures if figure not in repeated]
+    alike = [
+        figure for figure in new if figure.title in OFTEN_ALIKE and len(set(figure.cells)) == 1
     ]
-    shown = [figure for figure in figures if figure not in alike and figure not in repeated]
+    shown = [figure for figure in new if figure not in alike]
     n_first = 2 + any(figure.title == "began with" for figure in shown)
     found = [
         Column(path, tuple(map(formatting.scalar, values)), tuple(map(_key, values)), path)
@@ -177,7 +178,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("bits per byte", "results.bits_per_byte", formatting.fixed),
     ("train loss", "results.train_loss", formatting.fixed),
     ("steps", "record", progress),
-    ("tokens", "results.tokens", formatting.count),
+    ("tokens seen", "results.tokens", formatting.count),
+    ("loss tokens", "results.loss_tokens", formatting.count),
     ("time", "results.training_seconds", formatting.duration),
     ("tokens per second", "results.tokens_per_second", formatting.count),
     ("MFU", "results.mfu", formatting.percent),
@@ -196,7 +198,8 @@ OFTEN_ALIKE = (
     "began with",
     "at step",
     "steps",
-    "tokens",
+    "tokens seen",
+    "loss tokens",
     "parameters",
     "layout",
     "precision",

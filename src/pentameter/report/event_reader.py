@@ -18,7 +18,7 @@ from pentameter.errors import CorruptError
 NAN = math.nan
 CURVES = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
-    "tokens", "eta_seconds", "time",
+    "tokens", "loss_tokens", "eta_seconds", "time",
 )  # fmt: skip
 """Fields of `train` events that are kept: curves to draw or to sum up."""
 SESSIONS = ("start", "resume", "end")

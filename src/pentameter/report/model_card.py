@@ -167,11 +167,12 @@ def _settings(stored: StoredModel) -> dict[str, str]:
 
 
 def _seen(stored: StoredModel) -> str:
-    """Return the training's length, "step 5,000, 1,000,000 tokens"; "" for a model without any."""
+    """Return the training's length, "step 5,000, 1,000,000 loss tokens"; "" for a model without
+    any."""
     if stored.checkpoint is None or not stored.step:
         return ""
     tokens = stored.checkpoint.state.get("tokens")
-    seen = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+    seen = f", {tokens:,} loss tokens" if isinstance(tokens, int) else ""
     return f"step {stored.step:,}{seen}"
 
 

@@ -118,6 +118,8 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
     tokens, ceiling = (record.start.get(key) for key in ("tokens_per_step", "ceiling_flops"))
     per_step = f"{tokens:,} per step" if isinstance(tokens, int) else ""
     of_peak = f" of {formatting.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
+    is_masked = 0 < found.loss_tokens < 0.99 * found.tokens
+    share = f"{formatting.percent(found.loss_tokens / max(1, found.tokens))} of those seen"
     above_floor = formatting.fixed(found.best_loss - floor)
     parameters = NAN if found.parameters is None else found.parameters
     idle = formatting.whole(found.idle_experts)
@@ -133,6 +135,7 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Train loss", formatting.fixed(found.train_loss), "recent mean"),
         ("Steps", f"{found.steps:,}", planned),
         ("Tokens seen", formatting.count(found.tokens or NAN), per_step),
+        ("Loss tokens", formatting.count(found.loss_tokens if is_masked else NAN), share),
         ("Parameters", formatting.count(parameters), formatting.whole(found.parameters)),
         ("Time", formatting.duration(found.training_seconds), ""),
         ("Pauses", *_pauses(record)),
@@ -147,8 +150,9 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
 
 def _pauses(record: RecordedRun) -> tuple[str, str]:
     """Return how long nothing was trained between the run's sessions, and how many pauses and
-    steps made again these were; – for a run that was never resumed."""
-    found, lost = pauses(record.sessions), sum(each.lost_steps for each in record.sessions)
+    steps made again these were; – for a run that was never interrupted."""
+    found = [pause for pause in pauses(record.sessions) if math.isfinite(pause)]
+    lost = sum(each.lost_steps for each in record.sessions)
     if not found:
         return "–", ""
     detail = f"{len(found):,} of them; {lost:,} steps made again"

@@ -30,7 +30,7 @@ WIDE_INCHES = (8.4, 3.5)
 NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
-AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
+AXES = {"step": "step", "tokens": "tokens seen", "elapsed_seconds": "seconds of training"}
 """Horizontal axes for several runs' losses → their labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Validation loss": lambda record: record.validation_losses(),
@@ -431,17 +431,18 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
 def _draw_marks(
     axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
 ) -> None:
-    """Draw a vertical line at each resume (dotted), resume in another layout (dots and dashes) and
-    rollback (dashed), with legend entries if `labelled`."""
+    """Draw a vertical line at each resume (dotted), resume in another layout (dots and dashes),
+    rollback (dashed) and extension (a bare line), with legend entries if `labelled`."""
     for kind, label, dashes in (
         ("resume", "resumed", (1, 2)),
         ("layout", "resumed in another layout", (6, 2, 1, 2)),
         ("rollback", "rolled back", (4, 2)),
+        ("extended", "extended", ()),
     ):
         steps = [step for step, mark, _ in record.marks if mark == kind]
         for index, step in enumerate(steps[:50]):  # more would hide the curve
             axes.axvline(
-                step, color=palette.muted, lw=1, ls=(0, dashes), zorder=1,
+                step, color=palette.muted, lw=1, ls=(0, dashes or None), zorder=1,
                 label=label if labelled and index == 0 else None,
             )  # fmt: skip
 

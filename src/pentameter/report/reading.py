@@ -31,7 +31,7 @@ from pentameter.report.event_reader import (
     read_events,
 )
 from pentameter.report.expert_loads import LayerLoads, layer_loads
-from pentameter.report.sessions import Session, sessions_of
+from pentameter.report.sessions import Session, extends, sessions_of
 
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
@@ -71,8 +71,8 @@ class Sample:
 @dataclass(frozen=True)
 class RecordedRun:
     """Everything that a run folder records; any field may be empty. `end` is the event that ended
-    the run, None if it goes on or broke off; `last_step`, `tokens` and `training_seconds` are those
-    reached so far; `log_tail` is the end of log.txt."""
+    the run, None if it goes on or broke off; `last_step`, `tokens`, `loss_tokens` and
+    `training_seconds` are those reached so far; `log_tail` is the end of log.txt."""
 
     folder: Path
     start: dict[str, Any]
@@ -90,12 +90,15 @@ class RecordedRun:
     """The loads of each layer with experts."""
     evaluations: tuple[Evaluation, ...]
     marks: tuple[tuple[int, str, str], ...]
-    """(step, "resume", "layout", "skip", "rollback" or "copy failed", reason) for each such event;
-    "layout" is a resume in another layout."""
+    """(step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for each
+    such event; "layout" is a resume in another layout, "extended" one of a complete run."""
     checkpoints: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     last_step: int
     tokens: int
+    """Tokens seen."""
+    loss_tokens: int
+    """Those that counted in the loss."""
     training_seconds: float
     unreadable_lines: int
     unread: tuple[str, ...]
@@ -145,9 +148,9 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
-    """Yield (step, "resume", "layout", "skip", "rollback" or "copy failed", reason) for each such
-    event in `events`. A resume's reason is what it changed: "712 → 1,923 steps"; it is a "layout"
-    if that is among it."""
+    """Yield (step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for
+    each such event in `events`. A resume's reason is what it changed: "712 → 1,923 steps"; it is a
+    "layout" if that is among it, and "extended" if the run was complete before."""
     before: dict[str, Any] = {}
     for event in events:
         kind, reason = str(event["event"]), str(event.get("reason") or "")
@@ -166,8 +169,10 @@ def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
                 )
             if kind == "resume" and is_other_layout:
                 kind = "layout"
+            elif kind == "resume" and extends(event, before.get("steps")):
+                kind = "extended"
             before |= now
-        if kind in ("resume", "layout", "skip", "rollback"):
+        if kind in ("resume", "layout", "extended", "skip", "rollback"):
             yield _integer(event.get("step")), kind, reason
         if kind == "copy" and event.get("error"):
             yield _integer(event.get("step")), "copy failed", str(event["error"])
@@ -180,14 +185,14 @@ def _grouped(value: object) -> str:
 def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
     """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
     skipped."""
-    folder, train = files.folder, _latest(events, "train")
-    ranks = _latest(events, "ranks")
+    folder, ranks = files.folder, _latest(events, "ranks")
     sessions = [e for e in events if e["event"] in SESSIONS]
     starts = [e for e in sessions if e["event"] != "end"]
     end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
     start: dict[str, Any] = {}
     for event in starts:  # a resume repeats what may have changed: device, precision
         start.update({k: v for k, v in event.items() if k not in ("event", "step")})
+    train = list(_counted(_latest(events, "train"), _integer(start.get("tokens_per_step"))))
     evaluations = tuple(
         Evaluation(
             event["step"],
@@ -224,6 +229,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         end=end,
         last_step=last_step,
         tokens=max((_integer(e.get("tokens")) for e in train), default=0),
+        loss_tokens=max((_integer(e.get("loss_tokens")) for e in train), default=0),
         training_seconds=seconds,
         unreadable_lines=unreadable,
         config=files.table("config.toml"),
@@ -234,6 +240,25 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         locked=end is None and is_held(folder / "run.lock"),
         unread=tuple(files.unread),
     )
+
+
+def _counted(train: list[dict[str, Any]], tokens_per_step: int) -> Iterator[dict[str, Any]]:
+    """Yield the `train` events as they are written now. An earlier version's `tokens` were the loss
+    tokens, and its tokens per second counted those; `tokens_per_step` were seen, 0 if unknown."""
+    step, n_learnt = 0, 0
+    for event in train:
+        if "loss_tokens" in event or not tokens_per_step:
+            yield {"loss_tokens": event.get("tokens"), **event}
+        else:
+            learnt, seen = _integer(event.get("tokens")), event["step"] * tokens_per_step
+            share = (learnt - n_learnt) / max(1, (event["step"] - step) * tokens_per_step)
+            rate = number(event.get("tokens_per_second")) / (share if share > 0 else 1.0)
+            counts = {"tokens": seen, "loss_tokens": learnt, "tokens_per_second": rate}
+            yield {
+                **event,
+                **{key: counts[key] for key in counts if key in {"loss_tokens", *event}},
+            }
+        step, n_learnt = event["step"], _integer(event.get("loss_tokens", event.get("tokens")))
 
 
 def _curves(train: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Series]:

@@ -24,7 +24,8 @@ STILL_FALLING = 0.002
 @dataclass(frozen=True)
 class Results:
     """A run's results so far; NaN, None or "" if unknown. `steps` were made of the `planned_steps`,
-    with `tokens` target tokens; `peak_memory_bytes` is rank 0's peak."""
+    which saw `tokens`, of which `loss_tokens` counted in the loss; `peak_memory_bytes` is rank 0's
+    peak."""
 
     best_loss: float
     """Lowest validation loss, nats per token."""
@@ -45,9 +46,10 @@ class Results:
     steps: int
     planned_steps: int | None
     tokens: int
+    loss_tokens: int
     training_seconds: float
     tokens_per_second: float
-    """Median over the logged steps."""
+    """Tokens seen per second, the median over the logged steps."""
     mfu: float
     """Median over the logged steps, a fraction."""
     peak_memory_bytes: float
@@ -101,6 +103,7 @@ def results(record: RecordedRun) -> Results:
         steps=record.last_step,
         planned_steps=planned_steps(record),
         tokens=record.tokens,
+        loss_tokens=record.loss_tokens,
         training_seconds=record.training_seconds,
         tokens_per_second=_median(record, "tokens_per_second"),
         mfu=_median(record, "mfu"),

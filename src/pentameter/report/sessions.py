@@ -40,6 +40,9 @@ class Session:
     """Steps at its end that the next session made again."""
     lost_from: float = math.inf
     """Time from which on it made the lost steps; infinite if none was lost."""
+    extends: bool = False
+    """True if the session before had made all the steps that it was to make: then nothing was
+    interrupted."""
 
     @property
     def kept_until(self) -> float:
@@ -48,8 +51,12 @@ class Session:
 
 
 def pauses(sessions: Sequence[Session]) -> list[float]:
-    """Return the seconds between each session and the next one, in which nothing was trained."""
-    return [after.begin - before.end for before, after in itertools.pairwise(sessions)]
+    """Return the seconds between each session and the next one, in which nothing was trained; NaN
+    where the run was complete and was extended."""
+    return [
+        math.nan if after.extends else after.begin - before.end
+        for before, after in itertools.pairwise(sessions)
+    ]
 
 
 def sessions_of(
@@ -70,7 +77,7 @@ def sessions_of(
     latest = _later(newest if newest < _LATEST else zero, _time(end or {}))
     ended = {"reached_step": last_step, "reached_time": latest}
     found: list[Session] = []
-    clock = 0.0  # a machine's clock may jump back, a session does not
+    clock, planned = 0.0, None  # a machine's clock may jump back, a session does not
     for event, following in itertools.pairwise([*timed, ended]):
         begin = _later(clock, _time(event) - zero)
         clock = _later(begin, _time(following, "reached_time") - zero)
@@ -80,7 +87,9 @@ def sessions_of(
         session = Session(
             first, last, begin, clock, max(1, _step(event, "n_nodes", 1)),
             max(1, _step(event, "world_size", 1)), _layout(event), last - went_on,
+            extends=extends(event, planned),
         )  # fmt: skip
+        planned = event.get("steps")
         if session.lost_steps:
             n_kept = bisect.bisect_right(times.steps, went_on)
             kept_until = times.values[n_kept - 1] - zero if n_kept else begin
@@ -88,6 +97,12 @@ def sessions_of(
             session = replace(session, lost_from=lost_from)
         found.append(session)
     return tuple(found)
+
+
+def extends(event: dict[str, Any], planned: object) -> bool:
+    """Return True if a start or resume event goes on where a session had made all of the steps that
+    were `planned` for it, to make more."""
+    return planned is not None and _step(event, "step", 0) == planned
 
 
 def _time(event: dict[str, Any], key: str = "time") -> float:

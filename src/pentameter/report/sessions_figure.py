@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -26,9 +27,12 @@ def sessions_figure(
     """Plot over time how many nodes trained (ranks, if it was never more than one node), in a
     colour for each layout. Steps that were made again are hatched, and each pause is labelled with
     its seconds and these steps. Shown are the last MOST_SESSIONS. None for a run that was never
-    resumed, or does not say when."""
+    resumed but to be extended on the same ranks, or does not say when."""
     sessions = record.sessions[-MOST_SESSIONS:]
-    if len(sessions) < 2 or all(each.end == each.begin for each in sessions):
+    is_whole = all(each.extends for each in sessions[1:])
+    if is_whole and len({(each.n_nodes, each.n_ranks, each.layout) for each in sessions}) < 2:
+        return None
+    if all(each.end == each.begin for each in sessions):
         return None
     figure, axes = plain_axes(size_inches, palette)
     unit = "nodes" if any(each.n_nodes > 1 for each in sessions) else "ranks"
@@ -76,8 +80,9 @@ def _places(sessions: Sequence[Session]) -> tuple[list[float], bool]:
     longest = LONGEST_PAUSE * sum(each.end - each.begin for each in sessions)
     starts, found = [0.0], pauses(sessions)
     for each, pause in zip(sessions, found, strict=False):
-        starts.append(starts[-1] + each.end - each.begin + min(pause, longest))
-    return starts, any(pause > longest for pause in found)
+        shown = longest if math.isnan(pause) else min(pause, longest)
+        starts.append(starts[-1] + each.end - each.begin + shown)
+    return starts, not all(pause <= longest for pause in found)
 
 
 def _label_pauses(
@@ -100,8 +105,9 @@ def _label_pauses(
         labels.append(duration(after.begin))
         stopped = start + before.end - before.begin
         again = f"\n{before.lost_steps:,} steps again" if before.lost_steps else ""
+        what = "extended" if after.extends else f"{duration(pause)} pause"
         axes.annotate(
-            f"{duration(pause)} pause{again}", ((stopped + following) / 2, 1.38 * top),
+            f"{what}{again}", ((stopped + following) / 2, 1.38 * top),
             ha="center", va="top", color=palette.ink, fontsize=8,
         )  # fmt: skip
     axes.set_xticks(ticks, labels)

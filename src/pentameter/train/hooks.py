@@ -106,13 +106,15 @@ class TrainingRun:
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of an optimizer step that has just completed. `step` counts from 1; `tokens` are all
-    target tokens so far; `loss` is in nats per token; `grad_norm` is the norm before clipping;
-    `step_seconds` is the step's time, with reading its batch; `tokens_per_second` counts target
-    tokens on all ranks; `mfu` is a fraction, None if unknown; `peak_memory_bytes` is this process's
-    peak; `eta_seconds` is the predicted time left."""
+    tokens seen so far, padding included, and `loss_tokens` those that counted in the loss; `loss`
+    is in nats per loss token; `grad_norm` is the norm before clipping; `step_seconds` is the step's
+    time, with reading its batch; `tokens_per_second` counts tokens seen, on all ranks; `mfu` is a
+    fraction, None if unknown; `peak_memory_bytes` is this process's peak; `eta_seconds` is the
+    predicted time left."""
 
     step: int
     tokens: int
+    loss_tokens: int
     loss: float
     learning_rate: float
     grad_norm: float
@@ -213,15 +215,15 @@ class Rollback:
 @dataclass(frozen=True)
 class EpochMetrics:
     """An epoch that has just completed, counted from 1, at the end of step `step`. `perplexity` is
-    exp(`loss`). `loss` is the mean over its target tokens, nats per token, each measured at the
-    step that trained on it. `tokens`, `steps` and `seconds` are this epoch's, without skipped
+    exp(`loss`). `loss` is the mean over its loss tokens, nats per token, each measured at the step
+    that trained on it. `loss_tokens`, `steps` and `seconds` are this epoch's, without skipped
     steps."""
 
     epoch: int
     step: int
     loss: float
     perplexity: float
-    tokens: int
+    loss_tokens: int
     steps: int
     seconds: float
 

@@ -98,8 +98,8 @@ def _epochs(plan: Plan) -> str:
 
 
 def _target_tokens(run: TrainingRun) -> list[str]:
-    """Return a line with the number of tokens that count in the loss; an empty list if more than
-    99% do, or if the batches come from the user's function."""
+    """Return a line with the number of loss tokens, those that count in the loss; an empty list if
+    more than 99% do, or if the batches come from the user's function."""
     if not isinstance(run.batches, TrainingBatches) or run.batches.target_fraction > 0.99:
         return []
     ratio, data = run.batches.target_fraction, run.config.data
@@ -107,7 +107,8 @@ def _target_tokens(run: TrainingRun) -> list[str]:
     if run.dataset.has_conversations:
         why = "answers alone are" if data.packing else "answers alone are, and rows are padded"
     return [
-        f"learns  {round(ratio * run.plan.total_tokens):,} of these tokens ({ratio:.1%}): {why} · "
+        f"learns  {round(ratio * run.plan.total_tokens):,} loss tokens of these ({ratio:.1%}): "
+        f"{why} · "
         f"data.order={data.order!r}, data.packing={'true' if data.packing else 'false'}"
     ]
 

@@ -361,8 +361,7 @@ class _Loop:
                 self._checkpoints.prove()
                 state.epoch.add(update.loss, throughput.step_seconds)
                 if settings.spike_factor is not None:
-                    loss, norm = update.loss.mean, float(update.grad_norm)
-                    state.guard.add(loss, norm, settings.window)
+                    state.guard.add(update.loss.mean, float(update.grad_norm), settings.window)
                 self._hooks.call("on_step", run, self._step_metrics(step.rate, update))
                 for metrics in _expert_metrics(run, update):
                     self._hooks.call("on_experts", run, metrics)
@@ -390,12 +389,13 @@ class _Loop:
         run, state, throughput = self._run, self._run.state, self._throughput
         return StepMetrics(
             step=state.step,
-            tokens=state.tokens,
+            tokens=state.step * run.plan.tokens_per_step,
+            loss_tokens=state.tokens,
             loss=update.loss.mean,
             learning_rate=rate,
             grad_norm=float(update.grad_norm),
             step_seconds=throughput.step_seconds,
-            tokens_per_second=throughput.tokens_per_second(int(update.loss.n_targets)),
+            tokens_per_second=throughput.tokens_per_second,
             mfu=throughput.mfu,
             peak_memory_bytes=run.compute.peak_memory_bytes(),
             eta_seconds=throughput.eta_seconds(run.plan.steps - state.step),

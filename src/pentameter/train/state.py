@@ -73,7 +73,7 @@ class TrainState:
     step: NonNegative = 0
     """Optimizer steps completed."""
     tokens: Count = 0
-    """Target tokens trained on so far."""
+    """Loss tokens so far: those that counted in the loss."""
     train_seconds: NonNegativeFloat = 0.0
     """Seconds spent in steps, over all starts."""
     last_eval_step: StepIfAny = -1

@@ -111,9 +111,10 @@ class Throughput:
         if self._busy is not None:
             self._busy.close()
 
-    def tokens_per_second(self, n_tokens: int) -> float:
-        """Return the rate of target tokens in the latest step, which had `n_tokens`."""
-        return n_tokens / self.step_seconds
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens seen per second in the latest step, on all ranks, padding included."""
+        return self._tokens_per_step / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
@@ -125,8 +126,7 @@ class Throughput:
 
     @property
     def _achieved_flops(self) -> float:
-        computed = self._tokens_per_step / self.step_seconds
-        return model_flops(self._flops_per_token or 0, computed)
+        return model_flops(self._flops_per_token or 0, self.tokens_per_second)
 
     def _raise_ceiling(self) -> None:
         """If the latest step was faster than the measured peak, the machine was busy when that was
