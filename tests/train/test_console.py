@@ -78,6 +78,22 @@ def test_control_characters_of_a_sample_reach_no_terminal(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "red �[31m, bell �, tab \t, line\nnext\n"
 
 
+def test_each_line_of_a_text_that_wraps_stands_beside_its_bar(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdout", terminal := NarrowTerminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    words = "a line of some words that a terminal of eighty cells wraps twice " * 3
+    with Console() as console:
+        console.open_log(tmp_path / "log.txt")
+        console.say_text(f"short\n\n{words}\n{'w' * 200}")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", terminal.getvalue())
+    said = [line for line in shown.splitlines() if line.strip()]
+    assert len(said) == 2 + 3 + 3
+    assert all(line.startswith("  │ ") and len(line) <= 80 for line in said)
+    log = (tmp_path / "log.txt").read_text()
+    assert log == f"  │ short\n  │ \n  │ {words}\n  │ {'w' * 200}\n"
+
+
 def test_preparing_without_a_terminal_says_a_line_now_and_then(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 0.0)
     with Console() as console:

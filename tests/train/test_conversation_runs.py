@@ -46,7 +46,8 @@ def test_a_run_packs_conversations_and_says_what_it_learns(data, tmp_path):
     sample = (tmp_path / "run" / "samples" / "step-00000004.txt").read_text()
     question = f"<|im_start|>user\n{'ab' * 28}<|im_end|>\n<|im_start|>assistant\n"
     assert sample.startswith(question)  # the first that is held out
-    assert len(sample) <= len(question) + 3 + 1
+    likeliest, drawn = sample.removeprefix(question).split("\n\n(drawn at temperature 1:)\n")
+    assert max(len(likeliest), len(drawn)) <= 3 + 1
     # The same command goes on, and so does one that names what was chosen.
     named = {**data, "order": "documents", "packing": True}
     longer = {**sections, "data": named, "train": {**sections["train"], "steps": 6}}
@@ -109,3 +110,25 @@ def test_a_question_of_ones_own_is_asked_by_the_template(data, tmp_path):
     fit(tmp_path / "run", sections={"data": data, "model": {"context_length": 128}, "train": train})
     sample = (tmp_path / "run" / "samples" / "step-00000002.txt").read_text()
     assert sample.startswith("<|im_start|>user\nabab<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_answer_is_sampled_likeliest_and_drawn_by_the_step(data, tmp_path):
+    train = {"steps": 4, "sample_interval": 2, "sample_tokens": 24}
+    sections = {
+        "data": data,
+        "model": {"context_length": 128},
+        "optimizer": {"learning_rate": 1e-12},
+    }
+
+    def samples(name, **more):
+        fit(tmp_path / name, sections={**sections, "train": {**train, **more}})
+        paths = [tmp_path / name / "samples" / f"step-0000000{step}.txt" for step in (2, 4)]
+        return [path.read_text().split("\n\n(drawn at temperature 1:)\n") for path in paths]
+
+    first, second = samples("a")
+    assert first[0] == second[0]  # the weights stay: so does the likeliest answer
+    assert first[1] != second[1]  # and an unlucky draw does not
+    assert samples("b") == [first, second]
+    assert samples("greedy", sample_temperature=0.0) == [[first[0]], [second[0]]]
+    log = (tmp_path / "a" / "log.txt").read_text()
+    assert "  │ (drawn at temperature 1:)\n" in log

@@ -30,7 +30,7 @@ NOT_THE_TRAINING = {
         "evaluation reads, it changes nothing",
     ),
     **dict.fromkeys(
-        ("train.sample_interval", "train.sample_tokens", "train.sample_prompt"),
+        (f"train.sample_{key}" for key in ("interval", "tokens", "prompt", "temperature")),
         "samples are drawn with their own keys",
     ),
     **dict.fromkeys(

@@ -161,6 +161,9 @@ class TrainConfig(Section):
     """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256
     """Length of a sample."""
+    sample_temperature: NonNegativeFloat = 1.0
+    """The temperature at which samples are drawn, each step's by other random numbers; 0 takes the
+    likeliest tokens. In conversations the likeliest answer stands above the drawn one."""
     sample_prompt: str = ""
     """What a sample continues; a newline when empty. In conversations a user's message; the first
     question that is held out when empty."""

@@ -230,17 +230,24 @@ def question_prompt(
 
 
 def sample_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int, seed: int
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    sample: int,
 ) -> str | None:
     """Return a prompt with its continuation by the model in training, on any layout; None except in
     the main process. Collective.
 
-    `seed` keys the draws, at temperature 1; at most `max_new_tokens` are drawn, fewer if a token in
-    `prompt.ends` comes. If each process has the whole model, the main one samples alone, with a
-    key/value cache. If not, all processes compute each token together, without a cache. Raises
-    CorruptError if the logits are not finite.
+    `seed` and `sample`, a number, key the draws at `temperature` (0 takes the likeliest token); at
+    most `max_new_tokens` are drawn, fewer if a token in `prompt.ends` comes. If each process has
+    the whole model, the main one samples alone, with a key/value cache. If not, all processes
+    compute each token together, without a cache. Raises CorruptError if the logits are not finite.
     """
-    context_length = engine.plan.config.model.context_length
+    context_length, sampling = engine.plan.config.model.context_length, Sampling(temperature)
     if engine.is_whole:
         if not engine.world.is_main:
             return None
@@ -249,8 +256,9 @@ def sample_text(
             prompt.ids,
             vocab_size=tokenizer.vocab_size,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(),
+            sampling=sampling,
             seed=seed,
+            samples=[sample],
             context_length=context_length,
         )
     else:
@@ -260,7 +268,7 @@ def sample_text(
             return engine.next_logits(window)[:, : tokenizer.vocab_size]
 
         text = _with_room(prompt.ids, 1, max_new_tokens)
-        steps = _sampled(next_logits, text, len(prompt.ids), Sampling(), seed)
+        steps = _sampled(next_logits, text, len(prompt.ids), sampling, seed, [sample])
     pieces = Detokenizer(tokenizer, prompt.ids.tolist() if prompt.text else [], prompt.ends)
     found = [prompt.text]
     for tokens in steps:  # in each process the same

@@ -94,13 +94,7 @@ class Boundary:
         state.last_sample_step = state.step
         run.world.progress.note("sampling", state.step)
         try:
-            text = sample_text(
-                run.engine,
-                run.dataset.tokenizer,
-                run.prompt,
-                max_new_tokens=train.sample_tokens,
-                seed=run.config.seed,
-            )
+            text = _sampled(run)
         except CorruptError:  # raised on every rank that samples: they have the same logits
             run.console.say(
                 f"warning: no sample at step {state.step}: the model's logits are not finite. "
@@ -116,8 +110,7 @@ class Boundary:
                 run.console.say(f"warning: {error}. Training goes on")
             self._has_lost_a_sample = True
         run.console.say(f"sample at step {state.step}:")
-        for line in text.strip("\n").splitlines():
-            run.console.say(f"  │ {line}")
+        run.console.say_text(text.strip("\n"))
         self.hooks.call("on_sample", run, SampledText(state.step, text))
 
     def end_if_due(self, step_seconds: float, beside: Sequence[int] = ()) -> RunEnd | None:
@@ -204,3 +197,27 @@ class Boundary:
 
     def _is_stopping(self) -> bool:
         return self.signals.agree(self.run.world) is not None
+
+
+def _sampled(run: TrainingRun) -> str | None:
+    """Return a sample after the latest step, whose number keys the draws beside the seed; None
+    except on rank 0. The answer to a question is the likeliest one, with a drawn one below it: a
+    single draw may be unlucky. Collective. Raises CorruptError if logits are not finite."""
+    train = run.config.train
+    ask = partial(
+        sample_text,
+        run.engine,
+        run.dataset.tokenizer,
+        run.prompt,
+        max_new_tokens=train.sample_tokens,
+        seed=run.config.seed,
+        sample=run.state.step,
+    )
+    temperature = train.sample_temperature
+    if not run.dataset.has_conversations or not temperature:
+        return ask(temperature=temperature)
+    likeliest, drawn = ask(temperature=0.0), ask(temperature=temperature)
+    if likeliest is None or drawn is None:
+        return None
+    answer = drawn.removeprefix(run.prompt.text)
+    return f"{likeliest}\n\n(drawn at temperature {temperature:g}:)\n{answer}"

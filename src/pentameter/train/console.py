@@ -36,6 +36,9 @@ from pentameter.train.log_files import LogFile
 
 REFRESH_SECONDS = 0.1
 
+BESIDE = "  │ "
+"""What stands before each line of a text."""
+
 COLUMN = " │ "
 """The separator between two columns of a line."""
 
@@ -93,6 +96,17 @@ class Console:
         other machine prints it, too. Control characters, which a sampled text may have, are
         replaced by U+FFFD."""
         self.say_columns([text], of_machine=of_machine)
+
+    def say_text(self, text: str) -> None:
+        """Log a text of several lines, "  │ " before each, and print it on rank 0. A line that a
+        terminal wraps has that before each of its lines."""
+        for line in text.splitlines():
+            if self._world.is_main:
+                width = self._rich.width - cell_len(BESIDE) if self._rich.is_terminal else None
+                whole = Text(_shown(line))
+                for part in whole.wrap(self._rich, max(width, 1)) if width and line else [whole]:
+                    self._rich.print(Text(BESIDE) + part)
+            self._to_log(f"{BESIDE}{line}")
 
     def say_columns(self, columns: Sequence[str], *, of_machine: bool = False) -> None:
         """Log a line made of columns, and print as many first columns as fit on the terminal: on
