@@ -83,6 +83,17 @@ def near_files(path: Path) -> str:
     return f"; beside it are {shown}{more}" if names else ""
 
 
+def near_run(path: Path) -> str:
+    """Return the end for a message about the missing folder `path`: `; did you mean runs/NAME?` if
+    a run of that name lies where runs are put, else ""."""
+    run = "runs" / path
+    try:
+        is_there = run != path and run.is_dir()
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return ""
+    return f"; did you mean {printable(str(run))}?" if is_there else ""
+
+
 def divisors(n: int) -> list[int]:
     """Return all divisors of n, ascending; [] for 0.
 

@@ -10,6 +10,7 @@ import torch
 from pentameter.checkpoint.load_model import load_model
 from pentameter.checkpoint.model_folder import StoredModel, save_model
 from pentameter.checkpoint.state_dicts import model_state
+from pentameter.cli.import_ import with_micro_batch
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -163,3 +164,11 @@ def test_a_moved_import_still_fine_tunes(make, tmp_path, capsys, monkeypatch):
     options += [tmp_path / "run", "--train.batch-size", "1", "--train.compile", "false"]
     said(capsys, "train", moved / "config.toml", "--init-from", moved, *options)
     assert load_model(tmp_path / "run").tokenizer.hash == BPE.hash
+
+
+def test_an_imported_models_micro_batch_is_as_large_as_its_activations_allow():
+    for preset, size in (("quickstart", 32), ("gpt2-1558m", 1)):
+        train = {"train.tokens_per_step": "none", "train.batch_size": 32}
+        config = load_config(preset, {"model.vocab_size": 50257, **train})
+        sized = with_micro_batch(config).train.micro_batch_size
+        assert sized == size, preset

@@ -113,7 +113,8 @@ def test_reasons_are_three_lines(capsys, trials):
     said = [
         line for line in capsys.readouterr().err.splitlines() if line.startswith("pentameter: ")
     ]
-    assert [line.split()[1] for line in said] == ["text", "model", "length"]
+    assert [line.split()[1] for line in said] == ["--time", "text", "model", "length"]
+    assert "the text is read" in said[0]  # before it is: that may take minutes
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pentameter.config.load import load_config
 from pentameter.config.overrides import parse_overrides, split_overrides
 from pentameter.errors import ConfigError
 
@@ -49,3 +50,9 @@ def test_pairs_keep_order_and_text():
 def test_splitting_a_command_line_needs_no_pydantic():
     code = "import sys, pentameter.config.overrides; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_key_is_refused_for_its_name_and_not_for_its_value():
+    assert parse_overrides(["--gpu", "--train.gpu"]) == [("gpu", ""), ("train.gpu", "")]
+    with pytest.raises(ConfigError, match="gpu is no key"):
+        load_config("quickstart", ["--gpu"])

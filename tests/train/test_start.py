@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import config as tiny_config
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -14,8 +15,9 @@ from pentameter.estimating.cluster import CONTEXT_BYTES
 from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.report.reading import read_run
-from pentameter.train import compute, start
+from pentameter.train import compute, start, start_warnings
 from pentameter.train.loop import Trainer
+from pentameter.train.start_warnings import disk_warnings
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,3 +180,28 @@ def test_a_run_starts_with_one_plan(tmp_path, monkeypatch):
     text.write_text("one and two and three " * 40)
     fit(tmp_path / "folder", {"path": str(text)})
     assert len(made) == 1
+
+
+def test_a_schedule_of_ones_own_has_no_warm_up_to_be_warned_of(tmp_path):
+    sections = {"train": {"steps": 4}, "schedule": {"warmup_steps": 3}, "optimizer": {}}
+    for name, schedule in (("configured", None), ("own", lambda step: 1e-3)):
+        asked = tiny_config(**sections)
+        Trainer(asked, run_dir=tmp_path / name, schedule=schedule, quiet=True).fit()
+        log = (tmp_path / name / "log.txt").read_text()
+        assert ("schedule.warmup_steps=3 take most" in log) == (schedule is None)
+
+
+def test_a_disk_too_small_for_what_is_kept_is_told_before_the_first_step(tmp_path, monkeypatch):
+    plan = make_plan(load_config("quickstart", {"train.steps": 400}), 100, 1000)
+    saved = 3 * 4 * plan.n_parameters  # weights and two moments, fp32
+    kept = plan.config.checkpoint.keep_last + 1 + 1  # the best, and the one being written
+    for n_bytes, n_there, is_told in ((kept, 0, False), (kept - 1, 0, True), (kept - 1, 1, False)):
+        monkeypatch.setattr(
+            start_warnings, "free_bytes", lambda _, n=n_bytes: int(1.01 * n * saved)
+        )
+        folder = tmp_path / f"{n_bytes}-{n_there}" / "checkpoints"
+        for step in range(n_there):
+            (folder / f"step-{step:08d}").mkdir(parents=True)
+        told = disk_warnings(plan, folder)
+        assert bool(told) == is_told, (n_bytes, n_there)
+    assert disk_warnings(plan, tmp_path / "checkpoints")[0].startswith("checkpoints of 9.")

@@ -454,3 +454,11 @@ def test_a_hook_that_fails_in_on_error_hides_no_error(tmp_path):
         fit(tmp_path, hooks=[Fails(), hears])
     assert str(hears.heard) == "the real reason"
     assert "on_error of Fails: RuntimeError('another one')" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_trainer_takes_what_names_a_configuration(tmp_path):
+    assert Trainer("grammar").config == load_config("grammar")
+    (tmp_path / "own.toml").write_text('extends = "grammar"\nseed = 3\n')
+    assert Trainer(tmp_path / "own.toml").config.seed == 3
+    with pytest.raises(ConfigError, match="did you mean grammar"):
+        Trainer("gramar")

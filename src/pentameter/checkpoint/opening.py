@@ -26,7 +26,7 @@ from pentameter.disk.atomic import (
     read_checked,
     storage_errors,
 )
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
 
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
@@ -114,8 +114,8 @@ def find_model(
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ConfigError(
-            f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
-            "folder"
+            f"{path} {found}{near_run(path)}; give a run folder (runs/NAME), a checkpoint folder "
+            "or a Hugging Face folder"
         )
     if is_hugging_face(path):
         return None

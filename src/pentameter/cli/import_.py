@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
 
 MADE_FROM_TEXT = ("char", "word", "bpe")
 """Tokenizers built from a text, with which no imported model can have been trained."""
@@ -32,6 +35,10 @@ class ImportArguments:
     """The folder to make."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="gpt2|FILE")] = None
     """Instead of the folder's own: GPT-2's, or a tokenizer file of `prepare`."""
+
+
+ACTIVATION_BYTES = 2e9
+"""Planned activations up to which `import` lets several sequences be one micro-batch."""
 
 
 def run(arguments: list[str]) -> int:
@@ -70,6 +77,7 @@ def run(arguments: list[str]) -> int:
     if config.data.tokenizer != "gpt2":  # the text is cut by the tokenizer that lies in the folder
         setting = {"tokenizer": str((asked.out / "tokenizer.json").resolve())}
         config = config.model_copy(update={"data": config.data.model_copy(update=setting)})
+    config = with_micro_batch(config)
     save_model(stored, asked.out, config)
     print_warnings(warnings)
     model = stored.config.model
@@ -87,3 +95,18 @@ def run(arguments: list[str]) -> int:
         "--data.path FILE"
     )
     return 0
+
+
+def with_micro_batch(config: Config) -> Config:
+    """Return an imported model's configuration with the largest micro-batch that divides its batch
+    and has at most ACTIVATION_BYTES of activations; one sequence for a model whose one has more."""
+    from pentameter.errors import divisors
+    from pentameter.estimating.plan_estimates import plan_memory
+    from pentameter.planning.plan import make_plan
+
+    for size in reversed(divisors(config.train.batch_size or 1)):
+        train = config.train.model_copy(update={"micro_batch_size": size})
+        sized = config.model_copy(update={"train": train})
+        if size == 1 or plan_memory(make_plan(sized)).activations_bytes <= ACTIVATION_BYTES:
+            return sized
+    return config

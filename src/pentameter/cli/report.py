@@ -14,13 +14,15 @@ from pentameter.errors import ConfigError
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write RUN_DIR/report.html, one file to open in a browser or to print.
+    """Write a report on a run, one file to open in a browser or to print.
 
     A run in progress can be reported at any time, and again later.
     """
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder, runs/NAME."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
+    """Where the page is written; RUN_DIR/report.html when absent."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also save the loss curve alone: .svg, .png or .pdf."""
 
@@ -42,5 +44,5 @@ def run(arguments: list[str]) -> int:
         if figure is None:
             raise ConfigError(f"--plot {asked.plot}: {asked.run_dir} has no loss to draw yet")
         print(save_figure(figure, asked.plot))
-    print(write_page(asked.run_dir / "report.html", render_page(record)))
+    print(write_page(asked.out or asked.run_dir / "report.html", render_page(record)))
     return 0

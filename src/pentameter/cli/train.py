@@ -126,6 +126,7 @@ def run(arguments: list[str]) -> int:
             chosen = partial(_configuration, parsed, overrides, place=None, say=True)
             launch.here(lambda n: chosen(n_processes=n))
     else:
+        _say_first_words(config, is_main=is_main)
         check_launch(
             config,
             n_processes or 1,
@@ -135,6 +136,12 @@ def run(arguments: list[str]) -> int:
         )
         _train(config, parsed, place, hooks, timed)
     return 0
+
+
+def _say_first_words(config: Config, *, is_main: bool) -> None:
+    """Say on a terminal what goes on before the run's own first line: minutes on a busy machine."""
+    if is_main and sys.stdout.isatty():
+        print(f"{config.name}: loading PyTorch, then reading the text …", flush=True)
 
 
 def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
@@ -222,13 +229,18 @@ def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) ->
 def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
     """Return the configuration chosen for the time; print the reasons on stderr."""
     from pentameter.config.command_source import with_tokenizer_beside
-    from pentameter.data.progress import no_progress
+    from pentameter.data.progress import ProgressLines
 
     keep = not (parsed.print_config or parsed.dry_run)
-    config, reasons = timed.config(no_progress, keep=keep)
+
+    def say(line: str) -> None:
+        print(terminal_message(f"pentameter: {line}"), file=sys.stderr, flush=True)
+
+    say(f"--time {parsed.time}: the text is read and some steps are timed, to choose what fits")
+    config, reasons = timed.config(ProgressLines(say), keep=keep)
     config, warnings = with_tokenizer_beside(config, parsed.init_from)
     for line in (*reasons, *warnings):
-        print(terminal_message(f"pentameter: {line}"), file=sys.stderr)
+        say(line)
     return config
 
 

@@ -40,7 +40,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
     `arguments` holds `--section.key value`, `--section.key=value` or `section.key=value`; hyphens
     in a key are underscores. A value may be negative (`-3`); one that starts with `--` needs the
-    `=`. Raises ConfigError for a value without a key and a key without a value.
+    `=`. An unknown key without a value has the value "": what is wrong with it is its name. Raises
+    ConfigError for a value without a key and a known key without a value.
     """
     pairs: list[tuple[str, str]] = []
     rest = deque(arguments)
@@ -55,6 +56,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
             )
         if not equals:
             if not rest or rest[0].startswith("--"):
+                from pentameter.config.fields import leaves
+
+                if path not in leaves():  # the loader says which keys there are
+                    pairs.append((path, ""))
+                    continue
                 raise ConfigError(
                     f"{argument} needs a value, e.g. {argument} VALUE "
                     f"({argument}=VALUE where the value starts with --)"

@@ -195,14 +195,20 @@ def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileReco
     return record
 
 
-def check_free_space(folder: Path, n_bytes: int) -> None:
-    """Raise StorageError unless the file system with `folder` has `n_bytes` bytes free."""
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that this user may still write to the file system with `folder`. Raises
+    StorageError."""
     with storage_errors(folder, "ask for the free space of"):
         status = os.statvfs(folder)
-    free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < n_bytes:
+    return status.f_bavail * status.f_frsize
+
+
+def check_free_space(folder: Path, n_bytes: int) -> None:
+    """Raise StorageError unless the file system with `folder` has `n_bytes` bytes free."""
+    free = free_bytes(folder)
+    if free < n_bytes:
         raise StorageError(
-            f"cannot write {n_bytes:,} bytes to {folder}: {free_bytes:,} bytes are free; "
+            f"cannot write {n_bytes:,} bytes to {folder}: {free:,} bytes are free; "
             "free some space or use another folder"
         )
 

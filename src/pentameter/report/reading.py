@@ -18,7 +18,7 @@ from typing import Any
 from pentameter.config.load import LARGEST_FILE_BYTES, parse_toml
 from pentameter.disk.atomic import MissingFileError, open_regular, read_regular, storage_errors
 from pentameter.disk.lock import is_held
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
 from pentameter.report.curves import Series
 from pentameter.report.event_reader import (
     CURVES,
@@ -140,7 +140,9 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
             are no error.
     """
     if not _is_folder(folder):
-        raise StorageError(f"{folder} is not a run folder: there is no such folder")
+        raise StorageError(
+            f"{folder} is not a run folder: there is no such folder{near_run(folder)}"
+        )
     reader = events or read_events(folder)
     files = _RunFiles(folder)
     files.unread += filter(None, [reader.unread])
@@ -284,7 +286,9 @@ def check_run_folder(folder: Path) -> None:
         if holds_run(folder):
             return
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder; a run is a folder runs/NAME")
+            raise ConfigError(
+                f"{folder}: there is no such folder{near_run(folder)}; a run is a folder runs/NAME"
+            )
         inside = sorted(str(child) for child in folder.iterdir() if holds_run(child))
     hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
     raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")

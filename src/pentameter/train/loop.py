@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from pentameter.checkpoint.verification import Verification
+from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.config.urls import shown_url, was_url
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
@@ -62,6 +63,7 @@ class Trainer:
     """Train a configuration in its run folder, resuming from the last checkpoint there; `fit` runs
     it.
 
+    config: a configuration, or the name of a preset or a TOML file.
     run_dir: the run folder; runs/NAME by default, with the configuration's name.
     resume: auto, never, must, extend, or the path to a checkpoint to branch off from (see
         `RunRequest`).
@@ -83,7 +85,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | str | Path,
         *,
         run_dir: Path | str | None = None,
         resume: str = "auto",
@@ -111,7 +113,7 @@ class Trainer:
                 f"init_from={str(init_from)!r} is a model for the built-in one's weights; a module "
                 "of your own begins with those that it is built with"
             )
-        self.config = config
+        self.config = config = load_config(config)
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         if was_url(self.run_dir):
             raise ConfigError(

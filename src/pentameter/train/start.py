@@ -38,7 +38,12 @@ from pentameter.train.restoring import restore_newer_copy
 from pentameter.train.resuming import RunRequest, plan_run
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.saving import RunCheckpoints, load_tensors
-from pentameter.train.start_warnings import compute_warnings, evaluation_warnings, settings_warnings
+from pentameter.train.start_warnings import (
+    compute_warnings,
+    disk_warnings,
+    evaluation_warnings,
+    settings_warnings,
+)
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.trackers import require_trackers
 from pentameter.train.user_components import CustomBatches, UserComponents
@@ -76,7 +81,7 @@ def start_run(
     prompt = _prompt(plan.config, dataset, warnings)
     warnings += evaluation_warnings(plan, batches)
     compute = _compute(request, plan, warnings)
-    warnings += settings_warnings(plan, dataset, batches, request.init_from)
+    warnings += _warnings(request, plan, dataset, batches)
     console.show("")  # clear the progress of preparing data
     console.warn(warnings)
 
@@ -167,6 +172,16 @@ def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
     if not request.force:
         check_device_memory(plan, compute, world.local_size)
     return compute
+
+
+def _warnings(
+    request: RunRequest, plan: Plan, dataset: Dataset, batches: TrainingBatches | CustomBatches
+) -> list[str]:
+    """Return warnings about settings that do not suit the run or its disk. Collective."""
+    has_own = request.supplied.schedule is not None
+    found = settings_warnings(plan, dataset, batches, request.init_from, own_schedule=has_own)
+    folder = request.run_dir / "checkpoints"
+    return found + request.world.on_main(lambda: disk_warnings(plan, folder))
 
 
 def _prompt(config: Config, dataset: Dataset, warnings: list[str]) -> Prompt:

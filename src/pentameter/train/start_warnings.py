@@ -12,7 +12,12 @@ from pentameter.data.prepare.splits import IS_BY_DOCUMENT
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.data.tokenizers.char import CharTokenizer, advice_on
 from pentameter.data.tokenizers.setting import is_made_from_text
-from pentameter.errors import ConfigError
+from pentameter.disk.atomic import free_bytes
+from pentameter.errors import ConfigError, StorageError
+from pentameter.estimating.costs import Step
+from pentameter.estimating.memory import state_bytes
+from pentameter.formatting import size
+from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.compute import Compute
@@ -67,10 +72,13 @@ def settings_warnings(
     dataset: Dataset,
     batches: TrainingBatches | CustomBatches,
     init_from: Path | None,
+    *,
+    own_schedule: bool = False,
 ) -> list[str]:
     """Return warnings about settings that need more text, a longer run or initial weights.
-    `init_from` is the path to the model that the weights come from; None for random weights. Raises
-    ConfigError if `train.patience` is set and nothing is held out."""
+    `init_from` is the path to the model that the weights come from; None for random weights. With
+    `own_schedule` the learning rate is the user's, and [schedule] is not read. Raises ConfigError
+    if `train.patience` is set and nothing is held out."""
     warnings, config = [], plan.config
     train, val = dataset.split("train"), dataset.split("val")
     if config.lora.rank is not None and init_from is None:
@@ -102,7 +110,7 @@ def settings_warnings(
         )
     warnings += _validation_warnings(config, val, batches)
     warmup, length = config.schedule.warmup_steps, plan.steps - config.schedule.start_step
-    if 2 * warmup > length:
+    if 2 * warmup > length and not own_schedule:
         warnings.append(
             f"schedule.warmup_steps={warmup} take most of the {length} steps that the schedule "
             "has: the learning rate hardly falls again. Set fewer, or train longer"
@@ -116,6 +124,32 @@ def settings_warnings(
             "model.dropout=0.2 or train.patience=3"
         )
     return warnings
+
+
+def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
+    """Return a warning if the disk with the folder `checkpoints` lacks room for those that the run
+    will keep, and for the one that is written before an older one goes: training would end, or go
+    unsaved, in the middle."""
+    settings, steps = plan.config.checkpoint, plan.steps
+    saved = state_bytes(Step(plan.config, Layout()), [plan.table]).snapshot_bytes
+    n_saves = 1 + steps // (settings.interval or steps)
+    kept = settings.keep_last + settings.keep_best
+    n_there = sum(1 for _ in checkpoints.glob("step-*"))
+    n_more = min(kept + 1, n_saves) - n_there
+    try:
+        free = free_bytes(
+            next(each for each in (checkpoints, *checkpoints.parents) if each.is_dir())
+        )
+    except StorageError:  # what cannot be asked is found out by the first save
+        return []
+    if n_more * saved <= free:
+        return []
+    return [
+        f"checkpoints of {size(saved)} each will not fit on this disk: the run keeps "
+        f"{kept} (checkpoint.keep_last={settings.keep_last}"
+        f"{' and the best' if settings.keep_best else ''}), one more while it saves, and "
+        f"{size(free)} are free. Free some space, or keep fewer"
+    ]
 
 
 def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:

@@ -231,9 +231,10 @@ class _LengthChooser:
         config = self._load(self._settings)
         plan = make_plan(config, dataset.vocab_size)
         length = (
-            f"length  {plan.steps:,} steps × {plan.tokens_per_step:,} tokens: a step takes "
-            f"{pace.step_seconds:.2g} s here ({flops_in_words(pace.flops_per_second)}, measured), "
-            f"and {duration(budget.left)} of {duration(budget.seconds)} are left"
+            f"length  {plan.steps:,} steps, each of which reads {plan.tokens_per_step:,} tokens in "
+            f"{pace.step_seconds:.2g} s: so fast is this machine "
+            f"({flops_in_words(pace.flops_per_second)}, measured), and {duration(budget.left)} of "
+            f"{duration(budget.seconds)} are left"
         )
         return Choice(self._settings, config, (*reasons, length))
 
@@ -345,15 +346,17 @@ class _SizeChooser(_LengthChooser):
         plan = make_plan(config, dataset.vocab_size)
         model, train = config.model, dataset.split("train")
         n_tokens = speed * self._seconds_left / plan.least_flops_per_token
-        text = f"{size(n_bytes)} of text" if n_bytes else "prepared tokens"
+        text = f"{size(n_bytes)}, cut into " if n_bytes else ""
+        n_passes = n_tokens / train.n_tokens
         return (
-            f"text    {config.data.tokenizer}: {text} are {count(train.n_tokens)} tokens, with "
-            f"a vocabulary of {dataset.vocab_size:,}; there is time for "
-            f"{n_tokens / train.n_tokens:.2g} passes, so the weight decay is "
-            f"{config.optimizer.weight_decay:g}",
-            f"model   {model.n_layers} layers × {model.d_model}, context {model.context_length}: "
-            f"{count(plan.n_parameters)} parameters, of which the law expects most after "
-            f"{count(n_tokens)} tokens; Muon at {config.optimizer.learning_rate:g}",
+            f"text    {text}{count(train.n_tokens)} tokens (pieces of text) of "
+            f"{dataset.vocab_size:,} kinds; the model has time to read all of it "
+            f"{n_passes:.2g} times (data.tokenizer={config.data.tokenizer})",
+            f"model   {count(plan.n_parameters)} parameters in {model.n_layers} layers of width "
+            f"{model.d_model}, which sees {model.context_length} tokens at once: a larger one "
+            "would read too little in this time, a smaller one learns less "
+            f"(optimizer.learning_rate={config.optimizer.learning_rate:g}, "
+            f"weight_decay={config.optimizer.weight_decay:g})",
         )
 
 
