@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pentameter.errors import ConfigError
+from pentameter.machine.on_host import on_host
 from pentameter.model.experts import Router, Routing
 from pentameter.model.gpt import GPT
 
@@ -64,7 +65,7 @@ def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[Laye
         LayerChoices(
             layer,
             torch.cat([each.experts for each in routings]).cpu().numpy(),
-            torch.cat([each.weights for each in routings]).cpu().double().numpy(),
+            on_host(torch.cat([each.weights for each in routings])),
             config.n_experts,
         )
         for layer, routings in found.items()

@@ -33,6 +33,7 @@ from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
+from pentameter.machine.on_host import on_host
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT
 
@@ -404,7 +405,7 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
     seen = text[:, -window_tokens(text.shape[1], context_length) :]
     device = next(model.parameters()).device
     logits = model(torch.from_numpy(np.ascontiguousarray(seen)).to(device))
-    return logits[:, -1, :vocab_size].to("cpu", torch.float64).numpy()
+    return on_host(logits[:, -1, :vocab_size])
 
 
 class _Window:
@@ -441,7 +442,7 @@ class _Window:
         batch = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device)
         with self._kernels():
             logits = self._model(batch, cache=self._cache)[:, -1, : self._vocab_size]
-        return logits.to("cpu", torch.float64).numpy()
+        return on_host(logits)
 
 
 def chosen_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentameter.data.batches.step import Batch, evaluation_rows
 from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.errors import ConfigError
+from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
 from pentameter.parallel.balance import ExpertLoads, RouterBalance
@@ -301,7 +302,7 @@ class Engine:
         context_rank, index = layout.holder(n_seen - 1, T)
         local_logits = None
         if logits is not None and context_rank == self._shard.mesh.coordinates["context"]:
-            local_logits = logits[:, index, :vocab_size].to("cpu", torch.float64).numpy()
+            local_logits = on_host(logits[:, index, :vocab_size])
         pipeline_rank = layout.pipeline_rank_of_stage[layout.n_stages - 1]
         last = layout.rank_of(pipeline=pipeline_rank, context=context_rank)
         result = self.world.broadcast(local_logits, source=last)
@@ -466,7 +467,7 @@ class BatchShard:
         given this rank's `own` (B,). Context-parallel ranks' partial losses are added.
         Collective."""
         if self.mesh.world.size == 1:
-            return own.to("cpu", torch.float64).numpy()
+            return on_host(own)
         layout = self.plan.layout
         n_rows = len(own) * layout.n_batch_shards
         rows = layout.attention_rows(self.mesh.world.rank, n_rows)  # those whose logits are here

@@ -27,6 +27,7 @@ from torch import Tensor
 from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
+from pentameter.machine.on_host import on_host
 from pentameter.model.attention import CausalAttention
 from pentameter.model.cache import choice_numbers
 from pentameter.model.dropout import AttentionDropout
@@ -271,7 +272,7 @@ class Slots:
             if model.has_final_norm:
                 x = model.final_norm(x)
             logits = model.logits(x)[0, :, : self._vocab_size]
-        return logits.to("cpu", torch.float64).numpy()
+        return on_host(logits)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Return what the pass under way says is attention's output, (1, H, T, K)."""
