@@ -13,6 +13,7 @@ Names are imported at their first use, so that `import pentameter` does not impo
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
+    if sys.platform == "win32" and name not in ("load_config", "plan"):
+        from pentameter.errors import NO_WINDOWS
+
+        raise ImportError(NO_WINDOWS)
     from pentameter.machine.cores import prepare_threads
 
     prepare_threads()  # what is imported now imports torch

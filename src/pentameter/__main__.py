@@ -2,9 +2,16 @@
 
 import sys
 
+from pentameter.errors import NO_WINDOWS
+
+_TELLING = {"-h", "--help", "help", "-V", "--version", "completion"}
+
 
 def main() -> int:
-    """Run one verb and return the process's exit code."""
+    """Run one verb and return the process's exit code. On Windows one that trains is refused."""
+    if sys.platform == "win32" and not set(sys.argv[1:2]) <= _TELLING:
+        print(f"pentameter: {NO_WINDOWS}", file=sys.stderr)
+        return 2
     if sys.argv[1:2] == ["train"]:
         from pentameter.processes.stop_signals import stop_at_once
 

@@ -118,6 +118,13 @@ def either(values: Iterable[object]) -> str:
     return " or ".join(map(str, values))
 
 
+NO_WINDOWS = (
+    "pentameter runs on Linux and macOS. On Windows it runs inside WSL 2, Microsoft's Linux: "
+    "`wsl --install` in a terminal, then install and start pentameter there"
+)
+"""What is said on Windows, which has neither its signals nor its file locks."""
+
+
 class PentameterError(Exception):
     """Base for errors that the user can act on. The message gives the value, the place and a
     remedy; `exit_code` is the command's."""
