@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import pentameter.machine.child as child_module
 from pentameter.errors import ConfigError
 from pentameter.machine.child import (
     LIFELINE,
@@ -45,6 +46,11 @@ def answer(request, word=""):
     if request == "hang":
         time.sleep(600)
     os._exit(request)
+
+
+def printed(line):
+    print(line, flush=True)
+    return 4
 
 
 def is_alive(pid):
@@ -84,7 +90,22 @@ def test_a_child_that_still_runs_is_killed_with_what_it_started():
         time.sleep(0.02)
 
 
-def test_workers_are_forked_and_ended():
+@pytest.fixture(params=[True, False], ids=["forked", "fresh"])
+def forks(request, monkeypatch):
+    """Workers are forked, and, as on macOS, fresh interpreters."""
+    monkeypatch.setattr(child_module, "forks", lambda: request.param)
+    return request.param
+
+
+def test_a_process_with_torch_is_not_forked_on_macos(monkeypatch):
+    assert child_module.forks() == (sys.platform != "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not child_module.forks()
+    assert "start server" in ForkServer._role(None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_are_ended(forks):
     server = ForkServer(ME)
     try:
         workers = [server.fork(f"{ME}:answer") for _ in range(2)]
@@ -102,8 +123,25 @@ def test_workers_are_forked_and_ended():
         assert is_alive(second.pid)
         assert server.end(second) == -signal.SIGKILL
         assert not is_alive(second.pid)
+        parent = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        assert (b"fork server" in parent) == forks
     finally:
         server.close()
+
+
+def test_a_worker_runs_to_its_end_and_prints_where_it_is_told(forks, tmp_path):
+    with (tmp_path / "said").open("wb") as output:
+        server = ForkServer(ME)
+        try:
+            child = server.start(f"{ME}:printed", "a line", output.fileno())
+            deadline = time.monotonic() + 60
+            while (code := child.poll()) is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            server.close()
+    assert code == 4
+    assert (tmp_path / "said").read_text() == "a line\n"
 
 
 def test_a_fork_server_that_cannot_start_says_why(tmp_path):
@@ -116,11 +154,12 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_children_end_with_their_parent_in_the_middle_of_their_work(tmp_path, number):
+def test_children_end_with_their_parent_in_the_middle_of_their_work(tmp_path, number, forks):
     script = (
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
         "import time; from pathlib import Path\n"
         "from pentameter.machine.child import *\n"
+        f"import pentameter.machine.child as module; module.forks = lambda: {forks}\n"
         f"folder = Path({str(tmp_path)!r}, 'folder'); folder.mkdir()\n"
         f"child = PythonChild('{ME}:answerer', folder=folder)\n"
         f"server = ForkServer('{ME}', folder=folder)\n"

@@ -13,6 +13,7 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.errors import TrainingFailedError
+from pentameter.machine import child
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink
@@ -90,6 +91,21 @@ def test_leaving_the_block_ends_all_and_removes_the_folder():
     assert outcome.passed
     assert not session_of(workers.server.pid)
     assert not folder.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_where_nothing_may_be_forked_each_worker_is_an_interpreter(monkeypatch):
+    monkeypatch.setattr(child, "forks", lambda: False)
+    config = load_config("quickstart")
+    cases = chosen_cases(config, "data=2")
+    with Workers() as workers:
+        (outcome,) = verify_layouts(shrink(config, cases), cases, workers, n_steps=1)
+        pids = session_of(workers.server.pid)
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids]
+        maps = Path(f"/proc/{workers.server.pid}/maps").read_text()
+    assert outcome.passed
+    assert sum(b"worker" in line for line in lines) == 2
+    assert "libtorch" not in maps
 
 
 def test_processes_that_cannot_start_are_told(monkeypatch):

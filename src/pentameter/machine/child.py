@@ -1,7 +1,9 @@
 """Child processes that end when this process ends, and whose exit is told in words.
 
 `Child` runs any command. `PythonChild` runs a function in this package that answers requests over a
-connection. `ForkServer` is a PythonChild that imports a module once and forks workers from there.
+connection. `ForkServer` is a PythonChild that imports a module once and forks workers from there;
+on macOS, where what torch and the system's libraries have begun does not survive a fork, it starts
+fresh interpreters instead.
 
 Each leads a session, so that Ctrl-C reaches it through this process only, and holds the read end of
 a pipe whose write end is here: the pipe closes when this process is gone, however it went. None has
@@ -138,7 +140,8 @@ class PythonChild(Child):
     """A fresh Python interpreter in which a function in this package answers requests, one at a
     time."""
 
-    _role = "interpreter"
+    def _role(self) -> str:
+        return "interpreter"
 
     def __init__(
         self,
@@ -160,11 +163,9 @@ class PythonChild(Child):
         from multiprocessing import Pipe
 
         self.connection, theirs = Pipe()
-        python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
         with theirs:
-            what = [self._role, str(theirs.fileno()), json.dumps(sys.path), function, *arguments]
             super().__init__(
-                [*python, *what],
+                _command(self._role(), theirs.fileno(), function, *arguments),
                 environment,
                 folder=folder,
                 stdout=output or (None if prints else subprocess.DEVNULL),
@@ -213,10 +214,12 @@ class ForkServer(PythonChild):
     forks workers that find it imported.
 
     Importing torch takes seconds of processor time: here that is paid once. Forking is safe because
-    the fork server computes nothing: it has a single thread, and torch has started none.
+    the fork server computes nothing: it has a single thread, and torch has started none. Where it
+    is not safe (`forks`), each worker is a fresh interpreter and pays for itself.
     """
 
-    _role = "fork server"
+    def _role(self) -> str:
+        return "fork server" if forks() else "start server"
 
     def fork(self, function: str, output: int | None = None) -> Forked:
         """Fork a worker that answers each request by calling `function` (`module:name`) with it.
@@ -302,6 +305,19 @@ class ForkedChild:
         return code if answer is None else answer
 
 
+def forks() -> bool:
+    """Return whether a process that has imported torch may be forked here. On macOS the system ends
+    such a child once it uses Objective-C, and Apple's GPU hangs in it."""
+    return sys.platform != "darwin"
+
+
+def _command(role: str, connection: int, function: str, *arguments: str) -> list[str]:
+    """Return the command line of an interpreter that calls `serve` with these arguments, this
+    process's search path among them. connection: the file descriptor."""
+    python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
+    return [*python, role, str(connection), json.dumps(sys.path), function, *arguments]
+
+
 def exit_reason(code: int) -> str:
     """Return an exit code in words: `ended with exit code 1`,
     `was killed by SIGKILL (out of memory?)` for a negative one."""
@@ -333,11 +349,12 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
-    """Run this process as a PythonChild or ForkServer, until its parent closes the connection.
+    """Run this process as a PythonChild, a ForkServer or a worker of one, until its parent closes
+    the connection.
 
-    role: `interpreter` or `fork server`. descriptor: the connection's, as text. path: the parent's
-    `sys.path` as JSON; the current folder is left out. arguments: the function and its arguments,
-    or the module to import.
+    role: `interpreter`, `fork server`, `start server` or `worker`. descriptor: the connection's, as
+    text. path: the parent's `sys.path` as JSON; the current folder is left out. arguments: the
+    function and its arguments, or the module to import.
     """
     from multiprocessing.connection import Connection
 
@@ -350,8 +367,10 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
     if str(_PACKAGE.parent) not in sys.path:
         sys.path.append(str(_PACKAGE.parent))
     connection = Connection(int(descriptor))
-    if role == "fork server":
-        _serve_forks(connection, *arguments)
+    if role == "worker":
+        _work(connection, *arguments)
+    elif role != "interpreter":
+        _serve_workers(connection, *arguments, forks=role == "fork server")
     else:
         folder = end_with_parent()
         function, *own_arguments = arguments
@@ -359,26 +378,29 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
         _end(folder)
 
 
-def _serve_forks(connection: Connection, module: str) -> NoReturn:
+def _serve_workers(connection: Connection, module: str, *, forks: bool) -> NoReturn:
     """Import `module`, then fork a worker for each function name received, with the descriptors of
     its connection and perhaps of its output, and kill a worker for each process id received, until
-    the connection closes."""
+    the connection closes. Without `forks` nothing is imported, and workers are interpreters."""
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import recv_handle
 
-    importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # what is never written to is shared with the workers
+    if forks:
+        importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # what is never written to is shared with the workers
+    os.set_inheritable(connection.fileno(), False)
     workers: set[int] = set()
     for request in _requests(connection):
         if isinstance(request, tuple):
             function, n_descriptors = request
             handle, *output = [recv_handle(connection) for _ in range(n_descriptors)]
-            worker = os.fork()
+            worker = os.fork() if forks else _started(handle, output, function)
             if not worker:
                 if output:
                     _print_to(output[0])
-                _work(connection, Connection(handle), function)
+                connection.close()
+                _work(Connection(handle), function)
             for descriptor in (handle, *output):
                 os.close(descriptor)
             workers.add(worker)
@@ -391,6 +413,15 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
     _end(os.environ[LIFELINE].partition(" ")[2])
 
 
+def _started(connection: int, output: Sequence[int], function: str) -> int:
+    """Start an interpreter as a worker that calls `function`, in this process's group, and return
+    its process id. Its stdout and stderr go to the descriptor in `output`, if there is one."""
+    os.set_inheritable(connection, True)
+    command = _command("worker", connection, function)
+    to_output = [(os.POSIX_SPAWN_DUP2, each, name) for each in output for name in (1, 2)]
+    return os.posix_spawn(command[0], command, os.environ, file_actions=to_output)
+
+
 def _print_to(output: int) -> None:
     """Send this process's stdout and stderr to the file descriptor `output`."""
     for standard, name in ((1, "stdout"), (2, "stderr")):
@@ -399,12 +430,10 @@ def _print_to(output: int) -> None:
         setattr(sys, name, os.fdopen(standard, "w", buffering=1, closefd=False))
 
 
-def _work(server: Connection, connection: Connection, function: str) -> NoReturn:
-    """Run a forked worker until its connection closes, then exit: close the fork server's
-    connection, `server`, and answer requests on `connection` by calling `function` (`module:name`).
-    Never returns."""
+def _work(connection: Connection, function: str) -> NoReturn:
+    """Run a worker until its connection closes, then exit: answer requests on `connection` by
+    calling `function` (`module:name`). Never returns."""
     try:
-        server.close()
         end_with_parent()
         _answer(connection, pkgutil.resolve_name(function))
     except BaseException:
