@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.data.tokenizers import renderer
+from pentameter.data.tokenizers import rendering as rendering_module
 from pentameter.data.tokenizers.chat import (
     CHATML_TEMPLATE,
     ChatTemplate,
@@ -320,6 +321,14 @@ def test_a_hostile_template_ends_at_its_bounds(source, words):
     template = ChatTemplate(source, origin="the chat template of X")
     with pytest.raises(TemplateBoundsError, match=f"of X (takes|writes) more than ({words})"):
         check_template(template)
+
+
+def test_memory_is_bounded_from_outside_where_the_system_takes_no_bound(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(rendering_module, "MEMORY_BYTES", 200 << 20)
+    long = "{% set x = 'a' * 6 * 10**8 %}{% for a in range(10**7) %}{% endfor %}"
+    with pytest.raises(TemplateBoundsError, match=r"takes more than .* of memory"):
+        check_template(ChatTemplate(long))
 
 
 def test_refused_messages_do_not_keep_others_from_their_documents():

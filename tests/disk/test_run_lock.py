@@ -16,7 +16,8 @@ from dataclasses import replace
 import pytest
 
 from pentameter.disk import lock as lock_module
-from pentameter.disk.lock import RunLock, current_owner, is_held
+from pentameter.disk.lock import RunLock, is_held
+from pentameter.disk.owner import current_owner, process_start
 from pentameter.errors import RunFolderInUseError
 
 HOLD = """
@@ -245,7 +246,7 @@ def test_without_flock_the_record_decides(path, no_flock, hold):
     me = current_owner()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        start = lock_module._process_start(living.pid)
+        start = process_start(living.pid)
         write_owner(path, replace(me, pid=living.pid, process_start=start))
         with pytest.raises(RunFolderInUseError, match=f"process {living.pid} "), quick(path):
             pass
@@ -255,7 +256,7 @@ def test_without_flock_the_record_decides(path, no_flock, hold):
         write_owner(path, replace(me, pid=living.pid, process_start=start))
         living.kill()  # a zombie until it is waited for
         deadline = time.monotonic() + 10
-        while lock_module._process_start(living.pid) != -1 and time.monotonic() < deadline:
+        while process_start(living.pid) != -1 and time.monotonic() < deadline:
             time.sleep(0.01)
         with quick(path), pytest.raises(RunFolderInUseError), quick(path):
             pass

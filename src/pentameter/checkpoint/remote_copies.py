@@ -37,7 +37,7 @@ from pentameter.checkpoint.manifest import (
 from pentameter.checkpoint.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk.atomic import FileRecord, check_hash, write_hashed
-from pentameter.disk.lock import Owner, current_owner
+from pentameter.disk.owner import Owner, current_owner
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 

@@ -19,11 +19,9 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -40,6 +38,7 @@ from pentameter.disk.atomic import (
     sync,
     temporary_name,
 )
+from pentameter.disk.owner import Owner, current_owner, is_dead, is_same_machine
 from pentameter.errors import CorruptError, RunFolderInUseError, StorageError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
@@ -47,41 +46,6 @@ _SCRATCH, _IN_USE = "pentameter-", "in-use.lock"  # a scratch folder's name begi
 BEAT_SECONDS = 2.0
 _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the new one
 _FENCE_READINGS, _FENCE_PAUSE_SECONDS = 3, 0.01  # a beat written meanwhile may be seen half
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that holds a lock, identified so that it differs from every other on any
-    machine."""
-
-    pid: int
-    host: str
-    boot: str
-    """Kernel's boot id: two machines with one name, or one before and after a restart, differ."""
-    pid_namespace: str
-    """Namespace that the pid is valid in; containers have their own."""
-    process_start: int
-    """Clock ticks from boot to the process's start; a reused pid differs. 0 if unknown."""
-    token: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-def current_owner() -> Owner:
-    """Return this process as an Owner, with a new random token at each call."""
-    pid = os.getpid()
-    namespace = ""
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return Owner(
-        pid=pid,
-        host=socket.gethostname(),
-        boot=_read_text("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=namespace,
-        process_start=_process_start(pid) or 0,
-        token=uuid.uuid4().hex,
-    )
 
 
 @dataclass(frozen=True)
@@ -136,9 +100,16 @@ class RunLock:
     """
 
     def __init__(
-        self, path: Path, *, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = 15.0
+        self,
+        path: Path,
+        *,
+        beat_seconds: float = BEAT_SECONDS,
+        stale_seconds: float = 15.0,
+        waiting: Callable[[str], None] | None = None,
     ) -> None:
+        """waiting: called with a sentence before an owner that may live is watched."""
         self.path = Path(path)
+        self._waiting = waiting
         self.beat_seconds = beat_seconds
         self.stale_seconds = stale_seconds
         self._owner: Owner | None = None
@@ -170,6 +141,11 @@ class RunLock:
             with storage_errors(self.path, "lock"), _folder_guard(self.path.parent) as guarded:
                 remote = self._try_once(guarded, watched)
             if remote is not None:
+                if self._waiting is not None and remote != watched:
+                    self._waiting(
+                        f"{remote[0]} had {self.path.parent}, on another machine or before a "
+                        f"restart; waiting {self.stale_seconds:g} s to see whether it trains"
+                    )
                 pause = min(self.beat_seconds, self.stale_seconds) / 4
                 if (moved := _await_beat(self.path, remote, self.stale_seconds, pause)) is not None:
                     raise self._in_use(moved)
@@ -216,13 +192,13 @@ class RunLock:
             record = _read_record(fd)
             me = current_owner()
             if locked is False:
-                if not (guarded and record and _is_dead(record[0], me)):
+                if not (guarded and record and is_dead(record[0], me)):
                     raise self._in_use(record)
                 # Its owner is dead, but a forked child inherited the lock. Leave it that file.
                 os.unlink(self.path)
                 return None
             if record is not None and not _is_free(record[0], me, locked=locked is True):
-                if _is_same_machine(record[0], me):
+                if is_same_machine(record[0], me):
                     raise self._in_use(record)
                 if record != watched:
                     return record
@@ -278,8 +254,8 @@ def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
         if seen is None:
             return False
         me = current_owner()
-        if _is_same_machine(seen[0], me):
-            return not _is_dead(seen[0], me)
+        if is_same_machine(seen[0], me):
+            return not is_dead(seen[0], me)
         return _await_beat(path, seen, watch_seconds, BEAT_SECONDS / 4) is not None
     return False
 
@@ -463,7 +439,7 @@ def _write_record(fd: int, owner: Owner, beat: int) -> None:
     # The beat comes last: it may get longer, and what is read meanwhile has the owner whole.
     text = json.dumps({**asdict(owner), "beat": beat}, indent=1) + "\n"
     os.pwrite(fd, text.encode().ljust(_RECORD_BYTES), 0)
-    os.fsync(fd)
+    os.fsync(fd)  # no more: a beat need not survive a power loss
 
 
 def _read_record(fd: int) -> tuple[Owner, int] | None:
@@ -478,44 +454,9 @@ def _read_record(fd: int) -> tuple[Owner, int] | None:
         return None
 
 
-def _is_same_machine(owner: Owner, me: Owner) -> bool:
-    ours = (me.host, me.boot, me.pid_namespace)
-    return (owner.host, owner.boot, owner.pid_namespace) == ours
-
-
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
     """Return whether the recorded `owner` is certainly gone, as seen by this process, `me`.
     `locked`: this process holds the file's `flock`."""
-    if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
+    if locked and (is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
-    return _is_dead(owner, me)
-
-
-def _is_dead(owner: Owner, me: Owner) -> bool:
-    """Return whether `owner` ran on the machine that this process, `me`, runs on and has ended;
-    False if that cannot be known."""
-    if not _is_same_machine(owner, me):
-        return False
-    with suppress(PermissionError):  # another user's
-        try:
-            os.kill(owner.pid, 0)  # signal 0 only asks whether the process is there
-        except ProcessLookupError:
-            return True
-    start = _process_start(owner.pid)
-    return start is not None and owner.process_start not in (0, start)
-
-
-def _process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot (proc(5), field 22); -1 for a
-    zombie, None without /proc."""
-    text = _read_text(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    fields = text.rpartition(")")[2].split()  # the process's name may hold spaces
-    return -1 if fields[0] in "ZX" else int(fields[19])
-
-
-def _read_text(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    return ""
+    return is_dead(owner, me)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pentameter.disk import macos
 from pentameter.errors import ConfigError
 
 PROCESSES_PER_CORE = 4
@@ -39,7 +41,9 @@ def usable_cores() -> frozenset[int]:
     under SLURM not all. How many of them it may keep busy is `n_usable_cores`."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    # Apple's chips have slow cores beside fast ones; processes of one run wait for the slowest.
+    fast = macos.sysctl("hw.perflevel0.logicalcpu") if sys.platform == "darwin" else ""
+    return frozenset(range(int(fast) if fast.isdecimal() else os.cpu_count() or 1))
 
 
 def n_usable_cores() -> int:

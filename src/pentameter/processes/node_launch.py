@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from pentameter.disk.lock import Owner, is_held, owner_of, scratch_folder
+from pentameter.disk.lock import is_held, owner_of, scratch_folder
+from pentameter.disk.owner import Owner
 from pentameter.errors import (
     InterruptedRunError,
     PentameterError,

@@ -29,6 +29,7 @@ from pentameter.disk.atomic import (
     storage_error,
     storage_errors,
     sync,
+    sync_descriptor,
     write_atomic,
 )
 from pentameter.errors import RunFolderInUseError, StorageError
@@ -138,7 +139,7 @@ class LogFile:
 
     def _write_and_sync(self) -> None:
         self._write()
-        os.fsync(self._at_path())
+        sync_descriptor(self._at_path())
         if not self._is_name_synced:
             sync(self.path.parent)
             self._is_name_synced = True

@@ -126,7 +126,7 @@ class _Restoring(threading.Thread):
         newest = [copies.copies[step] for step in sorted(copies.copies, reverse=True)]
         newer = [copy for copy in newest if copy.step > step_there]
         if newer:
-            with RunLock(self._path / "run.lock") as lock:
+            with RunLock(self._path / "run.lock", waiting=self._console.say) as lock:
                 self._bring_back(copies, newer, lock.fence)
 
     def _refuse_other_run(self, copies: RemoteCopies, run_id: str | None) -> None:

@@ -87,7 +87,7 @@ def start_run(
 
     def lock() -> Fence:
         require_trackers(plan.config.log)  # only rank 0 has any
-        return stack.enter_context(RunLock(request.run_dir / "run.lock")).fence
+        return stack.enter_context(RunLock(request.run_dir / "run.lock", waiting=console.say)).fence
 
     # After all checks that need no folder.
     folder = open_run_folder(request, plan, dataset, fence=world.on_main(lock))

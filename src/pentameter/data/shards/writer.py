@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from pentameter.data.shards.format import (
     header_hash,
 )
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.atomic import sync
+from pentameter.disk.atomic import sync, sync_descriptor
 
 SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
@@ -74,7 +73,7 @@ class _Split:
         if self._stream is None:
             return
         self._stream.flush()
-        os.fsync(self._stream.fileno())
+        sync_descriptor(self._stream.fileno())
         self._stream.close()
         self.files.append((Path(self._stream.name), self._in_file, self._hasher.hexdigest()))
         self._stream = None

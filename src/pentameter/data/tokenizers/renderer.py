@@ -102,7 +102,7 @@ tokens' texts, the messages to render."""
 def renderer() -> Callable[[Question], list[Any]]:
     """Limit this process's memory to MEMORY_BYTES; return the function that answers its
     questions."""
-    with suppress(ValueError, OSError):  # macOS knows no such bound
+    with suppress(ValueError, OSError):  # macOS knows no such bound: the parent minds it
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
         resource.setrlimit(resource.RLIMIT_AS, (least, most))
@@ -127,7 +127,7 @@ def _answer(question: Question) -> list[Any]:
         except TemplateRefusalError as error:
             found.append(error)
         except MemoryError:
-            found.append(_memory_is_full())
+            found.append(memory_is_full())
         except RecursionError as error:  # of json, beside the template
             found.append(TemplateRefusalError(f"refuses it: {_reason(error)}"))
     return found
@@ -158,7 +158,7 @@ def _compiled(source: str) -> tuple[Any, bool]:
         with _seconds(SECONDS):
             return environment.from_string(source), _keeps_no_state(environment.parse(source))
     except MemoryError as error:
-        raise _memory_is_full() from error
+        raise memory_is_full() from error
     # A break outside of a loop is a SyntaxError of the Python that Jinja writes.
     except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"is not valid Jinja: {_reason(error)}; {REMEDY}") from error
@@ -414,14 +414,14 @@ class _Rendered:
                         )
                 return "".join(written)
         except MemoryError as error:
-            raise _memory_is_full() from error
+            raise memory_is_full() from error
         except TemplateRefusalError:
             raise
         except Exception as error:  # a template can raise any that Python has
             raise TemplateRefusalError(f"refuses it: {_reason(error)}") from error
 
 
-def _memory_is_full() -> TemplateBoundsError:
+def memory_is_full() -> TemplateBoundsError:
     """Build the error for a template that takes more than MEMORY_BYTES."""
     return TemplateBoundsError(f"takes more than {MEMORY_BYTES >> 20:,} MiB of memory; {REMEDY}")
 

@@ -22,13 +22,16 @@ from pentameter.data.tokenizers.chat import (
     without_marks,
 )
 from pentameter.data.tokenizers.renderer import (
+    MEMORY_BYTES,
     REMEDY,
     SECONDS,
     Documents,
     RenderRequest,
+    memory_is_full,
     renderer,
 )
 from pentameter.data.tokenizers.template_forms import QUESTION
+from pentameter.disk.macos import MemoryBound
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
@@ -87,11 +90,12 @@ class Rendering:
         """Have the process render all requests, to texts (`what` is "text") or to documents
         ("documents"). Errors have the template's origin in their messages. Raises ConfigError for
         an invalid template, TemplateBoundsError if the process is ended by its limits."""
-        template = self._template
+        template, bound = self._template, MemoryBound(self._child.pid, MEMORY_BYTES)
         try:
-            found: list[Any] = self._child.ask(
-                (what, template.sources, dict(template.tokens), asked)
-            )
+            with bound:
+                found: list[Any] = self._child.ask(
+                    (what, template.sources, dict(template.tokens), asked)
+                )
         except ConfigError as error:
             raise self._named(error) from error
         except RecursionError as error:  # of pickle, which has sent nothing
@@ -101,6 +105,8 @@ class Rendering:
             why = f"ends the process that runs it, which {error}"
             if error.code == -signal.SIGPROF:
                 why = f"takes more than {SECONDS:g} s of processor time"
+            if bound.is_exceeded:
+                raise self._named(memory_is_full()) from error
             raise self._named(TemplateBoundsError(f"{why}; {REMEDY}")) from error
         return [self._named(each) if isinstance(each, ConfigError) else each for each in found]
 

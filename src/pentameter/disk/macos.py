@@ -1,0 +1,82 @@
+"""What macOS says of a Mac and its processes: it has no /proc, and answers commands instead."""
+
+from __future__ import annotations
+
+import calendar
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Self
+
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+
+
+@cache
+def sysctl(name: str) -> str:
+    """Return what `sysctl -n NAME` says, asked once in a process; empty if it says nothing, as on
+    another system. The names asked for do not change while a Mac runs."""
+    return _said_by("sysctl", "-n", name)
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process started, in seconds since 1970; -1 for a zombie, None if unknown."""
+    state, _, started = _said_by("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
+    if state.startswith("Z"):
+        return -1
+    try:
+        return calendar.timegm(time.strptime(" ".join(started.split()), "%a %b %d %H:%M:%S %Y"))
+    except ValueError:
+        return None
+
+
+class MemoryBound:
+    """Context manager that kills a process once it holds more memory than `most_bytes`, looked at
+    ten times a second: macOS refuses RLIMIT_AS. On other systems it does nothing."""
+
+    def __init__(self, pid: int, most_bytes: int) -> None:
+        self.is_exceeded = False
+        self._pid, self._most_bytes = pid, most_bytes
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if sys.platform == "darwin":
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            resident = _said_by("ps", "-o", "rss=", "-p", str(self._pid))  # in KiB
+            if resident.isdecimal() and int(resident) * 1024 > self._most_bytes:
+                self.is_exceeded = True
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+                return
+
+
+def _said_by(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""

@@ -1,0 +1,102 @@
+"""A process as the record of a lock names it, on whichever machine, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pentameter.disk import macos
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock, identified so that it differs from every other on any
+    machine."""
+
+    pid: int
+    host: str
+    boot: str
+    """Kernel's boot id: two machines with one name, or one before and after a restart, differ."""
+    pid_namespace: str
+    """Namespace that the pid is valid in; containers have their own."""
+    process_start: int
+    """When the process started: clock ticks since boot, on macOS seconds since 1970; a reused pid
+    differs. 0 if unknown."""
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def current_owner() -> Owner:
+    """Return this process as an Owner, with a new random token at each call."""
+    pid = os.getpid()
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return Owner(
+        pid=pid,
+        host=socket.gethostname(),
+        boot=_boot_id(),
+        pid_namespace=namespace,
+        process_start=_own_start(pid),
+        token=uuid.uuid4().hex,
+    )
+
+
+def is_same_machine(owner: Owner, me: Owner) -> bool:
+    """Return whether `owner` ran on the machine that this process, `me`, runs on, since that was
+    last started, so that its process id means something."""
+    if (owner.boot, owner.pid_namespace) != (me.boot, me.pid_namespace):
+        return False
+    # A Mac's name follows the network that it is in.
+    return owner.host == me.host or (sys.platform == "darwin" and me.boot != "")
+
+
+def is_dead(owner: Owner, me: Owner) -> bool:
+    """Return whether `owner` ran on the machine that this process, `me`, runs on and has ended;
+    False if that cannot be known."""
+    if not is_same_machine(owner, me):
+        return False
+    with suppress(PermissionError):  # another user's
+        try:
+            os.kill(owner.pid, 0)  # signal 0 only asks whether the process is there
+        except ProcessLookupError:
+            return True
+    start = process_start(owner.pid)
+    return start is not None and owner.process_start not in (0, start)
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot (proc(5), field 22), on macOS in
+    seconds since 1970; -1 for a zombie, None if the system does not say."""
+    if sys.platform == "darwin":
+        return macos.process_start(pid)
+    text = _read_text(f"/proc/{pid}/stat")
+    if not text:
+        return None
+    fields = text.rpartition(")")[2].split()  # the process's name may hold spaces
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+@cache
+def _own_start(pid: int) -> int:
+    return process_start(pid) or 0
+
+
+def _boot_id() -> str:
+    if sys.platform == "darwin":
+        return macos.sysctl("kern.bootsessionuuid")
+    return _read_text("/proc/sys/kernel/random/boot_id")
+
+
+def _read_text(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""
