@@ -55,3 +55,20 @@ def test_a_disk_that_runs_nothing_or_is_full_is_told(tmp_path, options, said):
     found = tried(tmp_path, *before)
     assert found.startswith("False")
     assert said in found
+
+
+WITHOUT_OPENMP = """#!/bin/sh
+case " $* " in
+  *" -fopenmp "*) echo "clang++: error: unsupported option '-fopenmp'" >&2; exit 1 ;;
+esac
+exec g++ "$@"
+"""
+
+
+def test_a_compiler_without_openmp_as_apples_is_told_and_not_used(tmp_path):
+    compiler = tmp_path / "clang++"
+    compiler.write_text(WITHOUT_OPENMP)
+    compiler.chmod(0o755)
+    said = tried(tmp_path, CXX=str(compiler))
+    assert said.startswith("False")
+    assert "unsupported option '-fopenmp' (install OpenMP, on macOS by `brew" in said

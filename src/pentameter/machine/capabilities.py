@@ -224,6 +224,8 @@ def _tried(device: torch.device, command: str, how: str, options: dict[str, Any]
         remedy = f"set TORCHINDUCTOR_CACHE_DIR or TMPDIR, now {folder}, to a folder {_NEEDED}"
         if "Python.h" in first:
             remedy = "install the Python headers"
+        elif any(word in first for word in ("openmp", "omp.h", "lomp")):  # as Apple's has none
+            remedy = "install OpenMP, on macOS by `brew install libomp`"
         return Compiler(command, False, f"{command} builds nothing that runs: {first} ({remedy})")
     if wrong:
         return Compiler(command, False, f"{command} builds what computes wrong numbers")
