@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import pentameter
 
 WINDOWS = """
 import builtins, os, signal, sys, sysconfig
@@ -25,6 +29,10 @@ for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTSTP", "SIGCONT", "SIGALRM", "S
 for name in ("fork", "getuid", "killpg", "statvfs", "O_NOFOLLOW", "O_CLOEXEC"):
     delattr(os, name)
 """
+NEED_POSIX = {
+    "disk/lock.py", "data/tokenizers/renderer.py", "train/compute.py", "processes/roll.py",
+}  # fmt: skip
+"""Files that import at their top what Windows has not; what plans must not be among them."""
 RUN = "import runpy; runpy.run_module('pentameter', run_name='__main__')"
 
 
@@ -69,3 +77,15 @@ def test_so_do_a_configuration_and_its_plan(tmp_path):
         "print(pm.plan(config).n_parameters > 0)", tmp_path
     )  # fmt: skip
     assert "True" in done.stdout, done.stderr
+
+
+def test_few_files_import_at_their_top_what_windows_lacks():
+    source = Path(pentameter.__file__).parent
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            if {"fcntl", "resource", "pwd", "grp", "termios"} & {*names}:
+                found.add(path.relative_to(source).as_posix())
+    assert found == NEED_POSIX
