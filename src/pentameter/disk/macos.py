@@ -24,6 +24,11 @@ def sysctl(name: str) -> str:
     return _said_by("sysctl", "-n", name)
 
 
+def chip() -> str:
+    """Return the name of a Mac's chip, `Apple M3 Pro`; empty on another system."""
+    return sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+
+
 def process_start(pid: int) -> int | None:
     """Return when a process started, in seconds since 1970; -1 for a zombie, None if unknown."""
     state, _, started = _said_by("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")

@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -116,7 +115,7 @@ def machine_capabilities() -> Capabilities:
         about = {key.strip(): value.strip() for key, _, value in fields}
     flags = about.get("flags", "").split()
     cpu = CpuCapabilities(
-        name=_processor_name(about),
+        name=macos.chip() or about.get("model name") or platform.processor() or platform.machine(),
         n_cores=n_usable_cores(),
         n_threads=torch.get_num_threads(),
         amx_bf16="amx_bf16" in flags,
@@ -124,21 +123,6 @@ def machine_capabilities() -> Capabilities:
         vector=torch.backends.cpu.get_cpu_capability(),
     )
     return Capabilities(cpu, tuple(gpus), runtime, torch.backends.mps.is_available())
-
-
-def _processor_name(about: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return the processor's name, by which measurements are kept: what /proc/cpuinfo says
-    (`about`, of its first core), on a Mac the chip's, on ARM's Linux the board's or the core's."""
-    if sys.platform == "darwin" and (chip := macos.sysctl("machdep.cpu.brand_string")):
-        return chip
-    board = ""
-    with suppress(OSError):
-        board = (root / "proc/device-tree/model").read_text(encoding="utf-8", errors="replace")
-    core = ""
-    if "CPU part" in about:
-        core = f"{platform.machine()} {about.get('CPU implementer', '')} {about['CPU part']}"
-    name = about.get("model name") or board.strip("\0 \n") or core
-    return name or platform.processor() or platform.machine()
 
 
 def gpu_name(name: str, architecture: str) -> str:
