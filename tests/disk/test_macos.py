@@ -54,8 +54,12 @@ def test_a_mac_names_itself_its_chip_and_its_fast_cores(mac, monkeypatch):
     assert cores.usable_cores() == frozenset(range(6))
 
 
+def missing(command, **options):
+    raise FileNotFoundError(command[0])
+
+
 def test_a_mac_that_says_nothing_is_asked_in_vain(mac, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(subprocess, "run", missing)
     monkeypatch.delattr(os, "sched_getaffinity")
     assert macos.sysctl("hw.perflevel0.logicalcpu") == ""
     assert cores.usable_cores() == frozenset(range(os.cpu_count()))

@@ -31,7 +31,9 @@ def chip() -> str:
 
 def process_start(pid: int) -> int | None:
     """Return when a process started, in seconds since 1970; -1 for a zombie, None if unknown."""
-    state, _, started = _said_by("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
+    # Two options: BSD's takes all that follows "=" for the heading.
+    said = _said_by("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid))
+    state, _, started = said.partition(" ")
     if state.startswith("Z"):
         return -1
     try:
@@ -72,10 +74,11 @@ class MemoryBound:
 
 
 def _said_by(*command: str) -> str:
+    path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/bin"  # under launchd
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+            env={**os.environ, "PATH": path, "LC_ALL": "C", "TZ": "UTC"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
