@@ -226,7 +226,7 @@ def test_compiled_code_computes_first_and_last_values(place):
 
 def exported_config(model: ModelConfig) -> dict[str, Any]:
     family = choose_family(model)
-    return to_their_config(family, model, vocab_size=19, end_of_text=None, dtype="float32")
+    return to_their_config(family, model, vocab_size=19, token_ids={}, dtype="float32")
 
 
 @pytest.mark.parametrize(("path", "value"), OF_MODEL_ITSELF)

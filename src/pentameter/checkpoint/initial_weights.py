@@ -151,12 +151,18 @@ def initial_weights(
         raise ConfigError(
             f"--init-from {path}: the architecture differs; {'; '.join(wrong)}. {_remedy(stored)}"
         )
-    if stored.tokenizer.hash != tokenizer.hash:
+    if stored.tokenizer.hash_of_ids != tokenizer.hash_of_ids:
         raise ConfigError(
             f"--init-from {path}: its tokenizer ({stored.tokenizer.kind}, "
             f"{stored.tokenizer.vocab_size} tokens, hash {stored.tokenizer.hash[:12]}…) is not the "
             f"data's ({tokenizer.kind}, {tokenizer.vocab_size} tokens, hash "
             f"{tokenizer.hash[:12]}…), so the same ids mean other text. {_tokenizer_remedy(stored)}"
+        )
+    if stored.tokenizer.hash != tokenizer.hash:
+        warnings.append(
+            f"--init-from {path}: its tokenizer begins each document with "
+            f"{stored.tokenizer.shown_prefix}, the data's with {tokenizer.shown_prefix}; to have "
+            f"them alike: {_tokenizer_remedy(stored)}"
         )
     return InitialWeights(Path(path), config, stored, tuple(warnings))
 

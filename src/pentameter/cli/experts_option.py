@@ -27,7 +27,7 @@ def print_expert_choices(loaded: LoadedModel, text: str, *, as_json: bool) -> No
 
     if not text:
         raise ConfigError("--experts needs a text: --prompt TEXT, or --prompt-file FILE")
-    tokens = loaded.tokenizer.encode(text)
+    tokens = loaded.tokenizer.encode_document(text)
     layers = expert_choices(loaded.model, tokens)
     shown = [loaded.tokenizer.decode([token]) for token in tokens]
     if as_json:

@@ -96,15 +96,17 @@ def _open_one(
     if (header := find_header(data.path)) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
         settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
-        _check_prepared(settings, dataset.tokenizer, wanted)
+        warnings += _check_prepared(settings, dataset.tokenizer, wanted)
         return dataset
     preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
     warnings += preparation.corpus.warnings
     dataset = preparation.open_cached(data.tokenizer, verify=verify, warnings=warnings)
     warnings += preparation.remarks
     known = preparation.tokenizer
-    if isinstance(known, Tokenizer) and not dataset.has_conversations:
-        dataset.tokenizer.chat = known.chat  # the same tokens may have been prepared without it
+    if isinstance(known, Tokenizer):  # the same tokens may have been prepared without these
+        dataset.tokenizer.published = known.published
+        if not dataset.has_conversations:
+            dataset.tokenizer.chat = known.chat
     return dataset
 
 
@@ -212,9 +214,10 @@ def needs_no_download(data: DataConfig) -> bool:
     return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
 
 
-def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
-    """Raise ConfigError if settings in `data`, or the `wanted` tokenizer, contradict prepared
-    shards written with the tokenizer `found`. `wanted` may be a setting: `char`, the default,
+def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> list[str]:
+    """Return a warning if the `wanted` tokenizer begins documents with other tokens than `found`,
+    by which shards were prepared. Raise ConfigError if it, or settings in `data`, contradict the
+    shards otherwise. `wanted` may be a setting: `char`, the default,
     contradicts no tokenizer; others must have its kind, and at least its number of tokens if they
     give one."""
     absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
@@ -238,9 +241,16 @@ def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer)
                 f"{found.vocab_size} tokens, not data.tokenizer={wanted!r}; leave that out, or "
                 "prepare the text again"
             )
-    elif wanted.hash != found.hash:
+    elif wanted.hash_of_ids != found.hash_of_ids:
         raise ConfigError(
             f"the shards {data.path} were written by another tokenizer (hash "
             f"{found.hash[:12]}…) than is asked for ({wanted.hash[:12]}…); prepare "
             "the text again with `--tokenizer FILE`"
         )
+    elif wanted.hash != found.hash:
+        return [
+            f"the shards {data.path} begin each document with {found.shown_prefix}, the "
+            f"tokenizer asked for with {wanted.shown_prefix}; to have them alike, prepare the "
+            "text again with `--tokenizer FILE`"
+        ]
+    return []

@@ -50,8 +50,8 @@ class HarnessModel(TemplateLM):
     """A GPT, in one process, as an `lm_eval` model.
 
     `TemplateLM` splits context and continuation as for all models: both are encoded as one text,
-    and the continuation has the tokens after the context's. No special token is added, except
-    end-of-text before a text without context. `batch_size`: rows per pass.
+    and the continuation has the tokens after the context's. A text begins with the tokenizer's
+    prefix; without one, end-of-text stands for an empty context. `batch_size`: rows per pass.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, batch_size: int) -> None:
@@ -76,6 +76,12 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.end_of_text
 
     @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: the last of the tokenizer's prefix, else
+        end-of-text."""
+        return self._tokenizer.prefix[-1] if self._tokenizer.prefix else self.eot_token_id
+
+    @property
     def tokenizer_name(self) -> str:
         """The tokenizer's hash, which the harness uses as a key for its caches."""
         return self._tokenizer.hash
@@ -83,10 +89,13 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """Return a text's token ids; other arguments are ignored. Raises ConfigError, with the
-        text, if the tokenizer cannot encode it."""
+        """Return a text's token ids, behind the tokenizer's prefix unless `add_special_tokens` is
+        False; other arguments are ignored. Raises ConfigError, with the text, if the tokenizer
+        cannot encode it."""
+        tokenizer = self._tokenizer
+        encode = tokenizer.encode if add_special_tokens is False else tokenizer.encode_document
         try:
-            ids: list[int] = self._tokenizer.encode(string).tolist()
+            ids: list[int] = encode(string).tolist()
         except ConfigError as error:
             raise ConfigError(f"the task's text {shown(string)}: {error}") from error
         return ids
@@ -112,7 +121,7 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens cannot be scored; the model can "
                     f"score 1 … {longest} (its context_length): {shown(texts and texts[1])}"
                 )
-            before = context or [self.eot_token_id]
+            before = context or [self.prefix_token_id]
             ids = np.array([*before, *continuation][-(longest + 1) :], dtype=np.int64)
             rows.append(ScoredRow(ids, len(continuation)))
         return self._scores(rows)
@@ -132,7 +141,10 @@ class HarnessModel(TemplateLM):
             (text,) = request.args
             first_windows.append(len(windows))
             for pair in get_rolling_token_windows(
-                self.tok_encode(text), self.eot_token_id, self._context_length, context_len=1
+                self.tok_encode(text, add_special_tokens=False),
+                self.prefix_token_id,
+                self._context_length,
+                context_len=1,
             ):
                 context, scored = make_disjoint_window(pair)
                 windows.append(ScoredRow(np.array([*context, *scored]), len(scored)))

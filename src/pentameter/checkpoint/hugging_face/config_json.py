@@ -74,13 +74,13 @@ def simplest(model: ModelConfig) -> ModelConfig:
 
 
 def to_their_config(
-    name: str, model: ModelConfig, *, vocab_size: int, end_of_text: int | None, dtype: str
+    name: str, model: ModelConfig, *, vocab_size: int, token_ids: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     """Build the content of config.json for a model in the family `name` (a `model_type`), which
     must be able to express it, as `choose_family` finds. Nothing is written.
 
-    vocab_size: rows in the written embedding, without padding. end_of_text: the token id that ends
-    a document, None if the tokenizer has none. dtype: the weights' dtype (`float32`).
+    vocab_size: rows in the written embedding, without padding. token_ids: `bos_token_id` and
+    its kin. dtype: the weights' dtype (`float32`).
     """
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
@@ -104,10 +104,7 @@ def to_their_config(
         content[family.extra_layers[0]] = 0
     return {
         **content,
-        # Written even if None: an absent key would mean the family's own default.
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": None,
+        **token_ids,
         "use_cache": True,
         "torch_dtype": dtype,  # the name that old and new versions of transformers read
     }

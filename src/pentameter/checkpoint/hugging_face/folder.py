@@ -28,7 +28,13 @@ from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.family import Family, StoredForm
 from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
-from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
+from pentameter.checkpoint.hugging_face.tokenizer_files import (
+    GENERATION,
+    generation_config,
+    read_tokenizer,
+    their_token_ids,
+    tokenizer_files,
+)
 from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, few
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
@@ -38,7 +44,6 @@ from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.rendering import ends_of_answers
 from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
@@ -87,7 +92,7 @@ def read_hf(
     family, block = FAMILIES[content["model_type"]], block_size(content, path / CONFIG)
     n_extra = read_n_extra_layers(content, family, path / CONFIG)
     if tokenizer is None:
-        tokenizer = read_tokenizer(path, warnings, content.get("eos_token_id"))
+        tokenizer = read_tokenizer(path, warnings, content)
     if tokenizer is None:
         raise ConfigError(
             f"{path} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
@@ -314,16 +319,12 @@ def export_hf(
     if family.packing is not None:
         weights = family.packing.pack(weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = to_their_config(
-        name, model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype
-    )
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    if tokenizer.chat is not None and (ends := ends_of_answers(tokenizer)):
-        generation["eos_token_id"] = sorted(ends)
+    token_ids = their_token_ids(tokenizer)
+    config = to_their_config(name, model, vocab_size=vocab_size, token_ids=token_ids, dtype=dtype)
     of_tokenizer = tokenizer_files(tokenizer, model.context_length)
     small = {
         CONFIG: _json(config),
-        "generation_config.json": _json({"_from_model_config": True, **generation}),
+        GENERATION: generation_config(tokenizer, token_ids),
         **of_tokenizer,
         **(beside or {}),
     }

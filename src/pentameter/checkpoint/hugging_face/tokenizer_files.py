@@ -5,22 +5,27 @@ Each tokenizer class writes and reads its own tokenizer.json; the files around i
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import read_chat_template
+from pentameter.data.tokenizers.chat import TEMPLATE_FILE, default_source, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
+from pentameter.data.tokenizers.rendering import ends_of_answers
 from pentameter.data.tokenizers.setting import GPT2, KINDS, is_gpt2, load_tokenizer
 from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
@@ -29,7 +34,8 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
 
     BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer with
     one token per character, which refuses an unknown character. A library tokenizer gives its own
-    content.
+    content. What was published with the tokenizer is written as it was, but for a chat template
+    that is another by now.
     """
     whole = tokenizer.to_tokenizer_json()
     if whole is None:
@@ -66,23 +72,72 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         case CharTokenizer():
             chat = None
     files |= {WHOLE: whole, SETTINGS: _json({**settings, **special}), SPECIAL: _json(special)}
+    if SETTINGS in tokenizer.published:
+        del files[SPECIAL]
+        kept = (SETTINGS, SPECIAL)
+        files |= {name: text.encode() for name, text in tokenizer.published.items() if name in kept}
+        theirs = json.loads(tokenizer.published[SETTINGS])
+        if not has_published_chat(tokenizer):
+            theirs.pop("chat_template", None)
+            files[SETTINGS] = _json({**theirs, **(chat.tokens if chat else {})})
+        elif "chat_template" in theirs:
+            return files
     return files if chat is None else {**files, **chat.files()}
+
+
+def has_published_chat(tokenizer: Tokenizer) -> bool:
+    """Return True unless the tokenizer has another chat template than the one it was published
+    with."""
+    published = tokenizer.published
+    settings = json.loads(published.get(SETTINGS, "{}"))
+    source = published.get(TEMPLATE_FILE, default_source(settings, Path(SETTINGS)))
+    return source == (None if tokenizer.chat is None else tokenizer.chat.source)
+
+
+def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return `bos_token_id` and its kin as config.json has them: those that were published, else by
+    the tokenizer's prefix and end of text."""
+    if CONFIG in tokenizer.published:
+        found: dict[str, Any] = json.loads(tokenizer.published[CONFIG])
+        return found
+    end = tokenizer.end_of_text
+    # Written even if None: an absent key would mean the family's own default.
+    first = tokenizer.prefix[0] if tokenizer.prefix else end
+    return {"bos_token_id": first, "eos_token_id": end, "pad_token_id": None}
+
+
+def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> bytes:
+    """Return the content of generation_config.json: as published, but that texts end where the chat
+    template ends an answer if it is another by now; else made of config.json's `token_ids`."""
+    published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
+    if published is not None and is_same:
+        return published.encode()
+    content = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
+    content = (
+        {"_from_model_config": True, **content} if published is None else json.loads(published)
+    )
+    says_ends = CONFIG in tokenizer.published and is_same
+    if tokenizer.chat is not None and not says_ends and (ends := ends_of_answers(tokenizer)):
+        content["eos_token_id"] = sorted(ends)
+    return _json(content)
 
 
 def _json(content: Any) -> bytes:
     return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def read_tokenizer(folder: Path, warnings: list[str], end_of_text: Any = None) -> Tokenizer | None:
+def read_tokenizer(
+    folder: Path, warnings: list[str], config: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer | None:
     """Read the tokenizer from `folder`: tokenizer.json, else vocab.json and merges.txt; None if
     there are none.
 
     GPT-2's kind and pentameter's characters become pentameter's classes: tokens that were added to
     the vocabulary keep their ids, but no text becomes one, and a line in `warnings` names them. Any
     other tokenizer.json is used unchanged; a document then ends with `eos_token` in
-    tokenizer_config.json, else with `end_of_text`, config.json's value for `eos_token_id` (an id,
-    or a list whose first id counts). Raises ConfigError for old files that are not GPT-2's kind,
-    CorruptError for a malformed file.
+    tokenizer_config.json, else with the `eos_token_id` of config.json (`config`: an id, or a list
+    whose first id counts). Documents begin as `tokenizer(text)` does in transformers. Raises
+    ConfigError for old files that are not GPT-2's kind, CorruptError for a malformed file.
     """
     settings = _read_if_there(folder / SETTINGS)
     if (path := folder / WHOLE).is_file():
@@ -96,17 +151,19 @@ def read_tokenizer(folder: Path, warnings: list[str], end_of_text: Any = None) -
         lines = read_text(folder / MERGES).split("\n")
         merges = [line for line in lines[lines[0].startswith("#version") :] if line]
         added = _read_if_there(folder / "added_tokens.json")
+        vocab, first = read_json(path), _text(settings.get("bos_token")) or ""
+        begins = settings.get("add_bos_token") and first in vocab
         content = {  # as GPT-2's tokenizer.json says it
-            "model": {"vocab": read_json(path), "merges": merges},
+            "model": {"vocab": vocab, "merges": merges},
+            "post_processor": begins and {"type": "BertProcessing", "cls": [first, vocab[first]]},
             "pre_tokenizer": {"type": "ByteLevel"},
             "added_tokens": [{"content": text, "id": number} for text, number in added.items()],
         }
     else:
         return None
-    token = settings.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    number = end_of_text[0] if isinstance(end_of_text, list) and end_of_text else end_of_text
-    end = token if isinstance(token, str) else None, number if type(number) is int else None
+    number = config.get("eos_token_id")
+    number = number[0] if isinstance(number, list) and number else number
+    end = _text(settings.get("eos_token")), number if type(number) is int else None
     said: list[str] = []
     try:
         model = content.get("model")
@@ -114,11 +171,51 @@ def read_tokenizer(folder: Path, warnings: list[str], end_of_text: Any = None) -
             raise CorruptError("it has no model.vocab")
         found = (kind.from_tokenizer_json(content, end, said) for kind in KINDS)
         tokenizer = next(each for each in found if each is not None)
+        tokenizer.prefix = tuple(_prefix(content, tokenizer))
     except (ConfigError, CorruptError) as error:
         raise CorruptError(f"{path}: {error}") from error
     warnings += [f"{path}: {sentence}" for sentence in said]
     tokenizer.chat = read_chat_template(folder, settings)
+    kept = (SETTINGS, SPECIAL, GENERATION, TEMPLATE_FILE)
+    tokenizer.published = {
+        name: read_text(folder / name) for name in kept if (folder / name).is_file()
+    }
+    if config:
+        ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+        tokenizer.published[CONFIG] = json.dumps(ids)
     return tokenizer
+
+
+def _prefix(content: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that `tokenizer(text)` puts before a text in transformers: those of the
+    post-processor in tokenizer.json (`content`), whatever tokenizer_config.json says. Raises
+    CorruptError for a malformed one, and for an id outside the vocabulary."""
+    try:
+        ids = _ids_before(content.get("post_processor"))
+    except (TypeError, LookupError) as error:
+        raise CorruptError(f"its post_processor is malformed: {error!r}") from error
+    if not all(type(each) is int and 0 <= each < tokenizer.vocab_size for each in ids):
+        raise CorruptError(f"its post_processor begins texts with {ids!r:.80}, no ids of tokens")
+    return ids
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json; None for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _ids_before(processor: Any) -> list[Any]:
+    """Return the ids that a parsed post-processor puts before a text."""
+    match processor:
+        case {"type": "Sequence", "processors": list(within)}:  # the last is the outermost
+            return [each for step in reversed(within) for each in _ids_before(step)]
+        case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": dict(tokens)}:
+            found = itertools.takewhile(lambda piece: "SpecialToken" in piece, pieces)
+            return [each for piece in found for each in tokens[piece["SpecialToken"]["id"]]["ids"]]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, number]}:
+            return [number]
+    return []
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
@@ -135,10 +232,13 @@ def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
     for model in models:
         if setting != GPT2 or model is None:
             continue
-        is_hugging_face = (model / "config.json").is_file()
+        is_hugging_face = (model / CONFIG).is_file()
         for path in (model / WHOLE, *sorted(model.glob(f"checkpoints/*/{WHOLE}"))):
             with suppress(PentameterError):
-                found = read_tokenizer(model, []) if is_hugging_face else load_tokenizer(path)
+                if is_hugging_face:
+                    found = read_tokenizer(model, [], read_json(model / CONFIG))
+                else:
+                    found = load_tokenizer(path)
                 if found is not None and is_gpt2(found):
                     return found
     return None

@@ -158,8 +158,8 @@ def _note_characters(chunk: str, seen: npt.NDArray[np.bool_]) -> None:
 
 @dataclass
 class PassageWriter:
-    """Writes passages' tokens and, after each document that has any, the end of text if the
-    tokenizer has one."""
+    """Writes passages' tokens and, around each document that has any, the tokenizer's prefix and
+    its end of text, if it has them."""
 
     tokenizer: Tokenizer
     is_starting: bool = False
@@ -173,6 +173,8 @@ class PassageWriter:
         n_bytes = utf8_size(passage.text)
         self.is_starting |= passage.starts
         if len(ids):
+            if self.is_starting and not self.has_tokens and self.tokenizer.prefix:
+                ids = np.concatenate([np.array(self.tokenizer.prefix, ids.dtype), ids])
             writer.write(passage.split, ids, n_bytes, [0] if self.is_starting else [])
             self.is_starting, self.has_tokens = False, True
         if passage.ends:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -39,8 +40,14 @@ class Tokenizer(ABC):
     """Number of distinct ids, 0 … vocab_size - 1."""
     end_of_text: int | None = None
     """The id put after each document, None if there is none; no text encodes to it."""
+    prefix: Sequence[int] = ()
+    """The ids put before each document, and before a prompt, such as the beginning of a sequence in
+    Llama's kind; `encode` adds none."""
     chat: ChatTemplate | None = None
     """The chat template that renders messages, if one came with the tokenizer; it changes no id."""
+    published: Mapping[str, str] = MappingProxyType({})
+    """Maps name to text for the small files that came with the tokenizer in a Hugging Face folder,
+    which an export writes again; they change no id."""
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -53,6 +60,11 @@ class Tokenizer(ABC):
         """The ids that are decoded together with those next to them: of tokens that are single
         bytes, a row of which is a text as a whole or not at all, and of no token."""
         return ()
+
+    @property
+    def shown_prefix(self) -> str:
+        """The prefix for a message, such as `'<s>'`; "no token" for none."""
+        return repr(self.decode(self.prefix)) if self.prefix else "no token"
 
     @classmethod
     @abstractmethod
@@ -83,6 +95,11 @@ class Tokenizer(ABC):
         """Return a text's token ids (n_tokens,), int64; nothing is added at the ends. Raises
         ConfigError if the text cannot be encoded."""
 
+    def encode_document(self, text: str) -> Ids:
+        """Return `prefix` and a text's token ids (n_tokens,), int64, as the model reads a document.
+        Raises ConfigError if the text cannot be encoded."""
+        return np.concatenate([np.array(self.prefix, dtype=np.int64), self.encode(text)])
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return each text's token ids (n_tokens,), int64; ConfigError if one cannot be encoded."""
         return [self.encode(text) for text in texts]
@@ -99,16 +116,23 @@ class Tokenizer(ABC):
 
     @cached_property
     def hash(self) -> str:
-        """The sha256, in hex, over everything that decides the ids; the chat template is not part
-        of it."""
-        canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        """The sha256, in hex, over everything that decides the ids of documents; the chat template
+        is not part of it."""
+        return _sha256(self._content())
+
+    @cached_property
+    def hash_of_ids(self) -> str:
+        """The sha256, in hex, over everything that decides which ids a text has: equal for two that
+        differ in `prefix` alone."""
+        return _sha256({**self._content(), "prefix": None})
 
     def to_bytes(self) -> bytes:
         """Return the content of the tokenizer's JSON file: ASCII, the same on every machine."""
         content = {**self._content(), "sha256": self.hash}
         if self.chat is not None:
             content["chat"] = self.chat.to_json()
+        if self.published:
+            content["published"] = dict(self.published)
         return (json.dumps(content, indent=1) + "\n").encode("ascii")
 
     def save(self, path: Path) -> None:
@@ -120,11 +144,13 @@ class Tokenizer(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything that decides the ids; the chat template is lost."""
-        return type(self).from_content, (json.loads(json.dumps(self._content())),)
+        content = json.loads(json.dumps(self._content()))
+        return type(self).from_content, (content,), {"prefix": self.prefix}
 
     def _content(self) -> dict[str, Any]:
         """Return the JSON object of the tokenizer's file without its hash and chat template."""
-        return {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
+        content = {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
+        return {**content, "prefix": list(self.prefix)} if self.prefix else content
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         """Return ids as an int64 array (n_tokens,); ConfigError for one outside the vocabulary."""
@@ -159,6 +185,11 @@ class LibraryBacked(Tokenizer):
         """
         text: str = self._library.decode(self._checked(ids).tolist(), skip_special_tokens=False)
         return text
+
+
+def _sha256(content: Content) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:

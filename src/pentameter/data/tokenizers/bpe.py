@@ -152,6 +152,11 @@ class BpeTokenizer(LibraryBacked):
         if self.chat is not None:
             tokens = [tokenizers.AddedToken(each, normalized=False) for each in self.special_tokens]
             whole.add_special_tokens(tokens)
+        if self.prefix:
+            before = [(self.tokens[number], number) for number in self.prefix]
+            whole.post_processor = tokenizers.processors.TemplateProcessing(
+                single=[*(spelled for spelled, _ in before), "$A"], special_tokens=before
+            )
         text: str = whole.to_str(pretty=True)
         return text.encode()
 

@@ -261,6 +261,12 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
     return found
 
 
+def default_source(settings: Mapping[str, Any], path: Path) -> str | None:
+    """Return the source of the template in a parsed tokenizer_config.json, from `path`; None
+    without one. Raises CorruptError if there are several and no default."""
+    return _sources(settings, path).get(DEFAULT)
+
+
 def _sources(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Return name → source for the templates in a parsed tokenizer_config.json (from `path`), the
     only one as `default`. Raises CorruptError unless `chat_template` is absent, a text, or a list

@@ -238,8 +238,8 @@ class LibraryTokenizer(LibraryBacked):
         return tokenizer
 
     def to_tokenizer_json(self) -> bytes:
-        """Return the content, as JSON."""
-        return (json.dumps(self.content, ensure_ascii=False, indent=1) + "\n").encode()
+        """Return the content, as JSON in the form in which the library writes it."""
+        return json.dumps(self.content, ensure_ascii=False, indent=2).encode()
 
     def token(self, number: int) -> str | None:
         """Return the token with the id `number`, spelled as in the file; None if no token has

@@ -7,7 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Tokenizer
+from pentameter.data.tokenizers.base import (
+    FILE_LIMIT_BYTES,
+    FORMAT,
+    VERSION,
+    Content,
+    Tokenizer,
+)
 from pentameter.data.tokenizers.bpe import (
     END_OF_TEXT,
     MIN_FREQUENCY,
@@ -203,6 +209,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         tokenizer = kinds[kind].from_content(content)
         if (chat := content.get("chat")) is not None:
             tokenizer.chat = ChatTemplate.from_json(chat, f"the chat template of {path}")
+        _read_optional(tokenizer, content)
     except (ConfigError, CorruptError) as error:
         raise CorruptError(f"{path}: {error}") from error
     if content.get("sha256") != tokenizer.hash:
@@ -211,3 +218,17 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             f"its content gives {tokenizer.hash!r}; make it anew"
         )
     return tokenizer
+
+
+def _read_optional(tokenizer: Tokenizer, content: Content) -> None:
+    """Set the prefix and the published files that a tokenizer file's parsed JSON has, if it has
+    any; CorruptError if they are invalid."""
+    prefix, published = content.get("prefix", []), content.get("published", {})
+    is_prefix = isinstance(prefix, list) and all(
+        type(each) is int and 0 <= each < tokenizer.vocab_size for each in prefix
+    )
+    if not is_prefix:
+        raise CorruptError(f'"prefix" is not a list of token ids: {prefix!r:.80}')
+    if not isinstance(published, dict) or not all(isinstance(t, str) for t in published.values()):
+        raise CorruptError(f'"published" is not texts by name: {published!r:.80}')
+    tokenizer.prefix, tokenizer.published = tuple(prefix), published
