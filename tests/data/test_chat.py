@@ -90,6 +90,10 @@ def test_texts_that_are_no_special_tokens(source, tokens):
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|channel|>", "<|im_end|>", "<|call|>")
 EACH = "{% for m in messages %}"
 SPOKEN = EACH + "<|im_start|>{{ m.role }}<|channel|>{{ m.content }}<|im_end|>\n{% endfor %}"
+CALLS = (
+    EACH + "{% if m.tool_calls %}<|channel|>{{ m.tool_calls[0].function.arguments | tojson }}"
+    "<|im_end|><|call|>{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
 PLAIN = EACH + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -98,6 +102,7 @@ PLAIN = EACH + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     [
         (SPOKEN, {256, 259}),
         (CHATML_TEMPLATE, {256, 259}),
+        (CALLS, {256, 259, 260}),  # as gpt-oss ends a call otherwise than an answer
         (PLAIN, set(range(256, 261))),
         ("{{ raise_exception('three messages') }}", set(range(256, 261))),
         (None, set(range(256, 261))),

@@ -6,10 +6,9 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -127,21 +126,37 @@ def ends_of_answers(
     tokenizer: Tokenizer, render_by: Callable[[RenderRequest], str] | None = None
 ) -> frozenset[int]:
     """Return the ids that end an answer: the special tokens that the tokenizer's chat template
-    writes behind one, or all special tokens if it writes none there, and the end of text.
+    writes behind one, or all special tokens if it writes none there, the last one that it writes
+    behind an answer that calls a tool, and the end of text.
 
     `render_by` renders by that template; None starts a process for it.
     """
-    special = tokenizer.special_tokens
-    ids: set[int] = set()
-    if tokenizer.chat is not None:
-        said = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": _ANSWER}]
-        with suppress(TemplateRefusalError):  # it expects other messages
-            text = (render_by or partial(render, tokenizer.chat))(RenderRequest(said))
-            _, found, behind = without_marks(text).rpartition(_ANSWER)
-            pieces = ids_and_texts(behind, special) if found else []
-            ids = {piece for piece in pieces if isinstance(piece, int)}
-    ids = ids or {*special.values()}
+    chat, special = tokenizer.chat, tokenizer.special_tokens
+    plain, called = list[int](), list[int]()
+    with ExitStack() as stack:
+        if chat is not None:
+            render_by = render_by or stack.enter_context(Rendering(chat)).text
+            plain = _specials_behind({"content": _ANSWER}, special, render_by)
+            function = {"name": "add", "arguments": {"sum": _ANSWER}}
+            call = {"id": "abcdefghi", "type": "function", "function": function}
+            called = _specials_behind({"tool_calls": [call]}, special, render_by)
+    ids = {*(plain or special.values()), *called[-1:]}
     return frozenset(ids if tokenizer.end_of_text is None else {*ids, tokenizer.end_of_text})
+
+
+def _specials_behind(
+    answer: Mapping[str, Any],
+    special: Mapping[str, int],
+    render_by: Callable[[RenderRequest], str],
+) -> list[int]:
+    """Return the ids of the special tokens that a template writes behind _ANSWER, which `answer`
+    holds; none if it refuses the messages."""
+    with suppress(TemplateRefusalError):  # it expects other messages
+        text = render_by(RenderRequest([QUESTION, {"role": "assistant", **answer}]))
+        _, found, behind = without_marks(text).rpartition(_ANSWER)
+        pieces = ids_and_texts(behind, special) if found else []
+        return [piece for piece in pieces if isinstance(piece, int)]
+    return []
 
 
 def prompt_of_answers(render_by: Callable[[RenderRequest], str], asked: RenderRequest) -> str:
