@@ -178,7 +178,10 @@ def run_into(output, arguments, unbuffered):
 def test_output_that_the_disk_does_not_take_is_told(arguments, unbuffered):
     with open("/dev/full", "w") as full:
         ended = run_into(full, arguments, unbuffered)
-    assert (ended.returncode, ended.stderr) == (74, "pentameter: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (
+        74,
+        "pentameter: stdout: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import io
 import keyword
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import metadata
 
 from pentameter.errors import ConfigError, did_you_mean
 from pentameter.machine.cores import prepare_threads
 from pentameter.processes.failure import explanation, failure_of, print_failure, tell_failure
+from pentameter.processes.streams import named_streams, outlived
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
@@ -45,30 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
-    try:
+    with named_streams():
         try:
-            code = _run(arguments)
-        except SystemExit:  # of tyro, after it has printed help
-            _flush()
-            raise
-        _flush()  # a disk that is full is told here; as the interpreter ends, it is too late
-        return code
-    except (Exception, KeyboardInterrupt) as error:
-        with suppress(OSError):
-            _flush()
-        if not tell_failure(error, debug=debug):  # one process of several tells it itself
-            print_failure(failure_of(error), debug=debug)
-        return explanation(error)[1]
-
-
-def _flush() -> None:
-    """Write what stdout holds back. If that fails, it is dropped, and OSError raised once."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+            try:
+                code = _run(arguments)
+            except SystemExit:  # of tyro, after it has printed help
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()  # a full disk is told here; as the interpreter ends, it is too late
+            return code
+        except (Exception, KeyboardInterrupt) as error:
+            with outlived():
+                sys.stdout.flush()
+                if not tell_failure(error, debug=debug):  # one process of several tells it itself
+                    print_failure(failure_of(error), debug=debug)
+            return explanation(error)[1]
 
 
 def _run(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from pentameter.cli.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
 from pentameter.processes.local_launch import check_launch
 from pentameter.processes.place import Place, find_place, processes_together
+from pentameter.processes.streams import outlived
 from pentameter.processes.worker import become_rank, watch_launcher
 
 if TYPE_CHECKING:
@@ -89,6 +91,14 @@ def run(arguments: list[str]) -> int:
     the run is complete. With --nproc this process only launches the ranks."""
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
+    with nullcontext() if parsed.dry_run or parsed.print_config else outlived():
+        _run(parsed, overrides, arguments)
+    return 0
+
+
+def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> None:
+    """Train as the command line after the verb asks: `arguments`, which are `parsed` and, of the
+    configuration, `overrides`."""
     from pentameter.checkpoint.hugging_face.hub import hub_address
     from pentameter.config.write import to_toml
 
@@ -102,7 +112,7 @@ def run(arguments: list[str]) -> int:
     timed = None if parsed.time is None else _timed(parsed, overrides, place)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)
-        return 0
+        return
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
     if timed is not None:
@@ -115,7 +125,7 @@ def run(arguments: list[str]) -> int:
             print(to_toml(config), end="")
         elif is_main:
             _print_plan(config, parsed, n_processes, place)
-        return 0
+        return
     if parsed.layout == BEST and place is not None:
         _train_in_best_layout(config, parsed, place, hooks)
     elif place is None and ((n_processes or 1) > 1 or parsed.respawn or parsed.nodes):
@@ -135,7 +145,6 @@ def run(arguments: list[str]) -> int:
             check_fit=not parsed.force,
         )
         _train(config, parsed, place, hooks, timed)
-    return 0
 
 
 def _say_first_words(config: Config, *, is_main: bool) -> None:

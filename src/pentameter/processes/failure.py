@@ -31,6 +31,7 @@ from pentameter.errors import (
     terminal_message,
 )
 from pentameter.processes.place import LAUNCH_FOLDER, find_place
+from pentameter.processes.streams import NAMES
 from pentameter.processes.waiting import Wait
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
@@ -168,8 +169,9 @@ def read_report(folder: Path, rank: int) -> Failure | None:
 
 def explanation(error: BaseException) -> tuple[str, int]:
     """Return an error's message for people, and the command's exit code for it: a PentameterError's
-    own, 74 for an OSError, 130 for an interrupt, 1 for any other; ("", 0) for a broken pipe."""
-    if isinstance(error, BrokenPipeError):
+    own, 74 for an OSError, 130 for an interrupt, 1 for any other; ("", 0) for a stream of ours that
+    nobody reads."""
+    if isinstance(error, BrokenPipeError) and error.filename in NAMES:
         return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):
         return str(error), error.exit_code

@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from traceback import format_exception
-from typing import Self
+from typing import Self, TextIO, cast
 from unicodedata import category
 
 from rich.cells import cell_len
@@ -31,6 +32,7 @@ from pentameter.data.progress import (
 from pentameter.disk.atomic import no_check
 from pentameter.formatting import size
 from pentameter.processes.failure import EXPECTED
+from pentameter.processes.streams import Stream
 from pentameter.processes.world import World
 from pentameter.train.log_files import LogFile
 
@@ -50,8 +52,19 @@ class Console:
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
+        # A console that goes away ends no training. The command has seen to that already.
+        self._stream = (
+            sys.stdout
+            if isinstance(sys.stdout, Stream)
+            else Stream(sys.stdout or StringIO(), "stdout", lasts=True)
+        )
+        self._is_told = False
         self._rich = RichConsole(
-            file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, markup=False
+            file=cast(TextIO, self._stream),
+            highlight=False,
+            soft_wrap=True,
+            quiet=quiet,
+            markup=False,
         )
         self._live: Live | None = None
         self._last_refresh = 0.0
@@ -71,6 +84,8 @@ class Console:
         if error is not None and not self._world.is_main:  # rank 0's is printed, see `failure`
             lines = [str(error)] if isinstance(error, EXPECTED) else format_exception(error)
             self._to_log("".join(lines).rstrip("\n"))
+        if self._is_told:
+            self._to_log(f"warning: stdout had failed on the way: {self._stream.failure}")
         self.close_log()
 
     def open_log(self, path: Path, check_folder: Callable[[], None] = no_check) -> None:
@@ -84,6 +99,7 @@ class Console:
         for line in self._pending:
             self._to_log(line)
         self._pending.clear()
+        self._tell_of_failure()
 
     def close_log(self, check_folder: Callable[[], None] | None = None) -> None:
         """Close the log file; a later line opens it again, and calls `check_folder` instead, if it
@@ -131,6 +147,17 @@ class Console:
 
     def _print(self, text: str) -> None:
         self._rich.print(Text(self._rank + _shown(text)))
+        self._tell_of_failure()
+
+    def _tell_of_failure(self) -> None:
+        """Once a log is there, tell it and stderr if stdout has failed; once."""
+        if self._stream.failure is None or self._is_told or self._log is None:
+            return
+        self._is_told = True
+        told = f"warning: stdout failed ({self._stream.failure}); the run goes on, and its log"
+        self._to_log(f"{told}, which is this one, has all lines")
+        with suppress(OSError, ValueError):
+            print(f"pentameter: {told} {self._log.path} has all lines", file=sys.stderr, flush=True)
 
     def _fitted(self, columns: Sequence[str], n_taken: int = 0) -> str:
         """Join the first columns that fit in one terminal line with `n_taken` cells taken already;

@@ -1,0 +1,98 @@
+"""The standard streams of a process, of which any may be closed, full or read no longer.
+
+A verb fails with its output, and says which stream it was. A training outlives it: see `outlived`.
+This file imports almost nothing, so that the command can open what is closed before all else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+NAMES = ("stdout", "stderr")
+"""The streams of a process that it writes to, as errors name them."""
+
+
+def open_closed_streams() -> None:
+    """Have stdin, stdout and stderr lead to the null device where they are closed (`2>&-`). The
+    next file to be opened would get their number, and whatever is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name in NAMES:
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+
+
+class Stream:
+    """A text stream that names itself in the error when its file fails; or, if it `lasts`, that
+    raises none. `failure` then says why; what is written is lost, by children and by C++ too."""
+
+    def __init__(self, stream: TextIO, name: str, *, lasts: bool = False) -> None:
+        self._stream, self.name, self.lasts = stream, name, lasts
+        self.failure: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write `text`, and return its length."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError | ValueError) -> None:
+        if not isinstance(error, OSError) and not self._stream.closed:
+            raise error  # of the text, not of the file
+        reason = getattr(error, "strerror", None) or str(error)
+        self.failure = self.failure or reason
+        # What is held back would fail again, at the latest as the interpreter ends.
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+        if not self.lasts:
+            raise OSError(getattr(error, "errno", errno.EBADF), reason, self.name) from None
+
+
+@contextmanager
+def named_streams() -> Iterator[None]:
+    """While the block runs, stdout and stderr are a `Stream` each."""
+    before = sys.stdout, sys.stderr
+    for name in NAMES:
+        setattr(sys, name, Stream(getattr(sys, name), name))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def outlived() -> Iterator[None]:
+    """While the block runs, stdout and stderr fail nothing that prints, where `named_streams` are
+    in force."""
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, Stream)]
+    for each in streams:
+        each.lasts = True
+    try:
+        yield
+        for each in streams:
+            each.flush()
+    finally:
+        for each in streams:
+            each.lasts = False
