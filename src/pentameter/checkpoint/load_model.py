@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, copy_region
 from pentameter.checkpoint.opening import Check, Checkpoint, check_content, find_model
 from pentameter.config.schema import Config, LoraConfig
+from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, PentameterError
 from pentameter.planning.adapters import A, B, TableOf, training_table
 
@@ -103,7 +104,7 @@ def open_model(
     from pentameter.checkpoint.hugging_face.hub import local_model
 
     warnings = [] if warnings is None else warnings
-    path = local_model(Path(path), warnings)
+    path = local_model(Path(given_path(str(path))), warnings)
     while (checkpoint := find_model(path, warnings, check)) is not None:
         try:
             weights = checkpoint.tensors("model")  # mapped: readable even if the folder goes

@@ -19,6 +19,7 @@ from pentameter.checkpoint.manifest import (
     read_manifest,
 )
 from pentameter.checkpoint.tensor_reader import StoredTensors
+from pentameter.config.urls import shown_url, was_url
 from pentameter.disk.atomic import (
     check_files,
     decode_json,
@@ -111,6 +112,12 @@ def find_model(
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
+    if was_url(path):
+        url = shown_url(str(path).replace(":/", "://", 1))
+        raise ConfigError(
+            f"{url} is a URL, and a model is read from a disk: copy its folder to one and name "
+            "that; of the Hub's models name OWNER/NAME, hf://OWNER/NAME"
+        )
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ConfigError(

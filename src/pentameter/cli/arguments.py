@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import tyro
 
 from pentameter.config.overrides import split_overrides
+from pentameter.config.urls import given_path
 from pentameter.errors import ConfigError, either, listed, nearest, printable, terminal_message
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
     """Parse a verb's command line into `kind`, a dataclass of options.
 
     `--help` and wrong usage end the process with 0 and 2, like other command-line programs. Control
-    characters in a refused argument are escaped, as tyro prints it unchanged. Raises ConfigError
-    for an unknown option.
+    characters in a refused argument are escaped, as tyro prints it unchanged. In paths a `~` that a
+    shell has not seen stands for the home folder. Raises ConfigError for an unknown option.
     """
 
     check_options(arguments, options_of(kind), verb=verb)
@@ -49,13 +50,27 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
         return tyro.cli(kind, args=list(arguments), prog=f"pentameter {verb}")
 
     if all(argument.isprintable() for argument in arguments):
-        return read()
+        return _with_given_paths(read())
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return read()
+            return _with_given_paths(read())
     finally:
         print(printable(said.getvalue(), keep="\n"), end="", file=sys.stderr)
+
+
+def _with_given_paths(parsed: Arguments) -> Arguments:
+    """Return options with `given_path` for the paths among them: those of that type, and text that
+    may be one: what a verb is given first, and the checkpoint of --resume."""
+    changed: dict[str, Any] = {}
+    for name, hint in get_type_hints(type(parsed), include_extras=True).items():
+        value = getattr(parsed, name)
+        may_be = tyro.conf.Positional in getattr(hint, "__metadata__", ()) or name == "resume"
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(each, Path) or (may_be and isinstance(each, str)) for each in values):
+            given = tuple(type(each)(given_path(str(each))) for each in values)
+            changed[name] = given if isinstance(value, tuple) else given[0]
+    return dataclasses.replace(parsed, **changed)  # type: ignore[type-var]
 
 
 def parse_arguments(

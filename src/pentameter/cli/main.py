@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from pentameter.disk.cache import find_folder_for_matplotlib
 from pentameter.errors import ConfigError, did_you_mean
 from pentameter.machine.cores import prepare_threads
 from pentameter.processes.failure import explanation, failure_of, print_failure, tell_failure
@@ -78,6 +79,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         hint = did_you_mean(verb, VERBS) or "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
     if not {"-h", "--help"} & set(arguments):
+        find_folder_for_matplotlib()
         prepare_threads()  # takes a twentieth of a second, and help loads no torch
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run

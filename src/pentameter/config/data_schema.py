@@ -23,7 +23,7 @@ from pentameter.config.section import (
     Seed,
     Switch,
 )
-from pentameter.config.urls import is_remote, last_part, url_problem
+from pentameter.config.urls import GivenPath, is_remote, last_part, url_problem
 from pentameter.errors import nearest
 
 
@@ -58,7 +58,7 @@ class SourceConfig(Section):
 
     corpus: str | None = None
     """A corpus by name."""
-    path: str | None = None
+    path: GivenPath | None = None
     """Instead of `corpus`: a file, a pattern, a folder, a URL, or prepared shards."""
     weight: PositiveFloat = 1.0
     """Rows of the batches that come from it, in proportion to the other sources' weights."""
@@ -69,9 +69,9 @@ class EvaluationConfig(Section):
 
     name: Name
     """The `split` of its metrics."""
-    path: str | None = None
+    path: GivenPath | None = None
     """Text: a file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
-    multiple_choice: str | None = None
+    multiple_choice: GivenPath | None = None
     """Instead of `path`: a JSONL file of questions, as `eval --multiple-choice` takes."""
 
 
@@ -80,7 +80,7 @@ class DataConfig(Section):
 
     corpus: str | None = None
     """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
-    path: str | None = None
+    path: GivenPath | None = None
     """Instead of `corpus`: a file of text, JSONL (documents or conversations), Parquet, Arrow or
     tar, a pattern (`corpus/*.parquet`), a folder, such as a data set of Hugging Face, a URL
     (`https://`, `s3://`, `hf://`, …), or prepared shards. To choose another text than that of the
@@ -93,19 +93,19 @@ class DataConfig(Section):
     evaluations: tuple[EvaluationConfig, ...] = ()
     """Texts and questions by name that each evaluation also passes over, besides the validation
     split."""
-    validation_path: str | None = None
+    validation_path: GivenPath | None = None
     """Held-out text of its own; `path` is then trained on whole."""
-    test_path: str | None = None
+    test_path: GivenPath | None = None
     """Text of its own for `eval --split test`."""
     text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record, or the column of a table, that holds its text."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
     """How the files at `path` (and `validation_path`, `test_path`) encode text: `utf-8`, `utf-16`,
     `gb18030`, `latin-1`, or any other text encoding that Python knows."""
-    tokenizer: Annotated[str, Field(min_length=1)] = "char"
+    tokenizer: Annotated[GivenPath, Field(min_length=1)] = "char"
     """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
     tokenizer file."""
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    chat_template: Annotated[GivenPath, Field(min_length=1)] | None = None
     """Renders the messages of conversations as text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
     template_date: Day = TEMPLATE_DATE

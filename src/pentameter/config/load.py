@@ -24,7 +24,7 @@ from pentameter.config.naming import name_of
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
-from pentameter.config.urls import is_remote, last_part
+from pentameter.config.urls import given_path, is_remote, last_part
 from pentameter.errors import ConfigError, near_files, nearest, printable
 
 EXCLUSIVE = (
@@ -231,7 +231,7 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
         preset = resources.files("pentameter.config") / "presets" / f"{name}.toml"
         return f"preset {name}", f"preset {name}", preset.read_bytes()
     label = printable(name)
-    path = folder / name
+    path = folder / given_path(name)
     with config_errors(f"{named_by}{label}"):
         try:
             if path.is_dir():

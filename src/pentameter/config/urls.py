@@ -5,9 +5,13 @@ A configuration is written into its run folder, every checkpoint, the report and
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from pydantic import AfterValidator
 
 from pentameter.errors import printable
 
@@ -29,6 +33,19 @@ def is_remote(path: str | Path) -> bool:
 def was_url(path: Path) -> bool:
     """Return True for a path made from a URL, in which `//` has become `/`: `s3:/bucket/prefix`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
+
+
+def given_path(path: str) -> str:
+    """Return a path that a person has written with the home folder for the `~` that it begins with:
+    a shell replaces only one that it sees (`--run-dir ~/x`, not `"~/x"`, nor in a file). A path
+    that exists by that very name stays, as does any other, a URL too."""
+    if not path.startswith("~") or os.path.lexists(path):
+        return path
+    return os.path.expanduser(path)
+
+
+GivenPath = Annotated[str, AfterValidator(given_path)]
+"""A path in a configuration; see `given_path`."""
 
 
 def shown_url(url: str) -> str:

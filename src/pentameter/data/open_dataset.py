@@ -32,6 +32,7 @@ from pentameter.data.tokenizers.setting import (
     is_gpt2,
     special_texts_of,
 )
+from pentameter.disk.cache import telling_of_the_cache
 from pentameter.errors import ConfigError
 
 NOT_OF_SHARDS = {"chat_template": None, "template_date": TEMPLATE_DATE, **FILE_DEFAULTS}
@@ -39,6 +40,7 @@ NOT_OF_SHARDS = {"chat_template": None, "template_date": TEMPLATE_DATE, **FILE_D
 any other value is refused, or ignored among several `data.sources`."""
 
 
+@telling_of_the_cache()
 def open_dataset(
     data: DataConfig,
     *,

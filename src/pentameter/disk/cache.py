@@ -6,12 +6,18 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import stat
+import tempfile
 import urllib.error
 import urllib.request
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentameter.disk.atomic import make_folder, write_atomic
+from pentameter.config.urls import given_path
+from pentameter.disk.atomic import make_folder, storage_errors, write_atomic
 from pentameter.errors import CorruptError, StorageError
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
@@ -44,17 +50,66 @@ class PublicFile:
 
 
 def cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`."""
+    """Return `$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`; with a warning, a folder of
+    this user's own in the temporary directory where there is no home, or none that can be written.
+
+    Raises StorageError if that folder is not this user's alone: programs are run from it.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG base directory specification: a relative value is invalid and must be ignored.
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return folder / "pentameter"
+    if os.path.isabs(base):
+        return Path(base) / "pentameter"
+    home = os.path.expanduser("~")  # stays "~" without $HOME and an entry in the system's list
+    folder = Path(home, ".cache", "pentameter")
+    if os.path.isabs(home) and _can_be_there(folder):
+        return folder
+    own = Path(tempfile.gettempdir(), f"pentameter-{os.getuid()}")
+    with storage_errors(own, "make"):
+        own.mkdir(mode=0o700, exist_ok=True)
+        about = own.lstat()
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or own.is_symlink():
+        raise StorageError(f"{own} is not this user's alone; {CACHE_REMEDY}")
+    why = f"{folder} cannot be written" if os.path.isabs(home) else "there is no home folder"
+    warnings.warn(f"{why}, so the cache is {own}; {CACHE_REMEDY}", stacklevel=2)
+    return own
+
+
+CACHE_REMEDY = "set XDG_CACHE_HOME to a folder that can be written and stays"
+
+
+def _can_be_there(folder: Path) -> bool:
+    """Return whether a folder exists, or may be made."""
+    if folder.is_dir():
+        return True
+    nearest = next(each for each in folder.parents if os.path.lexists(each))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+@contextmanager
+def telling_of_the_cache() -> Iterator[None]:
+    """Add to a StorageError in the `with` body that names a path in the cache how to move that."""
+    try:
+        yield
+    except StorageError as error:
+        if str(cache_folder()) not in str(error) or CACHE_REMEDY in str(error):
+            raise
+        raise StorageError(f"{error}, or {CACHE_REMEDY}") from error
+
+
+def find_folder_for_matplotlib() -> None:
+    """Have Matplotlib keep its list of fonts in the cache folder where there is no home for it, of
+    which it says several lines. Before its import."""
+    if "XDG_CACHE_HOME" not in os.environ and not _can_be_there(
+        Path(os.path.expanduser("~"), ".cache", "matplotlib").absolute()
+    ):
+        with suppress(StorageError):
+            os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))
 
 
 def data_folder() -> Path | None:
     """Return `$PENTAMETER_DATA_DIR`, searched first for public files; None if it is not set."""
     folder = os.environ.get("PENTAMETER_DATA_DIR")
-    return Path(folder) if folder else None
+    return Path(given_path(folder)) if folder else None
 
 
 def public_file(file: PublicFile) -> Path:
@@ -78,11 +133,9 @@ def public_file(file: PublicFile) -> Path:
         return path
     target = cache_folder() / file.path
     content = _download(file, _public_folders())
-    try:
+    with telling_of_the_cache():
         make_folder(target.parent)
         write_atomic(target, content)
-    except StorageError as error:
-        raise StorageError(f"{error}, or set XDG_CACHE_HOME to a writable folder") from error
     return target
 
 

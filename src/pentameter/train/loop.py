@@ -17,7 +17,7 @@ import torch
 from pentameter.checkpoint.verification import Verification
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.config.urls import shown_url, was_url
+from pentameter.config.urls import given_path, shown_url, was_url
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import perplexity
 from pentameter.machine.cores import OtherPrograms
@@ -114,7 +114,9 @@ class Trainer:
                 "of your own begins with those that it is built with"
             )
         self.config = config = load_config(config)
-        self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        self.run_dir = Path("runs") / config.name
+        if run_dir is not None:
+            self.run_dir = Path(given_path(str(run_dir)))
         if was_url(self.run_dir):
             raise ConfigError(
                 f"run_dir={shown_url(str(self.run_dir).replace(':/', '://', 1))} is a URL, and a "
@@ -127,11 +129,11 @@ class Trainer:
         self.world = world or lone_world()
         self.run: TrainingRun
         """The run, once `fit` has set it up."""
-        weights = None if init_from is None else Path(init_from)
+        weights = None if init_from is None else Path(given_path(str(init_from)))
         self._request = RunRequest(
             config,
             self.run_dir,
-            resume,
+            given_path(resume),
             weights,
             self.world,
             supplied,
