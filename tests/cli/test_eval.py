@@ -53,6 +53,19 @@ def evaluate(run, capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+def test_the_text_is_found_from_another_folder(run, capsys):
+    """As `data` and `replay` find it: a relative path is one from where the run was started."""
+    expected = evaluate(run, capsys)
+    text = run.parent / "song.txt"
+    text.rename(run.parent / "moved.txt")
+    try:
+        found = evaluate(run, capsys)
+        assert main(["eval", str(run), "--data.path", str(text)]) == 2  # what is asked for is read
+    finally:
+        (run.parent / "moved.txt").rename(text)
+    assert found | {"seconds": 0} == expected | {"seconds": 0}
+
+
 def questions(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

@@ -92,7 +92,7 @@ def test_json(
     run_folder: str, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("dé\n", encoding="utf-8")
+    prompt.write_text("dé\n", encoding="utf-8-sig")  # with the mark that Windows writes
     options = ["--num-samples", "2", "--max-new-tokens", "15", "--json"]
     run([run_folder, "--prompt-file", str(prompt), *options])
     said = json.loads(capsys.readouterr().out)
@@ -134,6 +134,11 @@ def test_a_prompt_file_must_be_utf8(run_folder: str, tmp_path: Path) -> None:
     prompt.write_bytes(b"ab\xe9")
     with pytest.raises(ConfigError, match="not UTF-8 at byte 2"):
         run([run_folder, "--prompt-file", str(prompt)])
+
+
+def test_a_url_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^s3://bucket/run is a URL, and a model is read"):
+        run(["s3://bucket/run"])
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

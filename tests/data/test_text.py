@@ -29,7 +29,8 @@ def read_in(file, chunk_bytes):
 @given(file_text, st.integers(1, 7))
 def test_pieces_join_to_the_text_wherever_the_bytes_are_cut(tmp_path_factory, text, chunk_bytes):
     file = write(tmp_path_factory.mktemp("text") / "a.txt", text.encode())
-    assert "".join(read_in(file, chunk_bytes)) == text.removeprefix("\ufeff")
+    expected = text.replace("\n\ufeff", "\n").removeprefix("\ufeff")
+    assert "".join(read_in(file, chunk_bytes)) == expected
 
 
 def test_line_ends_are_kept(tmp_path):
@@ -38,9 +39,16 @@ def test_line_ends_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 100])
-def test_only_a_leading_byte_order_mark_is_dropped(tmp_path, chunk_bytes):
-    file = write(tmp_path / "a.txt", b"\xef\xbb\xbfa\xef\xbb\xbfb")
-    assert "".join(read_in(file, chunk_bytes)) == "a\ufeffb"
+def test_byte_order_marks_are_dropped_where_a_file_begins(tmp_path, chunk_bytes):
+    """Of files that were joined too: `cat a.txt b.txt`. Within a line it is a character."""
+    file = write(tmp_path / "a.txt", "\ufeffa\ufeffb\n\ufeffc\n".encode())
+    assert "".join(read_in(file, chunk_bytes)) == "a\ufeffb\nc\n"
+
+
+def test_records_of_joined_files_are_read(tmp_path):
+    record = '\ufeff{"text": "a"}\n'
+    file = write(tmp_path / "a.jsonl", (record + record).encode())
+    assert ["".join(each) for each in read_documents(file)] == ["a", "a"]
 
 
 @pytest.mark.parametrize(

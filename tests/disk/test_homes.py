@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,24 @@ def test_a_cache_that_cannot_be_written_is_told_with_the_way_to_move_it(monkeypa
         raise StorageError("cannot write /elsewhere")
 
 
-def test_a_user_whom_the_system_does_not_know_gets_on(tmp_path):
-    """A container's `--user 12345`, without HOME."""
-    if os.getuid():
-        pytest.skip("only root may become another user")
-    tmp_path.chmod(0o777)
-    for folder in tmp_path.parents:
-        if not folder.stat().st_mode & 0o001:
-            pytest.skip(f"others may not enter {folder}")
-    code = "from pentameter.disk.cache import cache_folder; print(cache_folder())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], user=12345, cwd=tmp_path, capture_output=True, text=True,
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}, check=False,
-    )  # fmt: skip
-    assert done.stdout == f"{tmp_path}/pentameter-12345\n", done.stderr
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("home", [{}, {"HOME": "/"}])
+def test_a_user_whom_the_system_does_not_know_gets_on(home):
+    """A container's `--user 12345`: all that a verb does before it reads anything."""
+    code = "from pentameter.cli.main import main; main(['doctor', '--no-such']); import matplotlib"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; print(matplotlib.get_configdir())"], user=12345,
+            group=12345, extra_groups=[], cwd="/", capture_output=True, text=True, check=False,
+            env={"TMPDIR": folder, "PYTHONPATH": ":".join(sys.path)} | home,
+        )  # fmt: skip
+        if "ModuleNotFoundError" in done.stderr or "Permission denied" in done.stderr:
+            pytest.skip("that user may not read this Python")
+        assert done.stdout == f"{folder}/pentameter-12345/matplotlib\n", done.stderr
+        assert "Traceback" not in done.stderr
+        assert "created a temporary" not in done.stderr  # in Matplotlib's words
+        assert done.stderr.count("set XDG_CACHE_HOME") == 1
 
 
 def test_a_home_in_any_path_that_is_given(monkeypatch, tmp_path):

@@ -32,7 +32,7 @@ from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
-from pentameter.serve.requests import Limits
+from pentameter.serve.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, Limits
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker, served_model
 
 V = TOKENIZER.vocab_size
@@ -223,6 +223,22 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
         ("completions", {"model": "plane"}, 404, "did you mean plain", "model"),
         ("completions", {"model": None}, 404, "Served: plain, talker", "model"),
         ("completions", {"\ud800": 1}, 400, "\\ud800 is no field", "\\ud800"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},
+            400,
+            "\\ud800 is no field's name: it has half a surrogate pair",
+            "\\ud800",
+        ),
+        ("completions", {"stream_options": {"\ud800": 1}}, 400, "surrogate", "\\ud800"),
+        ("completions", {"prompt": ["a", 5]}, 400, "prompt[1]: ", "prompt"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}, {"role": 7, "content": "a"}]},
+            400,
+            "messages[1].role: ",
+            "messages",
+        ),
         ("completions", {"temprature": 1}, 400, "did you mean temperature", "temprature"),
         ("completions", {"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
         ("completions", {"temperature": "hot"}, 400, "valid number", "temperature"),
@@ -307,6 +323,19 @@ def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
     plain = complete(client, max_tokens=5)["choices"]
     neutral = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "logit_bias": None}
     assert complete(client, max_tokens=5, **neutral, seed=None, n=None)["choices"] == plain
+
+
+def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
+    """As OpenAI's clients send what their callers leave open."""
+    fields = {*CompletionRequest.model_fields, *NEUTRAL, *IGNORED} - {"model", "max_tokens"}
+    assert complete(client, max_tokens=5, **dict.fromkeys(fields - {"prompt"}))["choices"]
+    fields = {*ChatRequest.model_fields, *NEUTRAL, *IGNORED} - {"messages", "model"}
+    asked = {"model": "talker", "messages": [{"role": "user", "content": "a"}]}
+    nulls = dict.fromkeys(sorted(fields))
+    answer = client.post("/v1/chat/completions", json=asked | nulls)
+    assert answer.status_code == 200, answer.json()
+    answer = client.post("/v1/chat/completions", json={"model": "talker", "messages": None})
+    assert answer.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(

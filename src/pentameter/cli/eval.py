@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import tyro
 from pentameter.cli.arguments import load_for_verb, parse_arguments
 from pentameter.config.choices import Precision
 from pentameter.config.overrides import parse_overrides
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.load_model import LoadedModel
@@ -85,7 +86,6 @@ def run(arguments: list[str]) -> int:
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """Evaluate the split `parsed.split`, with `overrides` for keys in [data]. Return the object for
     `--json`, and the line printed without it."""
-    from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
     loaded, config, engine = _load(parsed, overrides)
@@ -99,7 +99,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
         raise ConfigError(
             f"--stride {parsed.stride} must be in 1 … {context_length}, the model's context_length"
         )
-    dataset = open_dataset(config.data, tokenizer=loaded.tokenizer)
+    dataset = _dataset(config, loaded, is_own=not overrides)
     metrics = evaluate(
         engine,
         dataset.split(parsed.split),
@@ -146,6 +146,22 @@ def _what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict
         ]
         said += f"; all of it: --split train{''.join(fractions)}"
     return {"split_tokens": n_split, "text_tokens": whole}, said
+
+
+def _dataset(config: Config, loaded: LoadedModel, *, is_own: bool) -> Dataset:
+    """Open the data set that `config` names. If it is the model's own and its text is not there, as
+    a relative path is one from the folder in which the run was started, take the tokens that the
+    run has recorded, as `data` and `replay` do."""
+    from pentameter.data.open_dataset import open_dataset
+    from pentameter.report.run_data import open_run_data
+
+    try:
+        return open_dataset(config.data, tokenizer=loaded.tokenizer)
+    except ConfigError:
+        if is_own and loaded.checkpoint is not None:
+            with suppress(PentameterError):
+                return open_run_data(loaded.checkpoint.path.parents[1], verify=True).dataset
+        raise
 
 
 def _multiple_choice(

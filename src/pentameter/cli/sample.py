@@ -211,7 +211,7 @@ def _prompt(asked: SampleArguments) -> str:
             "keep one"
         )
     try:
-        return asked.prompt_file.read_bytes().decode("utf-8")
+        return asked.prompt_file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"--prompt-file {asked.prompt_file} does not exist") from error
     except OSError as error:

@@ -97,11 +97,10 @@ def telling_of_the_cache() -> Iterator[None]:
 
 
 def find_folder_for_matplotlib() -> None:
-    """Have Matplotlib keep its list of fonts in the cache folder where there is no home for it, of
-    which it says several lines. Before its import."""
-    if "XDG_CACHE_HOME" not in os.environ and not _can_be_there(
-        Path(os.path.expanduser("~"), ".cache", "matplotlib").absolute()
-    ):
+    """Have Matplotlib keep its files in the cache folder where there is no home for them, of which
+    it says several lines. Call it before its import."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if not _can_be_there(Path(base, "matplotlib").absolute()):
         with suppress(StorageError):
             os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))
 

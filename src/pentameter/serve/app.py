@@ -45,6 +45,7 @@ from pentameter.serve.requests import (
     CompletionRequest,
     Limits,
     RequestError,
+    body_of,
     parsed,
 )
 from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
@@ -157,12 +158,9 @@ async def _answer(
     stream if the request asks for one, else a JSON object once all texts are complete. If the
     client disconnects, no more tokens are generated. Raises RequestError."""
     try:
-        body = json.loads(await http.body())
+        asked = parsed(kind, body_of(await http.body()))
     except ClientDisconnect:
         return Response(status_code=499)  # which nobody reads
-    except (ValueError, RecursionError) as error:  # of json, or of UTF-8
-        raise RequestError(f"the body is not JSON: {error}") from error
-    asked = parsed(kind, body)
     served = _chosen(worker, asked.model)
     # Tokenizing a long prompt, and rendering, must not hold up the streams.
     texts = await asyncio.to_thread(asked.texts, served, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
     "functions": ([], None),
+    "function_call": ("none", "auto", None),
     "response_format": ({"type": "text"}, None),
     "modalities": (["text"], None),
     "audio": (None,),
@@ -106,9 +108,9 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
-        """Return the body's fields without those in IGNORED, and without unsupported ones whose
-        value asks for nothing (NEUTRAL). Raises RequestError for an unknown field, or an
-        unsupported one with another value."""
+        """Return the body's fields without those in IGNORED, those that are null, as clients send
+        for what is left out, and unsupported ones whose value asks for nothing (NEUTRAL). Raises
+        RequestError for an unknown field, or an unsupported one with another value."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
         known = [*cls.model_fields, *IGNORED, *NEUTRAL]
@@ -125,7 +127,7 @@ class _Request(BaseModel):
                 hint = did_you_mean(key, known)
                 message = f"{printable(key)[:80]} is no field of this request{hint}"
                 raise RequestError(message, param=key[:80], code="unknown_parameter")
-            elif key not in IGNORED:
+            elif key not in IGNORED and (value is not None or cls.model_fields[key].is_required()):
                 kept[key] = value
         return kept
 
@@ -261,10 +263,43 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"][:1])
-        where = f"{place}: " if place else ""
-        raise RequestError(f"{where}{first['msg']}", param=place or None) from error
+        # Of a value that may be one of several kinds, the errors are one for each: the innermost is
+        # of the kind that it is.
+        first = max(
+            error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"])
+        )
+        place = str(first["loc"][0]) if first["loc"] else None
+        where = f"{_place(first['loc'])}: " if place else ""
+        raise RequestError(f"{where}{first['msg']}", param=place) from error
+
+
+def _place(parts: Sequence[str | int]) -> str:
+    """Return the place of a value in a body, `messages[0].content[1].type`, without the words by
+    which pydantic tells kinds of values apart (`str`, `list[ContentPart]`)."""
+    kinds = {"str", "int", "float", "bool"}
+    names = [part for part in parts if isinstance(part, int) or part not in kinds]
+    names = [part for part in names if isinstance(part, int) or part.isidentifier()]
+    spelled = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in names)
+    return "".join(spelled).removeprefix(".")
+
+
+def body_of(text: bytes) -> Any:
+    """Return a request's body parsed as JSON. Raises RequestError if it is none, or has a field, at
+    any depth, whose name cannot be written in UTF-8."""
+    try:
+        return json.loads(text, object_pairs_hook=_with_names)
+    except (ValueError, RecursionError) as error:  # of json, or of UTF-8
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+def _with_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, _ in pairs:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            said = f"{printable(name)[:80]} is no field's name: it has half a surrogate pair"
+            raise RequestError(said, param=name[:80]) from error
+    return dict(pairs)
 
 
 def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:

@@ -229,6 +229,7 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
     # It keeps the bytes of a character that a block cuts, and its state where there is one.
     decoder = codecs.getincrementaldecoder(encoding)("strict")
     offset = n_characters = 0  # before the next block
+    begins_line = True
     is_ended = False
     while not is_ended:
         block = stream.read(CHUNK_BYTES)
@@ -250,10 +251,15 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
                 f"{file} is binary, not {'' if is_utf8 else f'{encoding} '}text: {position}; "
                 f"{_BINARY_HINT}"
             )
-        if chunk := text if n_characters else text.removeprefix("\ufeff"):
-            yield chunk
-        offset += len(block)
         n_characters += len(text)
+        offset += len(block)
+        chunk = text.replace("\n\ufeff", "\n")  # the marks of files that were joined
+        if begins_line:
+            chunk = chunk.removeprefix("\ufeff")
+        if text:
+            begins_line = text.endswith("\n")
+        if chunk:
+            yield chunk
 
 
 def _undecodable(
@@ -333,7 +339,7 @@ def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Reco
                 f"{file}, line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB; JSONL "
                 "has one object a line. Divide the record, or write its text to a .txt file"
             )
-        record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        record = line.removeprefix(codecs.BOM_UTF8)  # of any file that was joined to others
         if record.strip():
             try:
                 decoded = record.decode()
