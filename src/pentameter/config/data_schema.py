@@ -15,6 +15,7 @@ from pentameter.config.section import (
     ABSENT,
     ByteCount,
     Day,
+    GivenPath,
     Name,
     Positive,
     PositiveFloat,
@@ -23,7 +24,7 @@ from pentameter.config.section import (
     Seed,
     Switch,
 )
-from pentameter.config.urls import GivenPath, is_remote, last_part, url_problem
+from pentameter.config.urls import is_remote, last_part, url_problem
 from pentameter.errors import nearest
 
 

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from pentameter.config.naming import checked_name
+from pentameter.config.urls import given_path
 
 # Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
 LARGEST_COUNT = 2**31 - 1
@@ -38,6 +39,7 @@ Day = Annotated[
     Field(json_schema_extra={"format": "day"}),
 ]
 """A day, YYYY-MM-DD."""
+GivenPath = Annotated[str, AfterValidator(given_path)]
 Switch = Annotated[bool, Field(strict=True)]
 
 ABSENT = "none"

@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path, PurePosixPath
-from typing import Annotated
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
-
-from pydantic import AfterValidator
 
 from pentameter.errors import printable
 
@@ -42,10 +39,6 @@ def given_path(path: str) -> str:
     if not path.startswith("~") or os.path.lexists(path):
         return path
     return os.path.expanduser(path)
-
-
-GivenPath = Annotated[str, AfterValidator(given_path)]
-"""A path in a configuration; see `given_path`."""
 
 
 def shown_url(url: str) -> str:
