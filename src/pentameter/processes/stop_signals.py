@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 from pentameter.errors import InterruptedRunError
@@ -71,5 +71,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
     # An import that is under way could swallow an exception.
     if os.environ.get("RANK", "0") == "0":
         said = f"stopped by {signal.Signals(number).name}"
-        os.write(2, f"pentameter: {said} outside of training; the same command goes on\n".encode())
+        with suppress(OSError):  # nobody reads it
+            os.write(
+                2, f"pentameter: {said} outside of training; the same command goes on\n".encode()
+            )
     os._exit(InterruptedRunError.exit_code)
