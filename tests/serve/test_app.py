@@ -236,7 +236,7 @@ def test_messages_that_are_nested_deep(client: TestClient, n_levels: int) -> Non
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}, {"role": 7, "content": "a"}]},
             400,
-            "messages[1].role: ",
+            "message 1 is ",
             "messages",
         ),
         ("completions", {"temprature": 1}, 400, "did you mean temperature", "temprature"),
