@@ -6,7 +6,10 @@ What a row does not say is read so, for all rows alike:
 - the micro-batch is one sequence, the batch of the folding paper's table 4 is 1,024 sequences (its
   copies name 256 or 1,024; 256 would leave 1,024 GPUs four micro-batches for eight stages);
 - of stages a process as many as divide the layers, up to eight, where a program interleaves them;
-- activations are recomputed as little as fits; "norm, act" and the like are `selective`;
+- activations are recomputed as little as is not refused; "norm, act" and the like are `selective`,
+  and so is the time of rows that recompute whole layers of experts, whose memory is reckoned apart;
+- the residual stream is in 16 bits; AutoModel keeps weights and Adam's moments in bfloat16, too
+  (its benchmarks build models in the folder's dtype, without a float32 copy);
 - Megatron Core divides experts' matrices as attention's, unless the row is of folding; AutoModel,
   whose tables leave the expert degree out, exchanges rows within a node, as its DeepEP kernels do;
 - "natural" routing is planned with an imbalance of NATURAL_IMBALANCE.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +29,13 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import Cluster, parse_cluster
 from pentameter.estimating.communication import Communication, StepCommunication
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.estimate import Estimate, make_estimate
 from pentameter.estimating.links import Links
+from pentameter.estimating.memory import Memory, step_memory
+from pentameter.estimating.plan_estimates import step_of
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import ActivationTensor
 from pentameter.planning.plan import Plan
 
 ROWS = "planner/moe_rows.json"
@@ -99,12 +107,62 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 attention and feed-forward ones (Nemotron's, DeepSeek-V4's)."""
 
 
+class SixteenBitStream(Step):
+    """A Step whose residual stream is in 16 bits, as in all of the published programs; ours is in
+    32."""
+
+    def bytes_of(self, tensor: ActivationTensor) -> int:
+        """Bytes per element in an activation."""
+        return 2 if tensor.dtype == "weights" else super().bytes_of(tensor)
+
+
+def their_memory(
+    estimate: Estimate, *, halves_state: bool = False, keeps_attention: bool = False
+) -> Memory:
+    """What an estimate's run takes in its program instead of ours. halves_state: weights and the
+    optimizer's moments are in 16 bits, too. keeps_attention: layers of experts and norms are
+    computed again, attention is not, which none of our ways to recompute does; beside the streams
+    of a full recomputation it keeps what attention saves."""
+    step = step_of(
+        estimate.plan,
+        estimate.precision,
+        fused_dropout=estimate.fused_dropout,
+        imbalance=estimate.imbalance,
+    )
+    if keeps_attention:
+        train = step.config.train.model_copy(update={"activation_checkpoint": "full"})
+        step = replace(step, config=step.config.model_copy(update={"train": train}))
+    theirs = SixteenBitStream(**{each.name: getattr(step, each.name) for each in fields(step)})
+    memory = step_memory(theirs)
+    added = 0.0
+    if keeps_attention:
+        costs = ActivationBytes(theirs)
+        run = run_operations(step.config.model, step.config.lora)
+        attention = [op for op in run.alike_blocks[0][0] if op.kind == "attention"]
+        # What its kernel saves, and the stream between it and the experts.
+        results = costs.of(each for op in attention for each in costs.saves(op)) + costs.stream
+        kept = memory.activations_bytes - costs.recomputing(run)  # the stream, of each block
+        added = kept * results / costs.stream
+    if halves_state:
+        added -= (memory.weights_bytes + memory.optimizer_bytes) / 2
+    return replace(memory, device_bytes=round(memory.device_bytes + added))
+
+
 @dataclass(frozen=True)
-class TheirExchange(Estimate):
-    """An Estimate in which experts' exchange sends a fraction of the bytes that ours sends over the
-    slowest link of its group."""
+class TheirRun(Estimate):
+    """An Estimate of another program's run: experts' exchange sends a fraction of the bytes that
+    ours sends over the slowest link of its group, and memory is that of its number formats."""
 
     sent: float = 1.0
+    halves_state: bool = False
+    keeps_attention: bool = False
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes on the rank that needs the most: `device_bytes` is their program's."""
+        return their_memory(
+            self, halves_state=self.halves_state, keeps_attention=self.keeps_attention
+        )
 
     @cached_property
     def communication(self) -> list[StepCommunication]:
@@ -267,7 +325,7 @@ class MixtureRow:
         )
 
     @cached_property
-    def estimate(self) -> TheirExchange:
+    def estimate(self) -> TheirRun:
         """What the planner says of it: with the least recomputation that fits, where the row does
         not name one."""
         config = self.config(None)
@@ -276,11 +334,11 @@ class MixtureRow:
             ways = ("selective",)
         for recompute in ways:
             found = self._estimate(recompute, config.model)
-            if found.fits:
+            if found.verdict != "does not fit":
                 break
         return found
 
-    def _estimate(self, recompute: str | None, model: ModelConfig) -> TheirExchange:
+    def _estimate(self, recompute: str | None, model: ModelConfig) -> TheirRun:
         p, v = self._degree("pipeline"), self.facts.get("virtual_pipeline")
         if v is None:
             divide = [v for v in range(1, MOST_STAGES + 1) if model.n_layers % (p * v) == 0]
@@ -294,8 +352,15 @@ class MixtureRow:
             imbalance=NATURAL_IMBALANCE if natural else 1.0,
             matmuls=self.matmuls,
         )
-        exchange = TheirExchange(found.plan, found.cluster, found.precision, found.imbalance)
-        return replace(exchange, sent=self._sent(found.plan, found.cluster))
+        return TheirRun(
+            found.plan,
+            found.cluster,
+            found.precision,
+            found.imbalance,
+            sent=self._sent(found.plan, found.cluster),
+            halves_state="AutoModel" in str(self.facts["program"]),
+            keeps_attention="moe" in str(self.facts.get("recompute")),
+        )
 
     def _sent(self, plan: Plan, cluster: Cluster) -> float:
         """The fraction of our exchange's bytes that the row's program sends over the slowest link.
@@ -357,7 +422,8 @@ class MixtureRow:
         published = "out of memory" if self.is_out_of_memory else f"{self.step_seconds:8.3f} s"
         error = "" if self.is_out_of_memory else f" {self.error:+6.1%}"
         how = found.plan.config.train.activation_checkpoint or "-"
-        fits = "fits" if found.fits else f"needs {-found.spare_bytes / 1e9:.0f} GB more"
+        fits = found.verdict
+        fits += f", {-found.spare_bytes / 1e9:.0f} GB more" if fits == "does not fit" else ""
         return (
             f"{self.label:46} {published} {time.seconds:8.3f}{error} {fits} {found.plan.layout} "
             f"{how} {shares}"

@@ -21,14 +21,15 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mixtures import ROWS as MIXTURE_ROWS
-from mixtures import SCORED, groups_in_order, mixture_rows, unscored
+from mixtures import SCORED, groups_in_order, mixture_rows, their_memory, unscored
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
@@ -36,14 +37,15 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.candidates import LayoutCandidate
 from pentameter.estimating.cluster import Cluster, parse_cluster
 from pentameter.estimating.estimate import Estimate, make_estimate
+from pentameter.estimating.fit import Verdict, memory_verdict
 from pentameter.estimating.plan_estimates import step_of
 from pentameter.estimating.search import Allowed, search
 from pentameter.estimating.step_time import step_time
 from pentameter.planning.layout import Layout
 
 ROWS = "planner/published_rows.json"
-H100_2023 = str(Path(__file__).with_name("h100-2023.toml"))
-"""An H100 with the libraries of 2023, for `--cluster`."""
+H100_2023 = "h100-2023"
+"""An H100 with the libraries of 2023."""
 GPT: dict[str, Any] = {
     "model.activation": "gelu_tanh",
     "model.bias": True,
@@ -55,6 +57,8 @@ GPT: dict[str, Any] = {
 
 OWN = "pentameter h100 80gb"
 """The source of what we ran ourselves."""
+WIDER = {"torchtitan h100 96gb 500w": 16e9}
+"""Bytes that a source's devices have more than those they are planned on."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +223,7 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
             source="torchtitan h100 96gb 500w",
             label=f"{row['model']} × {row['gpus']} {row['opt']}",
             settings={
-                **_model(32, 4096, 32, 128256, row["seq"], tied_head=False, **llama(14336, 8)),
-                "model.bias": False,
-                "model.qkv_bias": False,
+                **llama3_8b(row["seq"]),
                 "train.batch_size": row["gbs"],
                 "train.micro_batch_size": row["mbs"],
                 "train.activation_checkpoint": row["ac"],
@@ -232,6 +234,12 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
             step_seconds=row["gbs"] * row["seq"] / (row["tps"] * row["gpus"]),
             memory_bytes=row["mem_gib"] * 2**30,
         )
+
+
+def llama3_8b(context: int) -> dict[str, Any]:
+    """The keys of Llama 3 8B."""
+    model = _model(32, 4096, 32, 128256, context, tied_head=False, **llama(14336, 8))
+    return {**model, "model.bias": False, "model.qkv_bias": False}
 
 
 def own_runs() -> Iterator[Row]:
@@ -353,6 +361,15 @@ class Outcome:
     def error(self) -> float:
         """Predicted ÷ published, less 1."""
         return self.seconds / self.row.step_seconds - 1
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the row's run fits, by what its program keeps: its stream is in 16 bits."""
+        needed = self.estimate.device_bytes
+        if self.row.source != OWN:
+            needed = their_memory(self.estimate).device_bytes
+        usable = self.estimate.cluster.usable_bytes
+        return memory_verdict(needed, usable + WIDER.get(self.row.source, 0.0))
 
     @property
     def memory_error(self) -> float | None:
@@ -496,6 +513,28 @@ def _line(name: str, errors: list[float]) -> str:
     )
 
 
+def spreads(ratios: Iterable[tuple[Estimate, float]]) -> dict[tuple[str, str], tuple[float, float]]:
+    """The 10th and 90th percentile of measured ÷ planned seconds, by calibration (or device, where
+    it has a spread of its own, Blackwell's together) and precision, of (estimate, ratio) pairs."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for estimate, ratio in ratios:
+        device = estimate.cluster.device
+        name = device.calibration_key if device.spread is None else "blackwell"
+        found.setdefault((name, estimate.precision), []).append(ratio)
+    return {key: (percentile(each, 0.1), percentile(each, 0.9)) for key, each in found.items()}
+
+
+def all_spreads(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], tuple[float, float]]:
+    """The spreads of all published rows, dense ones and mixtures."""
+    dense = [(each.estimate, each.row.step_seconds / each.seconds) for each in outcomes]
+    mixtures = [
+        (row.estimate, row.step_seconds / row.seconds)
+        for row in mixture_rows(read_rows(MIXTURE_ROWS)["rows"])
+        if not row.is_out_of_memory
+    ]
+    return spreads([*dense, *mixtures])
+
+
 def print_mixtures(facts: Sequence[Mapping[str, Any]], *, every: bool) -> None:
     """Median, 90th percentile and worst error of mixtures of experts, as `print_table`; whether
     layouts of one model on as many devices are in their published order; the verdict on runs out of
@@ -523,8 +562,9 @@ def print_mixtures(facts: Sequence[Mapping[str, Any]], *, every: bool) -> None:
         print(f"{key}: {n_right} of {len(pairs)} pairs in order: {', '.join(names)}")
     for row in rows:
         if row.is_out_of_memory:
-            print(f"out of memory, and {'planned to fit' if row.estimate.fits else 'refused'}: "
-                  f"{row.label}")  # fmt: skip
+            print(f"out of memory, and by plan {row.estimate.verdict}: {row.label}")
+    counts = Counter(row.estimate.verdict for row in timed)
+    print(f"verdicts on the rows of {SCORED} that ran:", dict(counts))
     print("not scored:", "; ".join(f"{n} {why}" for why, n in unscored(facts).items()))
 
 
@@ -584,6 +624,10 @@ def main() -> None:
         return
     print_table(outcomes)
     print_mixtures(read_rows(MIXTURE_ROWS)["rows"], every=parsed.rows)
+    counts = Counter(each.verdict for each in outcomes)
+    print("verdicts on the dense rows, which all ran:", dict(counts))
+    for (name, precision), (least, most) in all_spreads(outcomes).items():
+        print(f"spread of {name} in {precision}: [{least:.2f}, {most:.2f}]")
     if parsed.plot:
         draw(parsed.plot, outcomes)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pentameter.cli import plan
 from pentameter.errors import ConfigError
+from pentameter.formatting import duration
 
 CLUSTER = ["--cluster", "a100-80gb:8x128"]
 
@@ -48,6 +49,25 @@ TIGHT = [
     "--layout", "tensor=8,sequence=true,pipeline=2,schedule=interleaved,virtual_stages=5",
 ]  # fmt: skip
 """148 MB to spare of 84 GB."""
+
+
+def test_time_is_a_range_with_what_is_assumed(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ["llama3-8b", "--layout", "zero=3", "--train.activation-checkpoint", "selective"]
+    ranges = {}
+    for cluster in ("h100-80gb:8x1", "h100-2023:8x1"):
+        asked = [*arguments, "--cluster", cluster]
+        found = planned(capsys, *asked)
+        least, most = ranges[cluster] = found["time"]["step_seconds_range"]
+        assert least < found["time"]["step_seconds"] < most
+        assert plan.run([*asked, "--html", str(page)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assumed = found["cluster"]["assumes"]
+        assert f"assumes {assumed}" in said
+        assert f"({duration(least)} to {duration(most)})" in said
+        assert f"{duration(least)} to {duration(most)}" in page.read_text(encoding="utf-8")
+    assert "libraries of 2023" in assumed
+    assert ranges["h100-80gb:8x1"][1] < ranges["h100-2023:8x1"][1]
 
 
 def test_what_leaves_no_margin_is_tight_everywhere(capsys, tmp_path):

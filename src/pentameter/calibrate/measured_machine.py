@@ -80,6 +80,9 @@ operations it counts in a step."""
 LEAST_TURNS = 5
 STEP_SECONDS = 1.5
 """Seconds for which each kind of step (precision, size, fused or not) is repeated."""
+MEASURED_SPREAD = (0.95, 1.1)
+"""Measured ÷ planned seconds of a step that four cases in five of benchmarks/plan_truth.py were
+between, rounded outwards (docs/planner.md has the twenty)."""
 LARGEST_SHARE = 4.0
 """Largest credible `step_share`, the ratio of isolated to in-step operation times; a larger one, or
 one below its inverse, means that other programs disturbed the measurement."""
@@ -120,6 +123,8 @@ def measured_device(capabilities: Capabilities) -> Device:
     link, hop = _measured_link()
     calibration = Calibration(
         fitted_on="doctor --measure on this machine",
+        assumes="this machine as it was measured, with nothing else running",
+        spread=dict.fromkeys(peaks, MEASURED_SPREAD),
         **shares[best].model_dump(),
         precisions={name: each for name, each in shares.items() if name != best},
         fused=fused,

@@ -38,7 +38,12 @@ BytesPerSecond = Annotated[float, Field(strict=True, ge=1e3, le=1e16)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10)]
 Share = Annotated[float, Field(strict=True, ge=1e-4, le=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
+Spread = tuple[Ratio, Ratio]
+"""Measured ÷ planned seconds that four runs in five were between."""
 
+UNKNOWN_SPREAD: Spread = (0.8, 1.6)
+"""Where no run has tested a device's calibration: as of published bf16 runs on Blackwell, which is
+planned with Hopper's fractions."""
 
 PLANNED_ONLY = {"fp8": "bf16"}
 """Maps a number format of linear layers' matmuls that can be planned, but not trained in, to the
@@ -97,6 +102,10 @@ class Calibration(ProductShares):
     fused: dict[str, ProductShares] = Field(default_factory=dict)
     """Maps a `train.precision` to the fractions in the fused CPU step, whose feed-forward layers
     count activation functions as part of their matmuls."""
+    assumes: str = "usual fractions of the device's figures"
+    """What the runs had that it is fitted to: their libraries' year, the power allowed."""
+    spread: dict[str, Spread] = Field(default_factory=dict)
+    """Maps a precision to the Spread of measured runs; UNKNOWN_SPREAD where it is not listed."""
     memory_share: Share
     """Fraction of the memory bandwidth reached in element-wise operations and in the optimizer."""
     link_share: Share
@@ -167,6 +176,9 @@ class Device(Section):
     calibration: Calibration = UNCALIBRATED
     calibration_key: str = ""
     """The calibration's name in the file."""
+    spread: dict[str, Spread] | None = None
+    """The calibration's `spread` on this device, whose runs it was not fitted to; None on others.
+    """
     source: str
     """The publication or measurement that the figures come from."""
     date: str
@@ -181,6 +193,13 @@ class Device(Section):
             self.memory_bytes_per_second,
             self.link_bytes_per_second,
         )
+
+    def spread_of(self, precision: str) -> Spread | None:
+        """Return (least, most) measured ÷ planned seconds in a `train.precision` or a format in
+        PLANNED_ONLY, which four measured runs in five were between; None if no run has tested it.
+        """
+        known = self.calibration.spread if self.spread is None else self.spread
+        return known.get(precision)
 
     def peak_flops(
         self, precision: str, matmul_precision: MatmulPrecision | None = None
@@ -271,6 +290,7 @@ class Cluster(Section):
             "usable_bytes": round(self.usable_bytes),
             "source": f"{self.device.source} ({self.device.date})",
             "calibration": self.device.calibration.fitted_on,
+            "assumes": self.device.calibration.assumes,
         }
 
     def __str__(self) -> str:

@@ -11,7 +11,9 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, either
 from pentameter.estimating.cluster import (
     PLANNED_ONLY,
+    UNKNOWN_SPREAD,
     Cluster,
+    Spread,
     parse_cluster,
     trained_precision,
 )
@@ -97,6 +99,34 @@ class Estimate:
         return self.verdict == "fits"
 
     @property
+    def tested_spread(self) -> Spread | None:
+        """Measured ÷ planned seconds that four in five of the runs that tested the device's
+        calibration were between; None where none did, or if micro-batches are smaller than any of
+        theirs."""
+        is_small = self.cluster.device.units > 1 and self.n_micro_batch_tokens < SMALL_PRODUCT_ROWS
+        return None if is_small else self.cluster.device.spread_of(self.precision)
+
+    @property
+    def n_micro_batch_tokens(self) -> int:
+        """Tokens in one micro-batch on a rank."""
+        plan = self.plan
+        return plan.micro_batch_size * plan.config.model.context_length // plan.layout.context
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Seconds per step to expect, at the least and at the most: the estimate times
+        `tested_spread`, or UNKNOWN_SPREAD in its place."""
+        tested = self.tested_spread
+        least, most = UNKNOWN_SPREAD if tested is None else tested
+        return least * self.time.seconds, most * self.time.seconds
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """Training tokens per second to expect, at the least and at the most."""
+        fastest, slowest = self.seconds_range
+        return self.plan.tokens_per_step / slowest, self.plan.tokens_per_step / fastest
+
+    @property
     def tokens_per_second(self) -> float:
         """Training tokens per second, over all ranks."""
         return self.plan.tokens_per_step / self.time.seconds
@@ -129,20 +159,7 @@ class Estimate:
         """Yield a sentence with a remedy for each problem: memory exceeded, idle devices, slow
         links, small micro-batches, a large bubble, figures without a measurement."""
         plan, layout = self.plan, self.plan.layout
-        if self.verdict == "tight":
-            yield (
-                f"tight: {self.spare_bytes / 1e9:,.1f} GB of {self.cluster.usable_bytes / 1e9:,.1f}"
-                f" to spare is less than the {MEMORY_MARGIN:.0%} of the planned bytes that a run "
-                "may need beyond them: fragmentation, buffers of NCCL and the libraries, the "
-                "plan's error; it may go out of memory"
-            )
-        if self.verdict == "does not fit":
-            yield (
-                f"does not fit: the fullest process needs {-self.spare_bytes / 1e9:,.1f} GB more "
-                f"than the {self.cluster.usable_bytes / 1e9:,.1f} GB of {self.cluster.device_key}; "
-                "try --search, a smaller train.micro_batch_size, train.activation_checkpoint, or "
-                "more of parallel.zero, tensor or pipeline"
-            )
+        yield from _of_memory(self)
         if layout.world_size < self.cluster.n_devices:
             idle = self.cluster.n_devices - layout.world_size
             yield (
@@ -150,7 +167,7 @@ class Estimate:
                 f"{idle:,} stay idle; leave data out of the layout to use them all"
             )
         yield from _between_nodes(layout, self.cluster)
-        rows = plan.micro_batch_size * plan.config.model.context_length // layout.context
+        rows = self.n_micro_batch_tokens
         if self.cluster.device.units > 1 and rows < SMALL_PRODUCT_ROWS:
             yield (
                 f"a micro-batch has {rows:,} tokens, too few to fill a device; raise "
@@ -173,17 +190,7 @@ class Estimate:
             )
         if plan.config.train.offload:
             yield "train.offload: what travels between host and device is not in the time"
-        if self.precision in PLANNED_ONLY:
-            yield (
-                f"{self.precision} is planned only: pentameter does not train in it; memory and "
-                f"messages are those of {PLANNED_ONLY[self.precision]}, and no measured run "
-                "calibrated its time"
-            )
-        if self.cluster.device.calibration.fitted_on.startswith("nothing"):
-            yield (
-                f"no measured run calibrated {self.cluster.device_key}: its time is reckoned with "
-                "usual shares of its figures"
-            )
+        yield from _of_calibration(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `plan --json` prints: the Plan's record, with the estimated
@@ -198,7 +205,9 @@ class Estimate:
             },
             "time": {
                 "step_seconds": time.seconds,
+                "step_seconds_range": list(self.seconds_range),
                 "tokens_per_second": self.tokens_per_second,
+                "tokens_per_second_range": list(self.tokens_per_second_range),
                 "mfu": self.mfu,
                 "bubble_fraction": time.bubble_fraction,
                 "compute_seconds": time.compute,
@@ -224,6 +233,41 @@ class Estimate:
         links = Links(self.plan.layout, self.cluster)
         names = dict.fromkeys(dimension for sent in self.communication for dimension, _ in sent)
         return {name: links.link(name) for name in names if name != WORLD}
+
+
+def _of_memory(estimate: Estimate) -> Iterator[str]:
+    """Yield a sentence with a remedy if the memory is tight or exceeded."""
+    spare, usable = estimate.spare_bytes / 1e9, estimate.cluster.usable_bytes / 1e9
+    if estimate.verdict == "tight":
+        yield (
+            f"tight: {spare:,.1f} GB of {usable:,.1f} to spare is less than the "
+            f"{MEMORY_MARGIN:.0%} of the planned bytes that a run may need beyond them: "
+            "fragmentation, buffers of NCCL and the libraries, the plan's error; it may go out of "
+            "memory; a smaller train.micro_batch_size, train.activation_checkpoint or more "
+            "processes make room"
+        )
+    if estimate.verdict == "does not fit":
+        yield (
+            f"does not fit: the fullest process needs {-spare:,.1f} GB more than the "
+            f"{usable:,.1f} GB of {estimate.cluster.device_key}; try --search, a smaller "
+            "train.micro_batch_size, train.activation_checkpoint, or more of parallel.zero, tensor "
+            "or pipeline"
+        )
+
+
+def _of_calibration(estimate: Estimate) -> Iterator[str]:
+    """Yield a sentence for each figure without a measurement."""
+    if estimate.precision in PLANNED_ONLY:
+        yield (
+            f"{estimate.precision} is planned only: pentameter does not train in it; memory and "
+            f"messages are those of {PLANNED_ONLY[estimate.precision]}, and no measured run "
+            "calibrated its time"
+        )
+    if estimate.cluster.device.calibration.fitted_on.startswith("nothing"):
+        yield (
+            f"no measured run calibrated {estimate.cluster.device_key}: its time is reckoned with "
+            "usual shares of its figures"
+        )
 
 
 def _between_nodes(layout: Layout, cluster: Cluster) -> Iterator[str]:

@@ -33,9 +33,12 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
         "does not fit": f": {size(-estimate.spare_bytes)} too much",
     }
     fits = f"{estimate.verdict}{spare[estimate.verdict]}"
+    fastest, slowest = map(duration, estimate.seconds_range)
+    fewest, most = map(count, estimate.tokens_per_second_range)
     step = (
-        f"{fits} · {duration(estimate.time.seconds)} a step · "
-        f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%}"
+        f"{fits} · {duration(estimate.time.seconds)} a step ({fastest} to {slowest}) · "
+        f"{count(estimate.tokens_per_second)} tokens/s ({fewest} to {most}) · "
+        f"MFU {estimate.mfu:.1%}"
     )
     seconds, hours = estimate.run_seconds, estimate.device_hours
     if seconds is None or hours is None:
@@ -43,6 +46,16 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
     spent = f"{hours:,.3g} device-hours" if hours < 1000 else f"{hours:,.0f} device-hours"
     money = "" if price is None else f" at {price:g} an hour: {amount(price * hours)}"
     return f"{step} · {duration(seconds)} in all · {spent}{money}"
+
+
+def time_assumed(estimate: Estimate) -> str:
+    """Return a phrase about the range of predicted times: what is assumed, and what lay in it."""
+    tested = "four in five of the runs that tested it were within the range of times"
+    if estimate.tested_spread is None:
+        tested = (
+            "no run has tested it here, and the range of times is that of another device's runs"
+        )
+    return f"assumes {estimate.cluster.device.calibration.assumes}; {tested}"
 
 
 def first_advice(estimate: Estimate) -> str | None:
@@ -158,6 +171,7 @@ def write_plan_page(
         mesh_note=_mesh_note(estimate),
         device_source=f"{cluster.device.source} ({cluster.device.date})",
         calibration=cluster.device.calibration.fitted_on,
+        assumed=time_assumed(estimate),
     )
     return write_page(path, page)
 
@@ -165,10 +179,13 @@ def write_plan_page(
 def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
     plan = estimate.plan
     yield "Parameters", count(plan.n_parameters), f"{plan.n_parameters:,}"
-    yield "A step", duration(estimate.time.seconds), f"{plan.tokens_per_step:,} tokens"
+    fastest, slowest = map(duration, estimate.seconds_range)
+    yield "A step", duration(estimate.time.seconds), f"{fastest} to {slowest}"
+    yield "Tokens a step", count(plan.tokens_per_step), f"{plan.tokens_per_step:,}"
     if estimate.run_seconds is not None:
         yield "The run", duration(estimate.run_seconds), f"{plan.steps:,} steps"
-    yield "Tokens per second", count(estimate.tokens_per_second), ""
+    fewest, most = map(count, estimate.tokens_per_second_range)
+    yield "Tokens per second", count(estimate.tokens_per_second), f"{fewest} to {most}"
     yield "MFU", percent(estimate.mfu), "of the published peak"
     yield "Memory", size(estimate.device_bytes), f"of {size(estimate.cluster.usable_bytes)}"
     yield "Micro-batch", str(plan.micro_batch_size), f"sequences; {plan.n_micro_batches} a step"

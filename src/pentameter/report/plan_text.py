@@ -21,6 +21,7 @@ from pentameter.report.plan_page import (
     layout_rows,
     memory_components,
     recomputed,
+    time_assumed,
     time_components,
     verdict,
 )
@@ -72,6 +73,7 @@ def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> l
         advice = first_advice(estimate)
         if advice is not None:
             parts.append(Text(f"first  {advice}"))
+    parts.append(Text(time_assumed(estimate), style="dim"))
     parts += [Text(f"!  {line}", style="yellow") for line in estimate.warnings()]
     return parts
 
