@@ -177,6 +177,19 @@ def without_options(arguments: Sequence[str], names: Collection[str]) -> list[st
     return kept
 
 
+def device_for_verb(name: str) -> torch.device:
+    """Return the device that `--device` names; if `auto` takes the CPU though there is a GPU, print
+    the reason on stderr."""
+    from pentameter.machine.capabilities import machine_capabilities
+    from pentameter.machine.choices import choose_device
+
+    capabilities = machine_capabilities()
+    device = choose_device(name, capabilities)
+    if name == "auto" and device.type == "cpu" and capabilities.gpu_obstacle is not None:
+        print_warnings([capabilities.gpu_obstacle])
+    return device
+
+
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
     """Load the model in a run, checkpoint or Hugging Face folder onto `device`; print warnings on
     stderr."""

@@ -181,7 +181,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     --json` prints."""
     yield "device", facts["device"], facts["device_name"]
     cpu = facts["devices"]["cpu"]
-    able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
+    able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "arm_bf16": "BF16"}
     remark = ", ".join([cpu["name"], cpu["vector"], *(able[key] for key in able if cpu[key])])
     yield "cpu", f"{cpu['cores']} cores", remark
     if (quota := facts["limits"]["cores"]) is not None:
@@ -191,7 +191,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for index, gpu in enumerate(facts["devices"]["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         yield f"gpu {index}", memory, f"{gpu['name']}, {gpu['architecture']}"
-    if not facts["devices"]["gpus"]:
+    if (obstacle := facts["devices"]["gpu_obstacle"]) is not None:
+        yield "gpu", "left out", obstacle
+    elif not facts["devices"]["gpus"]:
         runtime = facts["devices"]["gpu_runtime"]
         why = f"torch is built for {runtime}" if runtime else "torch is built without CUDA and ROCm"
         yield "gpu", "none", why

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import load_for_verb, parse_arguments
+from pentameter.cli.arguments import (
+    device_for_verb,
+    load_for_verb,
+    parse_arguments,
+)
 from pentameter.config.choices import Precision
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError, CorruptError, PentameterError
@@ -253,13 +257,13 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     evaluate it with in this process. Raises ConfigError for an override outside [data]."""
     from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
-    from pentameter.machine.choices import choose_device, choose_precision
+    from pentameter.machine.choices import choose_precision
     from pentameter.model.gpt import GPT
     from pentameter.parallel.assemble import engine_of
     from pentameter.parallel.precision import arithmetic, set_matmul_precision
     from pentameter.planning.plan import make_plan
 
-    device = choose_device(parsed.device)
+    device = device_for_verb(parsed.device)
     precision, _ = choose_precision(parsed.precision, device)
     loaded = load_for_verb(parsed.model, device)
     for path, _ in parse_overrides(overrides):

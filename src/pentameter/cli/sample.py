@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import load_for_verb, parse, print_warnings
+from pentameter.cli.arguments import (
+    device_for_verb,
+    load_for_verb,
+    parse,
+    print_warnings,
+)
 from pentameter.cli.experts_option import print_expert_choices
 from pentameter.errors import ConfigError, StorageError
 
@@ -81,10 +86,9 @@ def run(arguments: list[str]) -> int:
     from pentameter.data.tokenizers.rendering import ends_of_answers
     from pentameter.generation.loop import encode_chat, encode_prompt
     from pentameter.generation.sampling import Sampling
-    from pentameter.machine.choices import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    loaded = load_for_verb(asked.model, choose_device(asked.device))
+    loaded = load_for_verb(asked.model, device_for_verb(asked.device))
     if asked.experts:
         print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0

@@ -10,7 +10,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import load_for_verb, parse, print_warnings
+from pentameter.cli.arguments import (
+    device_for_verb,
+    load_for_verb,
+    parse,
+    print_warnings,
+)
 from pentameter.errors import ConfigError
 from pentameter.machine.address import LOOPBACK, bind
 
@@ -57,13 +62,12 @@ def run(arguments: list[str]) -> int:
             raise ConfigError(
                 f"two models are called {name!r}, by which requests name them: rename a folder"
             )
-    from pentameter.machine.choices import choose_device
     from pentameter.serve.app import serve
     from pentameter.serve.requests import Limits
     from pentameter.serve.worker import Worker, served_model
 
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
-    device = choose_device(asked.device)
+    device = device_for_verb(asked.device)
     with bind(asked.host, asked.port) as bound:  # refused before models are loaded
         if asked.host not in LOOPBACK:
             print_warnings([f"--host {asked.host} lets other machines ask, without a password"])

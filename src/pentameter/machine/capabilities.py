@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,8 +29,8 @@ NAMES_OF_ANY = ("AMD Radeon Graphics",)
 
 @dataclass(frozen=True)
 class CpuCapabilities:
-    """The processor: its name, usable cores, torch's threads, and whether it has AMX or AVX-512
-    instructions for bf16 matmuls."""
+    """The processor: its name, usable cores, torch's threads, and whether it has instructions for
+    bf16 matmuls: AMX, AVX-512 or ARM's."""
 
     name: str
     n_cores: int
@@ -37,10 +39,12 @@ class CpuCapabilities:
     avx512_bf16: bool
     vector: str
     """Vector instruction set that torch's kernels use: `AVX512`, `AVX2`, `DEFAULT`, …"""
+    arm_bf16: bool = False
 
     @property
     def fast_bf16(self) -> bool:
-        """Whether bf16 matmuls run faster than fp32 ones: with AMX or AVX-512 BF16."""
+        """Whether bf16 matmuls are known to run faster than fp32 ones: with AMX or AVX-512 BF16.
+        ARM's have not been measured."""
         return self.amx_bf16 or self.avx512_bf16
 
 
@@ -63,20 +67,23 @@ class GpuCapabilities:
 @dataclass(frozen=True)
 class Capabilities:
     """A machine's processor and accelerators as plain values, so that a test can pretend to have
-    others."""
+    others. Of the GPUs it has those that torch can compute on, up to the first that it cannot."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
     gpu_runtime: str | None
     """`cuda 12.8` or `rocm 6.4`, which torch is built for; None if it is built for the CPU only."""
     mps: bool
+    gpu_obstacle: str | None = None
+    """A sentence that says why a GPU of this machine is left out; None if none is."""
 
     def gpu(self, device: torch.device) -> GpuCapabilities:
         """Return the GPU with `device`'s index (0 if it has none). Raises ConfigError if
         there are fewer GPUs."""
         index = device.index or 0
         if index >= len(self.gpus):
-            raise ConfigError(f"{device} is not here: this machine has {len(self.gpus)}")
+            why = "" if self.gpu_obstacle is None else f": {self.gpu_obstacle}"
+            raise ConfigError(f"{device} is not here: this machine has {len(self.gpus)}{why}")
         return self.gpus[index]
 
 
@@ -90,39 +97,138 @@ class Compiler:
     reason: str
 
 
-def machine_capabilities() -> Capabilities:
-    """Return this machine's Capabilities, read from torch and /proc/cpuinfo. Nothing is compiled,
-    and nothing is allocated on a device."""
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            architecture = f"sm_{properties.major}{properties.minor}"
-            if torch.version.hip:
-                # "gfx942:sramecc+:xnack-": what follows the colon are modes, not the chip
-                architecture = str(getattr(properties, "gcnArchName", "gfx")).split(":")[0]
-            name = gpu_name(properties.name, architecture)
-            gpus.append(GpuCapabilities(name, architecture, properties.total_memory))
+def machine_capabilities(root: Path = Path("/")) -> Capabilities:
+    """Return this machine's Capabilities, read from torch and the kernel's files. Nothing is
+    compiled, and nothing is allocated on a device. root: where /proc and /dev are."""
     runtime = None
     if torch.version.hip:
         runtime = f"rocm {torch.version.hip}"
     elif torch.version.cuda:
         runtime = f"cuda {torch.version.cuda}"
-    about: dict[str, str] = {}
-    with suppress(OSError):  # no /proc: no other system runs on a processor that multiplies bf16
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        fields = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-        about = {key.strip(): value.strip() for key, _, value in fields}
-    flags = about.get("flags", "").split()
+    gpus, obstacle = _usable_gpus()
+    if not gpus and obstacle is None and runtime is not None:
+        obstacle = _driver_obstacle(runtime, root)
+    about = _about_processor(root)
+    flags = about.get("flags", about.get("Features", "")).split()  # x86's word, and ARM's
     cpu = CpuCapabilities(
-        name=macos.chip() or about.get("model name") or platform.processor() or platform.machine(),
+        name=macos.chip() or _processor_name(about, root),
         n_cores=n_usable_cores(),
         n_threads=torch.get_num_threads(),
         amx_bf16="amx_bf16" in flags,
         avx512_bf16="avx512_bf16" in flags,
         vector=torch.backends.cpu.get_cpu_capability(),
+        arm_bf16="bf16" in flags,
     )
-    return Capabilities(cpu, tuple(gpus), runtime, torch.backends.mps.is_available())
+    return Capabilities(cpu, gpus, runtime, torch.backends.mps.is_available(), obstacle)
+
+
+def _usable_gpus() -> tuple[tuple[GpuCapabilities, ...], str | None]:
+    """Return the GPUs that torch shows up to the first for which it has no kernels, as numbers must
+    stay theirs, and a sentence that names this one; None if it has them for all."""
+    gpus: list[GpuCapabilities] = []
+    if not torch.cuda.is_available():
+        return (), None
+    built_for = torch.cuda.get_arch_list()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{properties.major}{properties.minor}"
+        if torch.version.hip:
+            # "gfx942:sramecc+:xnack-": what follows the colon are modes, not the chip
+            architecture = str(getattr(properties, "gcnArchName", "gfx")).split(":")[0]
+        name = gpu_name(properties.name, architecture)
+        if not has_kernels(architecture, built_for):
+            older = "" if torch.version.hip else ", such as one for CUDA 12.6,"
+            return tuple(gpus), (
+                f"{name} ({architecture}) is left out, as this torch, {torch.__version__}, has "
+                f"kernels for {', '.join(built_for)} alone: install a build of PyTorch{older} that "
+                "has them for it, or leave it out by CUDA_VISIBLE_DEVICES"
+            )
+        gpus.append(GpuCapabilities(name, architecture, properties.total_memory))
+    return tuple(gpus), None
+
+
+def has_kernels(architecture: str, built_for: Sequence[str]) -> bool:
+    """Return whether a torch has kernels for a GPU, `sm_86` or `gfx90a`. built_for: what it is
+    built for, from `torch.cuda.get_arch_list`; an empty list does not say, and counts as yes.
+
+    NVIDIA's machine code (`sm_80`) runs from its minor version to the last of its major one, code
+    with an `a` on its own chip only, and PTX (`compute_80`) on all later ones (CUDA C++ Programming
+    Guide, "Binary Compatibility", "PTX Compatibility"). AMD's runs on its own chip, or generic code
+    (`gfx11-generic`) on a family.
+    """
+    if not built_for or {architecture, f"{architecture}a"} & {*built_for}:
+        return True
+    number = re.fullmatch(r"sm_(\d+)", architecture)
+    if number is None:
+        return any(each.endswith("-generic") for each in built_for)
+    wanted = int(number[1])
+    for kind, digits in re.findall(r"\b(sm|compute)_(\d+)f?\b", " ".join(built_for)):
+        same_major = int(digits) // 10 == wanted // 10
+        if int(digits) <= wanted and (same_major or kind == "compute"):
+            return True
+    return False
+
+
+_OLDEST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""CUDA's major version → the oldest NVIDIA driver for it (CUDA Toolkit Release Notes, "CUDA minor
+version compatibility")."""
+
+
+def _driver_obstacle(runtime: str, root: Path) -> str | None:
+    """Return a sentence that says why torch, built for `runtime`, finds no GPU where the system
+    shows NVIDIA's; None if it shows none, or CUDA_VISIBLE_DEVICES hides them."""
+    shown = any((root / "dev").glob("nvidia[0-9]*"))
+    shown = shown or (root / "usr/lib/wsl/lib/nvidia-smi").exists()  # WSL has no such file in /dev
+    if not runtime.startswith("cuda") or not shown or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    version = ""
+    with suppress(OSError):  # WSL's driver is that of Windows
+        text = (root / "proc/driver/nvidia/version").read_text(errors="replace")
+        version = next(iter(re.findall(r"\s(\d+\.[\d.]+)\s", text)), "")
+    oldest = _OLDEST_DRIVERS.get(runtime.removeprefix("cuda ").partition(".")[0])
+    begins = f"torch, built for {runtime}, cannot use the NVIDIA GPU of this machine"
+    if oldest is None or (version and int(version.partition(".")[0]) >= oldest):
+        return f"{begins}, whose driver is {version or 'not known'}: does nvidia-smi show it?"
+    has = f"this one is {version}" if version else "is this one older?"
+    return (
+        f"{begins}: it needs driver {oldest} or newer, {has}. Update the driver, or install a "
+        "build of PyTorch for an older CUDA"
+    )
+
+
+_ARM_CORES = {
+    ("0x41", "0xd08"): "ARM Cortex-A72",
+    ("0x41", "0xd0b"): "ARM Cortex-A76",
+    ("0x41", "0xd0c"): "ARM Neoverse N1",
+    ("0x41", "0xd40"): "ARM Neoverse V1",
+    ("0x41", "0xd49"): "ARM Neoverse N2",
+    ("0x41", "0xd4f"): "ARM Neoverse V2",
+}
+"""(implementer, part) in an ARM's /proc/cpuinfo → its cores (Linux, arch/arm64/include/asm/
+cputype.h)."""
+
+
+def _about_processor(root: Path) -> dict[str, str]:
+    """Return the fields of the first processor in /proc/cpuinfo; none where there is no /proc."""
+    with suppress(OSError):
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        fields = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+        return {key.strip(): value.strip() for key, _, value in fields}
+    return {}
+
+
+def _processor_name(about: Mapping[str, str], root: Path) -> str:
+    """Return the processor's name: x86's own; ARM has none, so the board's, or its cores'."""
+    if "model name" in about:
+        return about["model name"]
+    with suppress(OSError):  # "Raspberry Pi 5 Model B Rev 1.0\0"
+        model = (root / "proc/device-tree/model").read_text(errors="replace").strip("\0\n ")
+        if model:
+            return model
+    maker, part = about.get("CPU implementer", ""), about.get("CPU part", "")
+    if part:
+        return _ARM_CORES.get((maker, part), f"ARM CPU part {part} of implementer {maker}")
+    return platform.processor() or platform.machine()
 
 
 def gpu_name(name: str, architecture: str) -> str:

@@ -56,7 +56,9 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
     if name in present:
         return torch.device(name)
     why = ""
-    if name == "cuda" and capabilities.gpu_runtime is None:
+    if name == "cuda" and capabilities.gpu_obstacle is not None:
+        why = f": {capabilities.gpu_obstacle}"
+    elif name == "cuda" and capabilities.gpu_runtime is None:
         why = f" (this torch, {torch.__version__}, is built without CUDA and ROCm)"
     elif name == "mps" and sys.platform != "darwin":
         why = " (MPS is Apple's)"
@@ -90,8 +92,10 @@ def choose_precision(
             reason = "this CPU multiplies bf16 matrices in hardware (AMX)"
         elif capabilities.cpu.avx512_bf16:
             reason = "this CPU multiplies bf16 in hardware (AVX-512 BF16)"
+        elif capabilities.cpu.arm_bf16:
+            reason = "whether this CPU's bf16 instructions (ARM's) are faster is not known here"
         else:
-            reason = "this CPU has neither AMX nor AVX-512 BF16, so bf16 would be slower"
+            reason = "this CPU has neither AMX, AVX-512 BF16 nor ARM's, so bf16 would be slower"
     best = auto_precision(faster)
     if setting == "auto":
         return best, reason
@@ -113,7 +117,8 @@ def emulates(precision: str, device: torch.device, capabilities: Capabilities) -
     does so for fp16, and for bf16 without hardware for it. Then fp32's peak is the limit."""
     if device.type != "cpu":
         return False
-    return precision == "fp16" or (precision == "bf16" and not capabilities.cpu.fast_bf16)
+    has_bf16 = capabilities.cpu.fast_bf16 or capabilities.cpu.arm_bf16
+    return precision == "fp16" or (precision == "bf16" and not has_bf16)
 
 
 def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], tuple[str, ...], str]:

@@ -71,6 +71,8 @@ class Compute:
     measure_again: Callable[[], Ceiling] | None = None
     """A function that measures the matmul rate once more, in this process alone, and returns the
     best so far; None if a peak is published."""
+    gpu_obstacle: str | None = None
+    """The reason that `train.device` = auto took the CPU of a machine with a GPU; else None."""
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory, in bytes, that this process has held so far: GPU memory allocated
@@ -154,6 +156,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         obstacle,
         measured,
         measure_again,
+        capabilities.gpu_obstacle if train.device == "auto" and device.type == "cpu" else None,
     )
 
 

@@ -53,9 +53,10 @@ def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) ->
 
 
 def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
-    """Return warnings about GPU kernels that cannot be used for attention dropout, and about a
-    machine that was busy while its matmul rate was measured (rank 0's measurement). Collective."""
-    warnings = []
+    """Return warnings about a GPU that is left out, GPU kernels that cannot be used for attention
+    dropout, and a machine that was busy while its matmul rate was measured (rank 0's measurement).
+    Collective."""
+    warnings = [] if compute.gpu_obstacle is None else [compute.gpu_obstacle]
     if compute.fused_dropout_obstacle is not None:
         warnings.append(
             f"model.attention_dropout={plan.config.model.attention_dropout} writes attention's "
