@@ -59,6 +59,32 @@ def test_an_unwritable_cache_is_a_reason(machine, monkeypatch, tmp_path):
     assert "the vector kernels cannot be built" in str(native.load("vector", machine("AVX2")))
 
 
+@pytest.mark.parametrize(
+    ("version", "cpu", "refused"),
+    [
+        (9, "AVX2", "march=x86-64-v|march=sapphire|mavx512bf16|mamx"),
+        (10, "AVX2", "march=x86-64-v|march=sapphire|mamx"),
+        (9, "AVX-512 BF16", "march=x86-64-v|march=sapphire|mavx512bf16|mamx"),
+        (10, "AVX-512 BF16", "march=x86-64-v|march=sapphire|mamx"),
+    ],
+)
+def test_older_compilers_build_the_vector_kernels(
+    machine, monkeypatch, tmp_path, version, cpu, refused
+):
+    """GCC 9 and 10 do not know what came after them."""
+    compiler = tmp_path / f"g++-{version}"
+    compiler.write_text(
+        f"#!/bin/sh\nfor each; do if echo \"$each\" | grep -qE -e '-({refused})'; then "
+        'echo "error: bad value or option $each" >&2; exit 1; fi; done\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: path)  # this CPU may not run it
+    assert native.load("vector", machine(cpu)) is None
+    assert "the AMX kernels cannot be built" in str(native.load("AMX", machine("AMX")))
+
+
 @pytest.mark.parametrize("name", native.FILES)
 def test_a_library_is_built_once(machine, monkeypatch, tmp_path, name):
     if native.machine_flags(name, machine_capabilities().cpu) is None:

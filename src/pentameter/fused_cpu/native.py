@@ -49,6 +49,14 @@ CHANNELS = 16
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 BUILD_SECONDS = 120  # it takes some
+_AVX2 = (
+    "-mcx16", "-msahf", "-mpopcnt", "-msse3", "-mssse3", "-msse4.1", "-msse4.2", "-mavx", "-mavx2",
+    "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe", "-mxsave",
+)  # fmt: skip
+"""x86-64-v3, spelled out, as GCC knows that name from 11 on; the machine code is the same."""
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+"""x86-64-v4."""
+_AVX512_BF16 = "-mavx512bf16"  # GCC has it from 10 on
 
 _loaded: dict[Name, ctypes.CDLL] = {}
 
@@ -67,7 +75,14 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the {name} kernels are for Linux on x86-64"
     try:
-        library = ctypes.CDLL(str(build(name, (level, *machine))))
+        try:
+            path = build(name, (level, *machine))
+        except OSError:
+            if _AVX512_BF16 not in machine:
+                raise
+            # Without it bf16 is widened to fp32, as on a CPU that has no such instructions.
+            path = build(name, (level, *(flag for flag in machine if flag != _AVX512_BF16)))
+        library = ctypes.CDLL(str(path))
         works = name != "AMX" or library.pentameter_amx_works() == 1
     except (OSError, subprocess.SubprocessError) as error:
         return f"the {name} kernels cannot be built: {error}"
@@ -91,15 +106,15 @@ def vector_widths(config: ModelConfig) -> dict[str, int]:
 
 
 def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
-    """Return the compiler flags (`-march=…`) for the library `vector` or `AMX` on this CPU; None if
-    the CPU lacks the instructions."""
+    """Return the compiler flags (`-mavx2`, …) for the library `vector` or `AMX` on this CPU; None
+    if the CPU lacks the instructions."""
     if name == "AMX":
         return ("-march=sapphirerapids",) if cpu.amx_bf16 else None
     match cpu.vector:
         case "AVX512":
-            return ("-march=x86-64-v4", *(("-mavx512bf16",) if cpu.avx512_bf16 else ()))
+            return (*_AVX512, *((_AVX512_BF16,) if cpu.avx512_bf16 else ()))
         case "AVX2":
-            return ("-march=x86-64-v3",)
+            return _AVX2
         case _:
             return None
 
@@ -107,7 +122,7 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 def build(name: Name, machine: Sequence[str]) -> Path:
     """Return the path to a compiled library in the cache, compiling it unless it exists.
 
-    `machine` are the compiler's level of optimization and `-march` flags. The file is named by a
+    `machine` are the compiler's level of optimization and instruction set. The file is named by a
     hash over sources and flags, so that it is never out of date.
 
     Raises:
