@@ -1,11 +1,20 @@
 # `make quickstart` trains a first model; `make test` runs the tests. Both make .venv when it is
-# missing. They need python3 (3.11 or newer), make and git; a compiler is used where there is one.
+# missing. They need python3 (3.11 to 3.14), make (GNU's, 3.81 or newer) and git; a compiler is used
+# where there is one.
 
 VENV ?= .venv
 PYTHON ?= python3
 PYTEST ?=
+ARGS ?=
+# Where pip looks for PyTorch besides: `make TORCH_INDEX=URL`; with `TORCH_INDEX=` nowhere. PyPI's
+# torch for ARM Linux brings gigabytes of CUDA along, so where no NVIDIA GPU is, its makers' builds
+# for CPUs are preferred, unless pip was told where to look. Elsewhere it is the user's choice.
+ifeq ($(shell uname -sm)$(wildcard /dev/nvidia* /dev/nvhost*),Linux aarch64)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+endif
 
 BIN := $(VENV)/bin
+INSTALLED_RUN := $(VENV)/.installed-run
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 # The site needs no torch: it has a small environment of its own.
@@ -15,7 +24,8 @@ INSTALLED_SITE := $(SITE_VENV)/.installed
 .PHONY: quickstart test test-all lint format docs site install clean help
 
 help:
-	@echo "make quickstart   train a small model on the Python standard library's source"
+	@echo "make quickstart   train a small model on the Python standard library's source;"
+	@echo "                  ARGS='--train.steps 50' passes arguments on"
 	@echo "make test         run the tests; PYTEST='-k shards -x' passes arguments on"
 	@echo "make test-all     the same with the long tier: more compilation, every layout"
 	@echo "make lint         ruff, format check and mypy"
@@ -23,8 +33,8 @@ help:
 	@echo "make docs         write the reference pages from the schema and the help texts"
 	@echo "make site         build the site from docs/ into build/site; warnings are errors"
 
-quickstart: $(INSTALLED)
-	$(BIN)/pentameter train quickstart
+quickstart: $(INSTALLED_RUN)
+	$(BIN)/pentameter train quickstart $(ARGS)
 
 # Two workers take files in the order of tests/conftest.py, the long ones first.
 test: $(INSTALLED)
@@ -54,14 +64,30 @@ site: $(INSTALLED_SITE)
 
 install: $(INSTALLED)
 
+comma := ,
+define install
+@index="$(TORCH_INDEX)"; \
+if [ "$(origin TORCH_INDEX)" = undefined ] && [ -n "$(CPU_INDEX)" ] && \
+  ! $(BIN)/python -m pip config list | grep -q -e index -e find-links; then \
+  index="$(CPU_INDEX)"; \
+fi; \
+set -x; $(BIN)/python -m pip install --quiet -c constraints.txt \
+  $${index:+--extra-index-url "$$index"} -e ".[$(1)]"
+endef
+
 # A stamp younger than these files says that everything in them is installed: the second call of
 # a target starts at once. The stamp is written last, so a broken installation is tried again.
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+# What trains, writes and serves needs few packages, and no test's package may stop a first run.
+$(INSTALLED_RUN): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,serve)
 	@touch $@
 
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,test)
+	@touch $@ $(INSTALLED_RUN)
+
 $(INSTALLED_DEV): pyproject.toml constraints.txt $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
+	$(call install,test$(comma)dev)
 	@touch $@
 
 $(INSTALLED_SITE): pyproject.toml  # any pip: `--group` is younger than that of Python 3.11
@@ -73,11 +99,9 @@ $(INSTALLED_SITE): pyproject.toml  # any pip: `--group` is younger than that of 
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
-	  echo "pentameter needs Python 3.11 or newer, and '$(PYTHON)' is not on the PATH." >&2; \
+	  echo "pentameter needs Python 3.11 to 3.14, and '$(PYTHON)' is not on the PATH." >&2; \
 	  echo "Install it, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "pentameter needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." >&2; \
-	  echo "Name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) .ci/python_for_torch.py
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "'$(PYTHON) -m venv' failed: install the venv module (Debian, Ubuntu: python3-venv)." >&2; \
 	  exit 1; }
