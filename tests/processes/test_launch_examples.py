@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -38,6 +40,7 @@ def check_train(words: list[str], world_size: int, local_size: int) -> None:
     parsed, overrides = parse_arguments(TrainArguments, words[2:], verb="train")
     assert parsed.nproc is None
     config = load_config(parsed.source, overrides)
+    assert config.data.path  # not the standard library, which teaches such a model nothing
     plan = make_plan(config, 50257, 10**6, world_size=world_size, local_size=local_size)
     assert plan.layout.world_size == world_size
 
@@ -80,23 +83,49 @@ def test_the_manifest_starts_a_run_that_fits():
     assert set(roles) == {"Master", "Worker"}
     n_pods = sum(role["replicas"] for role in roles.values())
     for role in roles.values():
-        assert role["restartPolicy"] == "OnFailure"
+        assert role["restartPolicy"] == "ExitCode"  # OnFailure begins a mistake again, for ever
         pod = role["template"]["spec"]
         (container,) = pod["containers"]
         assert container["name"] == "pytorch"  # the operator looks for this name
-        check_train(container["command"], n_pods, 1)
+        check_train(container["args"], n_pods, 1)
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
         named = volumes["runs"]["persistentVolumeClaim"]["claimName"]
         assert named == claim["metadata"]["name"]
-        assert str(container["command"]).count("/runs/") == 1
+        assert str(container["args"]).count("/runs/") == 2
 
 
 def test_the_manifest_without_a_yaml_parser():
     text = (EXAMPLES / "pytorchjob.yaml").read_text()
     assert "\t" not in text
-    (command,) = re.findall(r"^ +command: \[(.*)\]$", text, flags=re.MULTILINE)
+    (command,) = re.findall(r"^ +args: \[(.*)\]$", text, flags=re.MULTILINE)
     check_train([word.strip('"') for word in command.split(", ")], 4, 1)
+
+
+def again(*words: str) -> list[str]:
+    """The manifest's command line around `words`."""
+    text = (EXAMPLES / "pytorchjob.yaml").read_text()
+    lines = text.split("- |\n")[1].split("- again")[0]
+    return ["bash", "-c", lines, "again", *words]
+
+
+@pytest.mark.parametrize(
+    ("code", "answered"),
+    [(0, 0), (1, 1), (2, 2), (65, 65), (73, 73), (70, 200), (74, 200), (75, 200), (137, 137)],
+)
+def test_the_manifest_starts_again_what_is_worth_it(code, answered):
+    """The operator starts a pod again whose exit code is above 127."""
+    done = subprocess.run(again("sh", "-c", f"exit {code}"), check=False, timeout=10)
+    assert done.returncode == answered
+
+
+def test_the_manifest_passes_a_signal_on_and_waits(tmp_path):
+    saves = "trap 'echo saved; exit 75' TERM; echo begun; while true; do sleep 0.05; done"
+    pod = subprocess.Popen(again("sh", "-c", saves), stdout=subprocess.PIPE, text=True)
+    assert pod.stdout.readline() == "begun\n"
+    os.kill(pod.pid, signal.SIGTERM)
+    assert pod.communicate(timeout=10)[0] == "saved\n"
+    assert pod.returncode == 200
 
 
 def test_readme_names_every_example():
