@@ -1,6 +1,7 @@
 """The search: what it finds fits, nothing legal is faster, and its bound is one."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from pentameter.estimating.search import (
 )
 from pentameter.estimating.step_time import step_time
 from pentameter.planning.plan import make_plan
+from pentameter.report.plan_text import plan_text
 
 SMALL = {
     "model.vocab_size": 50304,
@@ -251,3 +253,16 @@ def test_an_offloaded_state_takes_no_room_in_the_device(small):
     assert found.estimates[0].plan.layout.zero > 0
     assert found.estimates[0].fits
     assert search(config, one).estimates == ()
+
+
+def test_layouts_that_take_the_same_time_do_not_beat_each_other(small):
+    found = search(*small, n_best=2)
+    first, second = found.estimates
+    told = " ".join(map(str, plan_text(first, found, None)))
+    assert (
+        f"The first beats the second by {second.time.seconds / first.time.seconds - 1:.1%}" in told
+    )
+    same = replace(found, estimates=(first, first))
+    told = " ".join(map(str, plan_text(first, same, None)))
+    assert "The first and the second take the same time." in told
+    assert "beats" not in told

@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -6,6 +7,7 @@ from pages import check_page, text_of
 from pentameter import formatting
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
+from pentameter.report.markup import TEMPLATES
 from pentameter.report.page import write_report
 from pentameter.report.reading import read_run
 from pentameter.report.results import results
@@ -175,3 +177,14 @@ def test_counts(value, text):
 )  # fmt: skip
 def test_durations(seconds, text):
     assert formatting.duration(seconds) == text
+
+
+def test_what_is_wider_than_a_phone_wraps_or_shows_that_it_scrolls():
+    """A layout's name of 60 letters without a blank made a page 849 px wide at 390."""
+    style = (TEMPLATES / "page.css").read_text()
+    rules = dict(re.findall(r"^([^@/\s][^{]*?) \{(.*?)\}", style, re.MULTILINE | re.DOTALL))
+    assert "overflow-wrap: anywhere" in rules["p"]
+    assert "overflow-x: auto" in rules[".scroll"]
+    assert rules[".scroll"].count("local,") == rules[".scroll"].count("scroll,") == 2
+    for theme in re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]:
+        assert "--beyond: " in theme

@@ -30,6 +30,8 @@ BAR = 28
 """Width of a bar, in characters."""
 LAYOUT_WIDTH = 50
 """Characters per line of a layout's name in a table."""
+EQUALLY_FAST = 0.0005
+"""Relative difference of two times below which a search's first layout beats nothing."""
 MARKS: dict[Verdict, tuple[str, str]] = {
     "fits": ("✓", "green"),
     "tight": ("~", "yellow"),
@@ -121,7 +123,9 @@ def _search_summary(found: Found) -> str:
     if others:
         slower = others[0].time.seconds / best.time.seconds - 1
         why = ", ".join(reasons(best, others[0])) or "a little of everything"
-        if slower < 0:
+        if abs(slower) < EQUALLY_FAST:
+            lines.append("The first and the second take the same time.")
+        elif slower < 0:
             lines.append(f"The second is {-slower:.1%} faster, but tight.")
         else:
             lines.append(f"The first beats the second by {slower:.1%}: {why}.")
