@@ -38,7 +38,7 @@ class ImportArguments:
 
 
 ACTIVATION_BYTES = 2e9
-"""Planned activations up to which `import` lets several sequences be one micro-batch."""
+"""Planned activations up to which `import` leaves a batch whole."""
 
 
 def run(arguments: list[str]) -> int:
@@ -98,15 +98,13 @@ def run(arguments: list[str]) -> int:
 
 
 def with_micro_batch(config: Config) -> Config:
-    """Return an imported model's configuration with the largest micro-batch that divides its batch
-    and has at most ACTIVATION_BYTES of activations; one sequence for a model whose one has more."""
-    from pentameter.errors import divisors
+    """Return an imported model's configuration, whose micro-batch is one sequence, with whole
+    batches instead if these have at most ACTIVATION_BYTES of activations. A number in between would
+    have to divide every batch that a user asks for."""
     from pentameter.estimating.plan_estimates import plan_memory
     from pentameter.planning.plan import make_plan
 
-    for size in reversed(divisors(config.train.batch_size or 1)):
-        train = config.train.model_copy(update={"micro_batch_size": size})
-        sized = config.model_copy(update={"train": train})
-        if size == 1 or plan_memory(make_plan(sized)).activations_bytes <= ACTIVATION_BYTES:
-            return sized
-    return config
+    train = config.train.model_copy(update={"micro_batch_size": None})
+    whole = config.model_copy(update={"train": train})
+    fits = plan_memory(make_plan(whole)).activations_bytes <= ACTIVATION_BYTES
+    return whole if fits else config
