@@ -119,7 +119,7 @@ def test_a_file_without_a_question_and_no_file_are_refused(tmp_path):
 
 def test_one_space_joins_context_and_choice_where_there_is_none():
     assert texts(LETTERS, "ab", "cd", " cd", "\nc") == [("ab", " cd"), ("ab", " cd"), ("ab", "\nc")]
-    assert texts(LETTERS, "ab ", "cd", " cd") == [("ab ", "cd"), ("ab ", " cd")]
+    assert texts(LETTERS, "ab ", "cd", " cd") == [("ab", " cd"), ("ab", "  cd")]
 
 
 def test_bytes_are_those_of_the_choice_without_the_joining_space():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def open_dataset(
     verify: bool = True,
     progress: Progress = no_progress,
     warnings: list[str] | None = None,
+    kept: Collection[str] = (),
 ) -> Dataset:
     """Open the data set that `data` describes; text is first prepared into the cache, if it is not
     there yet. Several `data.sources` are opened one by one and concatenated, all encoded by the
@@ -58,7 +59,8 @@ def open_dataset(
     Prepared shards must have been written with it. `verify` checks the files against their hashes,
     and makes this process the one that writes a stream's parts; one process per machine must set
     it. `progress` is called with a pass's name, the bytes done and the bytes in all. `warnings`
-    collects sentences for the user.
+    collects sentences for the user. `kept` are the names of folders in the cache that a run has
+    read, which are opened again though this version would encode otherwise.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
     vocabulary, another tokenizer than the shards', …), CorruptError (damaged shards, a file that is
@@ -66,15 +68,23 @@ def open_dataset(
     """
     sections = [_data_of(data, corpus=each.corpus, path=each.path) for each in data.sources]
     opened: list[Dataset] = []
+    warnings = [] if warnings is None else warnings
     for section in sections or [data]:
         dataset = _open_one(
             section,
             tokenizer,
             verify=verify,
             progress=progress,
-            warnings=[] if warnings is None else warnings,
+            warnings=warnings,
             is_shared=bool(sections),
+            kept=kept,
         )
+        if dataset.is_of_fragments:
+            warnings.append(
+                f"the conversations in {dataset.folders[0]} were encoded in fragments by an "
+                "earlier version, so some of their tokens may be others than those of a prompt; "
+                "prepare them again for a new run"
+            )
         opened.append(dataset)
         tokenizer = dataset.tokenizer
     return joined_sources(data, opened) if sections else opened[0]
@@ -88,9 +98,11 @@ def _open_one(
     progress: Progress,
     warnings: list[str],
     is_shared: bool = False,
+    kept: Collection[str] = (),
 ) -> Dataset:
     """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read. `tokenizer`
-    replaces `data.tokenizer` unless None; `verify`, `progress` and `warnings` as in `open_dataset`.
+    replaces `data.tokenizer` unless None; `verify`, `progress`, `warnings` and `kept` as in
+    `open_dataset`.
     If `is_shared`, other sources have the same settings: those that cannot apply to this one (file
     settings to prepared shards; to text a chat template, but for its special tokens) are ignored
     instead of refused."""
@@ -101,6 +113,7 @@ def _open_one(
         warnings += _check_prepared(settings, dataset.tokenizer, wanted)
         return dataset
     preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
+    preparation = replace(preparation, kept=kept)
     warnings += preparation.corpus.warnings
     dataset = preparation.open_cached(data.tokenizer, verify=verify, warnings=warnings)
     warnings += preparation.remarks

@@ -206,10 +206,12 @@ def encode_questions(
 ) -> EncodedQuestions:
     """Tokenize every choice in every question, in order.
 
-    Context and choice are encoded separately, joined by one space that belongs to the choice, like
-    in GPT-2's evaluations; no such space if the context is empty or ends with white space, or the
-    choice begins with it. A context that is too long loses its beginning. One without tokens
-    becomes the tokenizer's end_of_text.
+    Context and choice are joined by one space that belongs to the choice, like in GPT-2's
+    evaluations; no such space if the context is empty or ends with white space, or the choice
+    begins with it. As in lm-eval, white space at the context's end belongs to the choice, both are
+    encoded as one text, and the choice has the tokens beyond as many as the context has by itself.
+    A context that is too long loses its beginning. One without tokens becomes the tokenizer's
+    end_of_text.
 
     Raises ConfigError, with FILE:LINE, for a choice longer than context_length tokens, one that the
     tokenizer cannot encode or encodes to nothing, and for an empty context if the tokenizer has no
@@ -217,19 +219,8 @@ def encode_questions(
     """
     rows = []
     for question in questions:
-        context = _encode(tokenizer, question, "the context", question.context)
-        if not len(context):
-            if tokenizer.end_of_text is None:
-                raise ConfigError(
-                    f"{question.source}: the context {shown(question.context)} has no token, and "
-                    f"the {tokenizer.kind} tokenizer has no end-of-text token to stand for it: the "
-                    "first token of a choice cannot be predicted from nothing"
-                )
-            context = np.array([tokenizer.end_of_text], dtype=np.int64)
-        for index, choice in enumerate(question.choices):
-            separator = " " if question.context and not question.context[-1].isspace() else ""
-            text = choice if choice[0].isspace() else separator + choice
-            ids = _encode(tokenizer, question, f"choice {index}", text)
+        context, choices = _encoded(question, tokenizer)
+        for index, (choice, ids) in enumerate(zip(question.choices, choices, strict=True)):
             if not 1 <= len(ids) <= context_length:
                 raise ConfigError(
                     f"{question.source}: choice {index} has {len(ids)} tokens; the model can score "
@@ -249,6 +240,30 @@ def encode_questions(
         first_choices=np.cumsum([0, *sizes[:-1]]),
         answers=np.array([question.answer for question in questions]),
     )
+
+
+def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[Ids, list[Ids]]:
+    """Return the token ids of a question's context, at least one, and of each choice."""
+    context = question.context.rstrip()
+    ids = _encode(tokenizer, question, "the context", context)
+    if not len(ids) and tokenizer.end_of_text is None:  # nothing but white space can stand for it
+        context = question.context
+        ids = _encode(tokenizer, question, "the context", context)
+        if not len(ids):
+            raise ConfigError(
+                f"{question.source}: the context {shown(context)} has no token, and the "
+                f"{tokenizer.kind} tokenizer has no end-of-text token to stand for it: the first "
+                "token of a choice cannot be predicted from nothing"
+            )
+    space = question.context[len(context) :]
+    separator = " " if question.context and not question.context[-1].isspace() else ""
+    choices = []
+    for index, choice in enumerate(question.choices):
+        text = space + (choice if choice[0].isspace() else separator + choice)
+        alone = _encode(tokenizer, question, f"choice {index}", text)
+        behind = tokenizer.encode(context + text)[len(ids) :]
+        choices.append(behind if len(behind) else alone)  # of which lm-eval has no number
+    return (ids if len(ids) else np.array([tokenizer.end_of_text], dtype=np.int64)), choices
 
 
 def _question(line: bytes, source: str) -> Question:

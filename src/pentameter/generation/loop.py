@@ -26,7 +26,6 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import (
     ChatTemplate,
     escaped,
-    ids_and_texts,
     without_marks,
 )
 from pentameter.data.tokenizers.renderer import RenderRequest
@@ -334,11 +333,8 @@ def encode_messages(
     special = tokenizer.special_tokens
     messages = escaped(messages, special)
     text = without_marks(render(RenderRequest(messages, add_generation_prompt=True)))
-    ids = [
-        tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
-        for piece in ids_and_texts(text, special)
-    ]
-    return np.concatenate(ids) if ids else encode_prompt(tokenizer, "")
+    ((ids, _),) = tokenizer.encode_segments([[(text, False)]], is_rendered=True)
+    return ids if len(ids) else encode_prompt(tokenizer, "")
 
 
 def window_tokens(n_tokens: int, context_length: int) -> int:

@@ -65,6 +65,20 @@ class RunRequest:
 # -- whose folder it is -------------------------------------------------------------------------
 
 
+def shards_read(path: Path) -> list[str]:
+    """Return the names of the folders of token shards that the run in `path` has read; none if
+    there is no run, or plan.json, which records them, is damaged."""
+    plan_file = path / "plan.json"
+    try:
+        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
+    except (CorruptError, StorageError):
+        return []
+    match record.get("data"):
+        case {"shards": list(folders)}:
+            return [Path(str(folder)).name for folder in folders]
+    return []
+
+
 def read_identity(path: Path) -> dict[str, Any] | None:
     """Read the identity of the run in `path` from plan.json: `run_id`, `parent` (the run and step
     it branched off from, or None) and `init_from` (the model its weights came from, or None).

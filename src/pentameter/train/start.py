@@ -35,7 +35,7 @@ from pentameter.train.health import check_health
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.introduction import introduction
 from pentameter.train.restoring import restore_newer_copy
-from pentameter.train.resuming import RunRequest, plan_run
+from pentameter.train.resuming import RunRequest, plan_run, shards_read
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.saving import RunCheckpoints, load_tensors
 from pentameter.train.start_warnings import (
@@ -62,16 +62,16 @@ def start_run(
     world = request.world
     remote = restore_newer_copy(request, console)
     config, warnings = with_tokenizer_beside(request.config, request.init_from)
-    request = replace(request, config=config)
     dataset = open_dataset(
-        request.config.data,
-        tokenizer=gpt2_beside(request.config.data.tokenizer, request.init_from, request.run_dir),
+        config.data,
+        tokenizer=gpt2_beside(config.data.tokenizer, request.init_from, request.run_dir),
         verify=world.local_rank == 0,
         progress=console.progress,
         warnings=warnings,
+        kept=shards_read(request.run_dir),
     )
     stack.callback(dataset.close)
-    request, batches = _with_batches(request, dataset)
+    request, batches = _with_batches(replace(request, config=config), dataset)
     plan = _plan(request, dataset, batches)
     if isinstance(batches, TrainingBatches):
         batches.prepare(plan.steps)

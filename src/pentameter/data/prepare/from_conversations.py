@@ -1,9 +1,10 @@
 """Conversations into token shards, with the assistant tokens, which alone a model learns.
 
 Messages become text by the tokenizer's chat template; prompt and completion stay as they are,
-followed by the end of text. A prompt and an answer are encoded separately, as the prompt is when a
-model is asked. No conversation is ever split: each lies in one split, by its position or by the
-hash of its text. Two passes, as over text: the first counts and hashes, the second encodes.
+followed by the end of text. Each text is encoded whole, as transformers does, and a token is
+learned if one of its characters is in an answer. No conversation is ever split: each lies in one
+split, by its position or by the hash of its text. Two passes, as over text: the first counts and
+hashes, the second encodes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from pentameter.data.corpora.text import utf8_size
 from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting
 from pentameter.data.progress import READING
-from pentameter.data.shards.format import SPLITS
+from pentameter.data.shards.format import ENCODED_WHOLE, SPLITS
 from pentameter.data.shards.writer import ShardWriter
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import Ids, Mask, Tokenizer
 from pentameter.data.tokenizers.chat import (
     CHATML,
     ChatTemplate,
@@ -36,7 +37,6 @@ from pentameter.data.tokenizers.chat import (
     TemplateBoundsError,
     TemplateRefusalError,
     escaped,
-    ids_and_texts,
     unescaped,
 )
 from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
@@ -158,10 +158,11 @@ class ConversationContents(Contents):
         """JSON values that identify the conversations in a cache; the template is included, because
         it is stored with the tokenizer, and the special tokens, because a tokenizer made from
         conversations by an earlier version has none of them. Earlier versions also split the
-        documents of one conversation."""
+        documents of one conversation, and encoded prompt and answer apart."""
         chat = None if self.chat is None else self.chat.to_json()
         split = {"split": "conversations"} if self.has_several else {}
-        return {**super().key, "chat": chat, "special": [*self.special_texts], **split}
+        special = [*self.special_texts]
+        return {**super().key, "chat": chat, "special": special, **split, **ENCODED_WHOLE}
 
     def count(self) -> dict[str, int]:
         """Return the number of documents."""
@@ -350,19 +351,15 @@ def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[D
     return [Document(segments, True) for segments in documents]
 
 
-def _chunks(
-    document: Document, special_tokens: Mapping[str, int], end_of_text: int | None
-) -> list[tuple[str | int, bool]]:
-    """Split a document into texts to encode and ids of special tokens, each with True if a model
-    learns it. A document that no template rendered gets `end_of_text`, learned, at its end, unless
-    that is None."""
-    if document.is_rendered:
-        return [
-            (chunk, is_target)
-            for text, is_target in document.segments
-            for chunk in ids_and_texts(text, special_tokens)
-        ]
-    return [*document.segments, *([] if end_of_text is None else [(end_of_text, True)])]
+def _tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Mask]]:
+    """Yield each document's token ids and loss mask, both (n_tokens,). One that no template
+    rendered gets the tokenizer's end of text, learned, at its end, if there is one."""
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    for is_rendered, several in itertools.groupby(documents, lambda each: each.is_rendered):
+        segments = [each.segments for each in several]
+        for ids, mask in tokenizer.encode_segments(segments, is_rendered=is_rendered):
+            added = [] if is_rendered else end
+            yield np.append(ids, np.array(added, np.int64)), np.append(mask, [True] * len(added))
 
 
 def _encode(
@@ -374,18 +371,11 @@ def _encode(
     """
     digest, n_documents = hashlib.sha256(), 0
     documents = contents.documents()
-    special = {text: tokenizer.special_tokens[text] for text in contents.special_texts}
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
-        chunks = [_chunks(each, special, tokenizer.end_of_text) for each in batch]
-        texts = [chunk for each in chunks for chunk, _ in each if isinstance(chunk, str)]
-        encoded = iter(tokenizer.encode_batch(texts))
-        for document, each in zip(batch, chunks, strict=True):
+        for document, (ids, mask) in zip(batch, _tokens(batch, tokenizer), strict=True):
             digest.update(document.to_bytes())
             if n_documents == len(contents.splits):
                 break
-            tokens = [next(encoded) if isinstance(c, str) else np.array([c]) for c, _ in each]
-            ids = np.concatenate(tokens)
-            mask = np.repeat([is_target for _, is_target in each], [len(t) for t in tokens])
             split = SPLITS[contents.splits[n_documents]]
             learned = "".join(text for text, is_target in document.segments if is_target)
             n_documents += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from pentameter.data.corpora.text import Corpus
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import AWAITING, ENCODING, TRAINING, Progress, no_progress
 from pentameter.data.shards.dataset import Dataset, open_shards
-from pentameter.data.shards.format import TOKENIZER_FILE
+from pentameter.data.shards.format import ENCODED_WHOLE, TOKENIZER_FILE
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import END_OF_TEXT
@@ -120,6 +120,9 @@ class Preparation(ABC):
     """Called with a pass's name, the bytes done and an estimate of all bytes."""
     special_texts: Sequence[str] = (END_OF_TEXT,)
     """Texts of the special tokens that the tokenizer has, or gets if it is made from the corpus."""
+    kept: Collection[str] = field(default=(), kw_only=True)
+    """Names of the cache's folders that a run has read, which it goes on with, even if an earlier
+    version wrote them otherwise."""
 
     @cached_property
     def contents(self) -> Contents:
@@ -252,7 +255,8 @@ class Preparation(ABC):
         special = [text for text in self.special_texts if text != END_OF_TEXT]
         if special and isinstance(tokenizer, str):  # it is made with them, in this order
             key["special"] = special
-        return cached_folder(key)
+        earlier = cached_folder({name: key[name] for name in key.keys() - ENCODED_WHOLE.keys()})
+        return earlier if earlier.name in self.kept and earlier.exists() else cached_folder(key)
 
 
 def cached_folder(key: Mapping[str, Any]) -> Path:

@@ -22,12 +22,14 @@ from pentameter.data.progress import VERIFYING, Progress, no_progress
 from pentameter.data.shards.format import (
     COUNTS,
     DTYPES,
+    ENCODED_WHOLE,
     POSITION,
     SPLITS,
     TOKENIZER_FILE,
+    data_hash,
     read_header,
 )
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import LibraryBacked, Tokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -310,6 +312,13 @@ class Dataset:
             known = self.training_tokens[0].hash_of(n_tokens)
         return known or self.hash
 
+    @property
+    def is_of_fragments(self) -> bool:
+        """Whether these are conversations that an earlier version encoded in fragments, by a
+        tokenizer of which fragments may have other tokens than the whole text."""
+        has_marks = "answers" in self.header and not ENCODED_WHOLE.items() <= self.header.items()
+        return has_marks and isinstance(self.tokenizer, LibraryBacked)
+
     def close(self) -> None:
         """Stop any tokenizing in the background."""
         for tokens in self.training_tokens:
@@ -379,7 +388,7 @@ def open_shards(
         )
         for name, part in header["splits"].items()
     }
-    return Dataset(tokenizer, header["sha256"], splits, (folder.absolute(),), header)
+    return Dataset(tokenizer, data_hash(header), splits, (folder.absolute(),), header)
 
 
 def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:

@@ -40,6 +40,8 @@ COUNTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {"documents": ("documents",), "answers": ("answers", "answer_tokens", "answer_bytes")}
 )
 """Maps a kind of positions file to the counts that each split has for it in the header."""
+ENCODED_WHOLE: Mapping[str, str] = MappingProxyType({"encoded": "whole"})
+"""What the header of conversations says, unless an earlier version encoded them in fragments."""
 POSITION = np.dtype("<u8")
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
@@ -49,6 +51,13 @@ def header_hash(header: Mapping[str, Any]) -> str:
     """Return the sha256, in hex, over a header without its own "sha256" field."""
     content = {key: value for key, value in header.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def data_hash(header: Mapping[str, Any]) -> str:
+    """Return the sha256, in hex, by which runs know the data that a header describes: over all that
+    `header_hash` covers but ENCODED_WHOLE, as the tokens may be the same without it."""
+    content = {key: value for key, value in header.items() if key not in ENCODED_WHOLE}
+    return header_hash(content)
 
 
 def find_header(path: str | Path | None) -> Path | None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pentameter.data.shards.format import (
     COUNTS,
     DTYPES,
+    ENCODED_WHOLE,
     FORMAT,
     POSITION,
     SPLITS,
@@ -179,6 +180,7 @@ class ShardWriter:
             "files": files,
             **{kind: self._joined(kind) for kind in self._kinds},
             "text": text,
+            **(ENCODED_WHOLE if "answers" in self._kinds else {}),
         }
         header["sha256"] = header_hash(header)
         path = self._folder / f"{self._name}.json"

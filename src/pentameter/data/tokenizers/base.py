@@ -8,22 +8,27 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.chat import ChatTemplate, Segment, unescaped
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 Ids = npt.NDArray[np.int64]
 """Token ids (n_tokens,), int64."""
 Content = Mapping[str, Any]
 """A parsed JSON object."""
+Mask = npt.NDArray[np.bool_]
+"""True for the tokens that a model learns (n_tokens,)."""
 End = tuple[str | None, int | None]
 """The token, else the id, that ends a document; None where it is not known."""
+
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 FORMAT = "pentameter-tokenizer"
 VERSION = 1
@@ -104,6 +109,23 @@ class Tokenizer(ABC):
         """Return each text's token ids (n_tokens,), int64; ConfigError if one cannot be encoded."""
         return [self.encode(text) for text in texts]
 
+    def encode_segments(
+        self, documents: Sequence[Sequence[Segment]], *, is_rendered: bool
+    ) -> list[tuple[Ids, Mask]]:
+        """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,).
+
+        With `is_rendered`, a chat template wrote the texts: its special tokens become their ids,
+        `escaped` ones in messages do not. A tokenizer without offsets encodes segments one by one.
+        Raises ConfigError for a text that cannot be encoded.
+        """
+        found = []
+        for segments in documents:
+            texts = [unescaped(text) if is_rendered else text for text, _ in segments]
+            ids = self.encode_batch(texts)
+            mask = np.repeat([is_learned for _, is_learned in segments], list(map(len, ids)))
+            found.append((np.concatenate([_NO_IDS, *ids]), mask.astype(bool)))
+        return found
+
     @abstractmethod
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Return the text for token ids (n_tokens,); ConfigError for an id outside the
@@ -164,11 +186,75 @@ class Tokenizer(ABC):
         return array
 
 
+class Encoded(NamedTuple):
+    """A text as tokens."""
+
+    ids: Ids
+    """(n_tokens,) token ids."""
+    offsets: Ids
+    """(n_tokens, 2): the characters of the text that each token stands for, as start and stop."""
+
+    @classmethod
+    def of(cls, encoding: Any, start: int = 0, *, has_offsets: bool = True) -> Self:
+        """Return the library's result for a text, or for a part of it that begins at `start`;
+        without offsets, these are empty."""
+        offsets = chain.from_iterable(encoding.offsets if has_offsets else ())
+        ids = encoding.ids
+        return cls(
+            np.fromiter(ids, dtype=np.int64, count=len(ids)),
+            np.fromiter(offsets, dtype=np.int64).reshape(-1, 2) + start,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the parts of one text, in order, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        offsets = np.concatenate([np.empty((0, 2), np.int64), *(part.offsets for part in parts)])
+        return cls(np.concatenate([_NO_IDS, *(part.ids for part in parts)]), offsets)
+
+    def learned(self, segments: Sequence[tuple[int, bool]]) -> Mask:
+        """Return the loss mask for a text in segments, each its number of characters and whether it
+        is learned: as in transformers, True for every token with a character in one that is."""
+        stops = np.cumsum([0, *(length for length, _ in segments)])
+        is_learned = np.array([False, *(is_learned for _, is_learned in segments)])
+        starts, stops = stops[:-1][is_learned[1:]], stops[is_learned]
+        number = np.searchsorted(stops, self.offsets[:, 0], side="right")  # of the next to end
+        return self.offsets[:, 1] > np.append(starts, np.iinfo(np.int64).max)[number]
+
+
 class LibraryBacked(Tokenizer):
     """Base class for tokenizers that encode and decode by the Hugging Face `tokenizers` library;
     `_library` is the library's object."""
 
     _library: Any
+
+    def encode_segments(
+        self, documents: Sequence[Sequence[Segment]], *, is_rendered: bool
+    ) -> list[tuple[Ids, Mask]]:
+        """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,), as
+        `Tokenizer.encode_segments` does, but encode its text whole: a token that begins in one
+        segment and ends in another is learned if either is."""
+        texts = ["".join(text for text, _ in segments) for segments in documents]
+        encoded = self._encoded_rendered(texts) if is_rendered else self._encoded(texts)
+        found = []
+        for each, segments in zip(encoded, documents, strict=True):
+            shown = [
+                (unescaped(text) if is_rendered else text, learned) for text, learned in segments
+            ]
+            found.append(
+                (each.ids, each.learned([(len(text), learned) for text, learned in shown]))
+            )
+        return found
+
+    @abstractmethod
+    def _encoded(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return each text's tokens, as `encode_batch` gives them, with offsets."""
+
+    @abstractmethod
+    def _encoded_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the tokens of texts that a chat template wrote, special ones included; offsets are
+        those of the unescaped texts."""
 
     def encode(self, text: str) -> Ids:
         """Return token ids (n_tokens,), int64, without any special token.

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from pentameter.data.tokenizers.base import Content, End, Ids, LibraryBacked, strings
+from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked, strings
+from pentameter.data.tokenizers.chat import ids_and_texts
 from pentameter.data.tokenizers.chunking import chunks
 from pentameter.errors import ConfigError, CorruptError, printable
 
@@ -132,8 +133,9 @@ class BpeTokenizer(LibraryBacked):
         merges = model.get("merges")
         if not isinstance(merges, list):
             raise CorruptError("it has no model.merges")
+        tokens = content.get("added_tokens") or []
         try:
-            added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+            added = {token["content"]: token["id"] for token in tokens}
         except (TypeError, LookupError) as error:
             raise CorruptError(f"added_tokens: {error!r}") from error
         vocabulary = _with_added(model["vocab"], added, warnings)
@@ -175,19 +177,46 @@ class BpeTokenizer(LibraryBacked):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return each text's token ids (n_tokens,), int64, encoded on the library's threads. Raises
         ConfigError for half a surrogate pair."""
+        return [each.ids for each in self._encoded(texts, has_offsets=False)]
+
+    def _encoded(self, texts: Sequence[str], has_offsets: bool = True) -> list[Encoded]:
         refuse_surrogates(texts)
-        parts: list[list[Ids]] = [[] for _ in texts]
-        numbered = (
-            (n, chunk) for n, text in enumerate(texts) for chunk in chunks(text, _CHUNK_CHARACTERS)
-        )
-        while batch := list(itertools.islice(numbered, _BATCH_CHUNKS)):
-            texts_of_batch = [chunk for _, chunk in batch]
-            encodings = self._library.encode_batch_fast(texts_of_batch, add_special_tokens=False)
-            for (number, _), encoding in zip(batch, encodings, strict=True):
-                ids = encoding.ids
-                parts[number].append(np.fromiter(ids, dtype=np.int64, count=len(ids)))
-        nothing = np.empty(0, dtype=np.int64)
-        return [part[0] if len(part) == 1 else np.concatenate([nothing, *part]) for part in parts]
+        encode = self._library.encode_batch if has_offsets else self._library.encode_batch_fast
+
+        def cut() -> Iterator[tuple[int, int, str]]:
+            for number, text in enumerate(texts):
+                start = 0
+                for chunk in chunks(text, _CHUNK_CHARACTERS):
+                    yield number, start, chunk
+                    start += len(chunk)
+
+        parts: list[list[Encoded]] = [[] for _ in texts]
+        left = cut()
+        while batch := list(itertools.islice(left, _BATCH_CHUNKS)):
+            encodings = encode([chunk for _, _, chunk in batch], add_special_tokens=False)
+            for (number, start, _), encoding in zip(batch, encodings, strict=True):
+                parts[number].append(Encoded.of(encoding, start, has_offsets=has_offsets))
+        return list(map(Encoded.joined, parts))
+
+    def _encoded_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        lengths = {number: len(text) for text, number in self.special_tokens.items()}
+        pieces = [ids_and_texts(text, self.special_tokens) for text in texts]
+        plain = [piece for found in pieces for piece in found if isinstance(piece, str)]
+        encoded = iter(self._encoded(plain))  # exact: no token of text reaches over a special one
+        joined = []
+        for found in pieces:
+            parts, start = [], 0
+            for piece in found:
+                n_characters = len(piece) if isinstance(piece, str) else lengths[piece]
+                ids, offsets = (
+                    next(encoded)
+                    if isinstance(piece, str)
+                    else (np.array([piece]), np.array([[0, n_characters]]))
+                )
+                parts.append(Encoded(ids, offsets + start))
+                start += n_characters
+            joined.append(Encoded.joined(parts))
+        return joined
 
     def _fields(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "merges": [" ".join(merge) for merge in self.merges]}

@@ -15,15 +15,20 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import Content, End, Ids, LibraryBacked
+from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import refuse_surrogates
+from pentameter.data.tokenizers.recognizing import (
+    Recognizer,
+    ids_of,
+    library_errors,
+    opened,
+    without_tokens,
+)
 from pentameter.errors import ConfigError, CorruptError
 
 USUAL_GROWTH, MOST_CHARACTERS = 32, 1 << 24
@@ -122,34 +127,12 @@ def _replacements(encoded: str) -> list[str]:
     return table[4 + size :].decode(errors="replace").split("\0")
 
 
-@contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """Raise ConfigError for an error of the library or a panic in it, which is no Exception."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise ConfigError(f"the tokenizers library cannot {what}: {error!s:.300}") from error
-
-
-def _opened(content: Mapping[str, Any]) -> Any:
-    """Return the library's object for a parsed `tokenizer.json`, which adds nothing to a text and
-    takes nothing away."""
-    import tokenizers  # here: a process that only counts characters need not load it
-
-    library: Any = tokenizers.Tokenizer.from_str(json.dumps(content))
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True  # as ordinary text
-    return library
-
-
-def _encoded(library: Any, texts: Sequence[str]) -> list[Ids]:
-    """Return each text's token ids (n_tokens,), int64, encoded on the library's threads."""
-    with _library_errors("encode a text"):
-        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+def _encoded(library: Any, texts: Sequence[str], has_offsets: bool) -> list[Encoded]:
+    """Return each text's tokens, encoded on the library's threads; without offsets it is faster."""
+    encode = library.encode_batch if has_offsets else library.encode_batch_fast
+    with library_errors("encode a text"):
+        encodings = encode(list(texts), add_special_tokens=False)
+    return [Encoded.of(encoding, has_offsets=has_offsets) for encoding in encodings]
 
 
 class LibraryTokenizer(LibraryBacked):
@@ -177,8 +160,8 @@ class LibraryTokenizer(LibraryBacked):
                     f"its {part} may make {growth.of_one:.0f} characters of one; mend its "
                     "replacements, or take another tokenizer"
                 )
-        with _library_errors("open it"):
-            self._library = _opened(self.content)
+        with library_errors("open it"):
+            self._library = opened(self.content)
         self.vocab_size = 1 + max(
             self._library.get_vocab(with_added_tokens=True).values(), default=-1
         )
@@ -193,9 +176,12 @@ class LibraryTokenizer(LibraryBacked):
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
         """Maps text to id for the tokens that the file marks as special, by the ids that they have
-        in the library; one that it does not take, such as an empty text, is none."""
+        in the library, and for the end of text. One that the library does not take, such as an
+        empty text, is none."""
         added = self.content.get("added_tokens") or []
         texts = [token["content"] for token in added if token.get("special")]
+        if self.end_of_text is not None and (end := self.token(self.end_of_text)):
+            texts.append(end)
         ids = map(self._library.token_to_id, texts)
         return {text: n for text, n in zip(texts, ids, strict=True) if n is not None}
 
@@ -254,15 +240,24 @@ class LibraryTokenizer(LibraryBacked):
 
         A text is never split into chunks: the file decides its token boundaries.
         """
-        refuse_surrogates(texts)
-        self._check_growth("normalizer", texts)
-        found = _encoded(self._library, texts)
-        forged = [n for n, ids in enumerate(found) if not self._reserved.isdisjoint(ids.tolist())]
+        return [each.ids for each in self._encoded(texts, has_offsets=False)]
+
+    def _encoded(self, texts: Sequence[str], has_offsets: bool = True) -> list[Encoded]:
+        self._check_texts(texts)
+        found = _encoded(self._library, texts, has_offsets)
+        forged = [
+            n for n, (ids, _) in enumerate(found) if not self._reserved.isdisjoint(ids.tolist())
+        ]
         if forged:
             library, known = self._without_reserved
-            for n, ids in zip(forged, _encoded(library, [texts[n] for n in forged]), strict=True):
-                found[n] = known[ids]
+            again = _encoded(library, [texts[n] for n in forged], has_offsets)
+            for n, each in zip(forged, again, strict=True):
+                found[n] = each._replace(ids=known[each.ids])
         return found
+
+    def _encoded_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        self._check_texts(texts)
+        return self._recognizer.encoded(texts)
 
     @cached_property
     def _reserved(self) -> frozenset[int]:
@@ -276,38 +271,21 @@ class LibraryTokenizer(LibraryBacked):
         return frozenset(each for each in ids if each is not None and each != number)
 
     @cached_property
+    def _spelled(self) -> dict[int, str]:
+        """Maps each reserved id to its token."""
+        tokens = {number: self.token(number) for number in self._reserved}
+        return {number: token for number, token in tokens.items() if token is not None}
+
+    @cached_property
     def _without_reserved(self) -> tuple[Any, Ids]:
         """The library's object without reserved tokens, so that no text becomes one, and the id
-        here of each id that it gives. A model may know them as words like any other, as Unigram
-        does, and find them wherever they are spelled."""
-        content, spelled = self.content, {self.token(number) for number in self._reserved}
-        model = dict(content["model"])
-        match model["vocab"]:
-            case Mapping() as vocab:
-                kept = [
-                    each for each in sorted(vocab, key=vocab.__getitem__) if each not in spelled
-                ]
-                model["vocab"] = {text: number for number, text in enumerate(kept)}
-            case pieces:  # of Unigram, whose places are their ids
-                model["vocab"] = [each for each in pieces if each[0] not in spelled]
-                if (unknown := model.get("unk_id")) is not None:
-                    before = (piece for piece, _ in pieces[:unknown])
-                    model["unk_id"] = unknown - sum(piece in spelled for piece in before)
-        if merges := model.get("merges"):
-            pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
-            model["merges"] = [
-                each
-                for each, pair in zip(merges, pairs, strict=True)
-                if spelled.isdisjoint([*pair, "".join(pair)])
-            ]
-        added = content.get("added_tokens") or []
-        added = [each for each in added if each["content"] not in spelled]
-        library = _opened({**content, "model": model, "added_tokens": added})
-        tokens = {n: text for text, n in library.get_vocab(with_added_tokens=True).items()}
-        ids = np.zeros(1 + max(tokens, default=-1), dtype=np.int64)
-        for number, text in tokens.items():
-            ids[number] = self._library.token_to_id(text)
-        return library, ids
+        here of each id that it gives."""
+        library = opened(without_tokens(self.content, self._spelled.values()))
+        return library, ids_of(library, self._library.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def _recognizer(self) -> Recognizer:
+        return Recognizer(self.content, self.special_tokens, self._spelled)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Return the text for token ids (n_tokens,). Raises ConfigError for an id outside the
@@ -315,8 +293,13 @@ class LibraryTokenizer(LibraryBacked):
         if self._growths["decoder"].of_one > USUAL_GROWTH:
             tokens = [self.token(number) or "" for number in self._checked(ids).tolist()]
             self._check_growth("decoder", tokens)
-        with _library_errors("decode a text"):
+        with library_errors("decode a text"):
             return super().decode(ids)
+
+    def _check_texts(self, texts: Sequence[str]) -> None:
+        """Raise ConfigError for a text that is none, or that could become far too long."""
+        refuse_surrogates(texts)
+        self._check_growth("normalizer", texts)
 
     def _check_growth(self, part: str, texts: Sequence[str]) -> None:
         """Raise ConfigError if the normalizer or decoder (`part`) could make more of the texts
