@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
+from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import from_conversations, preparation
@@ -46,6 +47,7 @@ TEMPLATES = {
     "{% if add_generation_prompt %}assistant: {% endif %}",
 }
 
+OURS = BpeTokenizer([*BYTE_CHARACTERS, "am", "Ġam", "<|endoftext|>"], [("a", "m"), ("Ġ", "am")])
 FORMS = ("prepend", "first", "always", "never", "byte-level", "trimmed", "word-piece", "unigram")
 FLAGS = {
     "usual": {"normalized": False},
@@ -221,6 +223,23 @@ def test_byte_level_bpe_of_ours_finds_answers_by_their_characters():
     bounds = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     learnt = [tokenizer.decode(ids[a:b]) for a, b in bounds.tolist()]
     assert learnt == [" b né", "中<|x|>"]  # the space is one token with the answer
+
+
+@pytest.mark.parametrize(
+    "added",
+    [AddedToken("<x>", lstrip=True, special=True), AddedToken("    ", special=False)],
+    ids=["strip", "text"],
+)
+def test_added_tokens_of_a_foreign_vocabulary_are_obeyed(added, tmp_path):
+    """Phi-2's rows of spaces are tokens of a text; RoBERTa's mask takes the space before it."""
+    library = tokenizers.Tokenizer.from_str(OURS.to_tokenizer_json().decode())
+    library.add_tokens([added])
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = read_tokenizer(tmp_path, [])
+    text = "a: I      am <x>b"
+    expected = library.encode(text, add_special_tokens=False).ids
+    ((ids, _),) = ours.encode_segments([[(text, True)]], is_rendered=True)
+    assert ids.tolist() == expected
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ _TRAINING_CHARACTERS = 1 << 13  # chunks of text for the library's threads
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
+_FLAGS = ("lstrip", "rstrip", "single_word")  # of added tokens, which the library alone obeys
 _VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER_BYTES = sorted({*range(256)} - {*_VISIBLE_BYTES})
 BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
@@ -109,7 +110,8 @@ class BpeTokenizer(LibraryBacked):
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
         """Build a tokenizer from a parsed `tokenizer.json`; None if it does not encode as GPT-2's
-        does (by byte-level BPE without a normalizer, with its rules for words). `end` is unused.
+        does (by byte-level BPE without a normalizer, with its rules for words, and no added token
+        that text becomes, or that takes white space beside it). `end` is unused.
 
         Byte-level added tokens whose ids follow the vocabulary without a gap join it; all added
         tokens new to it, but for `<|endoftext|>`, are named in a line of `warnings`, as text never
@@ -136,7 +138,11 @@ class BpeTokenizer(LibraryBacked):
         tokens = content.get("added_tokens") or []
         try:
             added = {token["content"]: token["id"] for token in tokens}
-        except (TypeError, LookupError) as error:
+            if any(token.get(flag) for token in tokens for flag in _FLAGS) or not all(
+                token.get("special", True) for token in tokens
+            ):
+                return None
+        except (TypeError, LookupError, AttributeError) as error:
             raise CorruptError(f"added_tokens: {error!r}") from error
         vocabulary = _with_added(model["vocab"], added, warnings)
         return cls.from_vocabulary(vocabulary, list(map(_pair, range(len(merges)), merges)))
