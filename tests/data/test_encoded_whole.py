@@ -338,3 +338,17 @@ def test_choices_are_those_of_lm_eval(form):
             before = before or [tokenizer.end_of_text]
             assert row.tokens.tolist() == [*before, *scored]
             assert row.n_scored == len(scored)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_pairs_and_choices_begin_with_the_prefix(tmp_path):
+    whole = content("first", **FLAGS["usual"])
+    tokenizer, (_, data) = ours_of(whole), pairs_of(tmp_path, whole)
+    plain = open_dataset(data).split("train")
+    tokenizer.prefix = [tokenizer.special_tokens["<s>"]]
+    train = open_dataset(data, tokenizer=tokenizer).split("train")
+    assert train.n_tokens == plain.n_tokens + 30
+    assert (train.tokens[:][train.document_starts] == tokenizer.prefix[0]).all()
+    assert train.assistant.n_tokens == plain.assistant.n_tokens
+    found = encode_questions([Question("q:1", "am", ("a", "I"), 0)], tokenizer, 50).choices
+    assert found[0].tokens.tolist() == [*tokenizer.prefix, *tokenizer.encode("am a")]

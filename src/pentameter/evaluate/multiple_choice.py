@@ -243,10 +243,13 @@ def encode_questions(
 
 
 def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[Ids, list[Ids]]:
-    """Return the token ids of a question's context, at least one, and of each choice."""
+    """Return the token ids of a question's context, at least one and behind the tokenizer's prefix,
+    and of each choice."""
+    end = tokenizer.end_of_text
+    stands = np.array(tokenizer.prefix or ([] if end is None else [end]), dtype=np.int64)
     context = question.context.rstrip()
     ids = _encode(tokenizer, question, "the context", context)
-    if not len(ids) and tokenizer.end_of_text is None:  # nothing but white space can stand for it
+    if not len(ids) and not len(stands):  # nothing but white space can stand for it
         context = question.context
         ids = _encode(tokenizer, question, "the context", context)
         if not len(ids):
@@ -263,7 +266,7 @@ def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[Ids, list[Ids]]:
         alone = _encode(tokenizer, question, f"choice {index}", text)
         behind = tokenizer.encode(context + text)[len(ids) :]
         choices.append(behind if len(behind) else alone)  # of which lm-eval has no number
-    return (ids if len(ids) else np.array([tokenizer.end_of_text], dtype=np.int64)), choices
+    return (np.concatenate([stands, ids]) if tokenizer.prefix or not len(ids) else ids), choices
 
 
 def _question(line: bytes, source: str) -> Question:

@@ -353,13 +353,18 @@ def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[D
 
 def _tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Mask]]:
     """Yield each document's token ids and loss mask, both (n_tokens,). One that no template
-    rendered gets the tokenizer's end of text, learned, at its end, if there is one."""
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    rendered gets the tokenizer's prefix, and its end of text, learned, if there is one."""
+    prefix = np.array(tokenizer.prefix, np.int64)
+    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], np.int64)
     for is_rendered, several in itertools.groupby(documents, lambda each: each.is_rendered):
         segments = [each.segments for each in several]
         for ids, mask in tokenizer.encode_segments(segments, is_rendered=is_rendered):
-            added = [] if is_rendered else end
-            yield np.append(ids, np.array(added, np.int64)), np.append(mask, [True] * len(added))
+            if is_rendered:
+                yield ids, mask
+            else:
+                unlearned = np.zeros(len(prefix), dtype=bool)
+                learned = np.ones(len(end), dtype=bool)
+                yield np.concatenate([prefix, ids, end]), np.concatenate([unlearned, mask, learned])
 
 
 def _encode(

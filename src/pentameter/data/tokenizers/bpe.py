@@ -209,20 +209,7 @@ class BpeTokenizer(LibraryBacked):
         pieces = [ids_and_texts(text, self.special_tokens) for text in texts]
         plain = [piece for found in pieces for piece in found if isinstance(piece, str)]
         encoded = iter(self._encoded(plain))  # exact: no token of text reaches over a special one
-        joined = []
-        for found in pieces:
-            parts, start = [], 0
-            for piece in found:
-                n_characters = len(piece) if isinstance(piece, str) else lengths[piece]
-                ids, offsets = (
-                    next(encoded)
-                    if isinstance(piece, str)
-                    else (np.array([piece]), np.array([[0, n_characters]]))
-                )
-                parts.append(Encoded(ids, offsets + start))
-                start += n_characters
-            joined.append(Encoded.joined(parts))
-        return joined
+        return [_joined(found, encoded, lengths) for found in pieces]
 
     def _fields(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "merges": [" ".join(merge) for merge in self.merges]}
@@ -254,6 +241,23 @@ class BpeTokenizer(LibraryBacked):
                 )
         if len(set(self.merges)) < len(self.merges):
             raise ConfigError("a merge stands more than once among the merges")
+
+
+def _joined(
+    pieces: Sequence[str | int], encoded: Iterator[Encoded], lengths: Mapping[int, int]
+) -> Encoded:
+    """Return a text's tokens from its pieces: ids of special tokens, whose `lengths` are known, and
+    texts, of which `encoded` yields the tokens."""
+    parts, start = [], 0
+    for piece in pieces:
+        n_characters = len(piece) if isinstance(piece, str) else lengths[piece]
+        if isinstance(piece, str):
+            ids, offsets = next(encoded)
+        else:
+            ids, offsets = np.array([piece]), np.array([[0, n_characters]])
+        parts.append(Encoded(ids, offsets + start))
+        start += n_characters
+    return Encoded.joined(parts)
 
 
 def train_bpe(
