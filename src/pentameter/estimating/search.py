@@ -148,12 +148,8 @@ class _Fastest:
         self.is_complete = True
         """Whether every candidate was timed, or is known to be slower."""
         self._best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
-
-    @property
-    def _limit(self) -> float:
+        self._limit = math.inf
         """Seconds per step that the next candidate must stay below to be among the best."""
-        times = sorted(found for found, _ in self._best.values())
-        return times[self.n_best - 1] if len(times) >= self.n_best > 0 else math.inf
 
     def is_done(self, candidate: LayoutCandidate) -> bool:
         """Whether neither this candidate nor any with a higher bound is to be timed."""
@@ -176,6 +172,8 @@ class _Fastest:
         known = self._best.get(candidate.degrees)
         if took < min(self._limit, math.inf if known is None else known[0]):
             self._best[candidate.degrees] = took, candidate
+            if len(self._best) >= self.n_best:
+                self._limit = sorted(found for found, _ in self._best.values())[self.n_best - 1]
 
     @property
     def ranked(self) -> list[LayoutCandidate]:
