@@ -1,5 +1,6 @@
 """`lm-eval` with a model of ours: its numbers are those of a pass for each token, and of `eval`."""
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -108,6 +109,26 @@ def test_log_probabilities_are_those_of_a_pass_for_each_token():
         expected = one_by_one(ids[-(CONTEXT + 1 - len(scored)) :], scored)
         assert score == pytest.approx(expected[0], abs=1e-10)
         assert is_likeliest == expected[1]
+
+
+def test_texts_begin_with_the_prefix_of_the_tokenizer():
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.prefix = (5, 3)
+    model = HarnessModel(ENGINE, tokenizer, 3)
+    pairs = [("one two", " one"), ("", "two one"), (" ", "two")]
+    found = model.loglikelihood(requests(*pairs), disable_tqdm=True)
+    found += [(each, None) for each in model.loglikelihood_rolling(requests(("one two",)))]
+    before = [tokenizer.encode_document("one two").tolist(), [3], [5, 3], [3]]
+    assert before[0][:2] == [5, 3]
+    scored = [" one", "two one", " two", "one two"]
+    for context, text, (score, _) in zip(before, scored, found, strict=True):
+        expected, _ = one_by_one(context, tokenizer.encode(text).tolist())
+        assert score == pytest.approx(expected, abs=1e-10)
+    (text,) = model.generate_until(requests(("one", {"until": ["|"], "max_gen_toks": 4})))
+    (alone,) = generate(
+        ENGINE.model, tokenizer, "one", max_new_tokens=4, temperature=0.0, context_length=CONTEXT
+    )
+    assert text == alone.partition("<|endoftext|>")[0].partition("|")[0]
 
 
 def test_an_expert_s_capacity_does_not_depend_on_what_runs_together():
