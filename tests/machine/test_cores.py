@@ -149,6 +149,11 @@ def test_limits_of_version_1(limited, top):
     )
 
 
+def test_version_1_without_a_limit_has_none(limited):
+    files = {"memory/memory.limit_in_bytes": "9223372036854771712"}
+    assert limited(V1, "4:memory:/\n3:cpu,cpuacct:/", files) == (None, None)
+
+
 def test_a_group_outside_of_a_containers_namespace_leaves_its_own(limited):
     assert limited(V2, "0::/../../other", {"cpu.max": "300000 100000"})[0] == 3.0
 
@@ -179,7 +184,7 @@ def test_a_containers_memory_counts(monkeypatch):
     assert host_memory_bytes() == 10**9
     with pytest.raises(ConfigError, match=r"this machine \(or its container\) has 1 GB"):
         check_memory(2, 10**9)
-    monkeypatch.setattr(machine_cores, "memory_limit", lambda: 2**62)  # version 1's for none
+    monkeypatch.setattr(machine_cores, "memory_limit", lambda: 2**61)  # more than there is
     assert host_memory_bytes() == whole
 
 

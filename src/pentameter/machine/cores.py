@@ -74,7 +74,8 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     limits = []
     for group in _control_groups("memory", root):
         word = (_read(group / "memory.max") or _read(group / "memory.limit_in_bytes")).strip()
-        limits += [int(word)] if word.isdecimal() and int(word) else []
+        # "max" sets none, nor does the largest number of whole pages, which is version 1's word
+        limits += [int(word)] if word.isdecimal() and 0 < int(word) < 2**62 else []
     return min(limits, default=None)
 
 
