@@ -243,7 +243,7 @@ def llama3_8b(context: int) -> dict[str, Any]:
 
 
 def own_runs() -> Iterator[Row]:
-    """What we measured ourselves on a GPU (docs/performance.md)."""
+    """What we measured ourselves on a GPU (benchmarks/measurements/gpu.md)."""
     yield Row(
         source=OWN,
         label="gpt2-124m",

@@ -82,7 +82,7 @@ def test_the_sizes_are_the_published_ones(train_gpu):
     plan = next(train_gpu.plans("gpt2-124m", None))
     assert plan.tokens_per_step == 524_288
     assert plan.vocab_size_padded == 50_304
-    # performance.md: 854.7 MFLOP per token without the biases, the padded rows counted
+    # 854.7 MFLOP per token without the biases, the padded rows counted
     assert plan.flops_per_token == 6 * 123_587_328 + 12 * 12 * 768 * 1024
     char = next(train_gpu.plans("char", None))
     assert char.tokens_per_step == 64 * 256

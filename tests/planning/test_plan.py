@@ -87,7 +87,7 @@ def test_a_vocabulary_below_the_tokenizers_is_refused():
 
 
 def test_flops_of_the_character_gpt():
-    """performance.md's accounting: 71.0 MFLOP per token, 1.16e12 per step."""
+    """The character GPT's accounting: 71.0 MFLOP per token, 1.16e12 per step."""
     plan = make_plan(load_config("shakespeare-char"), 65)
     assert plan.flops_per_token / 1e6 == pytest.approx(71.0, abs=0.05)
     assert plan.flops_per_token * plan.tokens_per_step == pytest.approx(1.16e12, rel=5e-3)

@@ -4,8 +4,8 @@ passes over memory once.
 Compiling the whole model is slower: a joint forward and backward graph saves dropout masks as
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to recompute),
 and recomputes activations inside row reductions. Here each kernel says its inputs and outputs, with
-nothing left to a partitioner. See docs/performance.md. Attention's kernels are in
-attention_kernels.py, activations in activations.py.
+nothing left to a partitioner (benchmarks/measurements/fused-cpu-step.md). Attention's kernels are
+in attention_kernels.py, activations in activations.py.
 
 Shapes: M rows (batch × sequence), D d_model, B batch, T sequence. Dropout's keys, int32 (B, 2), are
 two random words per batch row, from which the mask is computed.

@@ -228,7 +228,7 @@ def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
     Sleeping threads turn every short wait inside a step into a kernel call, which costs a quarter
     to a third of a step; spinning threads hold the core that the awaited thread needs if other
     programs have the rest, which costs three quarters. Workers inherit their launcher's choice.
-    docs/performance.md has the figures.
+    benchmarks/measurements/cpu-threads.md has the figures.
     """
     if environ.keys() & {"OMP_WAIT_POLICY", *WAIT_POLICIES["quiet"]}:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CORE_TFLOPS = {"fp32": 0.08, "bf16": 0.03, "fp64": 0.04}
 CORE_TFLOPS_BF16 = 0.4
 """TFLOP/s per core in bf16 matmuls with hardware for them; CORE_TFLOPS without
-(docs/performance.md: 0.33 TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
+(benchmarks/measurements/README.md: 0.33 TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
 CORE_BYTES_PER_SECOND = 8e9
 SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 

@@ -17,8 +17,9 @@ MAX_LOGITS = 2**26
 unchunked, so that `torch.compile` can fuse them with the model."""
 MOST_CHUNKS = 8
 """Maximum chunk count for a micro-batch's logits. Each chunk adds V · D numbers to the weight's
-gradient: with 49 chunks, an H100 spent 50 ms of gpt2-124m's step on that (`docs/performance.md`).
-An eighth of a large micro-batch's logits takes little memory next to its activations."""
+gradient: with 49 chunks, an H100 spent 50 ms of gpt2-124m's step on that
+(`benchmarks/measurements/gpu.md`). An eighth of a large micro-batch's logits takes
+little memory next to its activations."""
 TILE_ROWS = 128
 """Rows in one matmul tile. Chunk sizes are multiples of it if that keeps them within the limit."""
 
