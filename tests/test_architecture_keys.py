@@ -229,7 +229,7 @@ def test_the_model_knows_a_key(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_fine_tuned_model_shares_a_key(monkeypatch, key):
-    tokenizer = SimpleNamespace(hash="of both")
+    tokenizer = SimpleNamespace(hash="of both", hash_of_ids="of both")
     theirs = SimpleNamespace(config=base_of(key), tokenizer=tokenizer, path=Path("m"), checkpoint=1)
     monkeypatch.setattr(initial_weights, "open_model", lambda *_args, **_options: theirs)
     refusal = None
