@@ -108,19 +108,21 @@ def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> bytes:
     """Return the content of generation_config.json: as published, else made of config.json's
-    `token_ids`; with the ids at which answers end here and that it lacks."""
-    published = tokenizer.published.get(GENERATION)
+    `token_ids`. Texts end where answers end here, too: by the chat template if it is another than
+    was published, else beside what was published."""
+    published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
     content = {"_from_model_config": True, **ids} if published is None else json.loads(published)
     said = content.get("eos_token_id")
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
     ends = frozenset() if tokenizer.chat is None else ends_of_answers(tokenizer)
-    # All special tokens end an answer where the template writes none: then they know better.
-    says_all = ends <= known or ends >= {*tokenizer.special_tokens.values()}
-    if published is not None and says_all:
-        return published.encode()
-    if ends - known:
-        content["eos_token_id"] = sorted(ends | known if has_published_chat(tokenizer) else ends)
+    if CONFIG in tokenizer.published and is_same:
+        # All special tokens end an answer where the template writes none: then they know better.
+        ends = known if ends >= {*tokenizer.special_tokens.values()} else ends | known
+        if published is not None and ends == known:
+            return published.encode()
+    if ends and ends != known:
+        content["eos_token_id"] = sorted(ends)
     return _json(content)
 
 
