@@ -115,7 +115,7 @@ def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> byt
     content = {"_from_model_config": True, **ids} if published is None else json.loads(published)
     said = content.get("eos_token_id")
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
-    ends = frozenset() if tokenizer.chat is None else ends_of_answers(tokenizer)
+    ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer))
     if CONFIG in tokenizer.published and is_same:
         # All special tokens end an answer where the template writes none: then they know better.
         ends = known if ends >= {*tokenizer.special_tokens.values()} else ends | known
