@@ -1,7 +1,7 @@
 """Trials of silent corruption: a bit flips in one process of a tiny run, which has to find it.
 
 `trials` makes many at once and returns a `Result` for each; `a_flipped_bit` is a trial of the
-battery. `python flipped_bits.py` prints the table of docs/reliability.md.
+battery. `python flipped_bits.py` prints the table of benchmarks/measurements/faults.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The battery itself: its bounds, its end of what is left, and mistakes that it must catch.
 
-The quick tier of each class is a test somewhere; docs/reliability.md names them. Here is that of
-the classes which no other test covers.
+The quick tier of each class is a test somewhere; benchmarks/measurements/faults.md names them. Here
+is that of the classes which no other test covers.
 """
 
 from __future__ import annotations
