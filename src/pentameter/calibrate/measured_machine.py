@@ -82,7 +82,7 @@ STEP_SECONDS = 1.5
 """Seconds for which each kind of step (precision, size, fused or not) is repeated."""
 MEASURED_SPREAD = (0.95, 1.1)
 """Measured ÷ planned seconds of a step that four cases in five of benchmarks/plan_truth.py were
-between, rounded outwards (docs/planner.md has the twenty)."""
+between, rounded outwards (benchmarks/measurements/planner.md has the twenty)."""
 LARGEST_SHARE = 4.0
 """Largest credible `step_share`, the ratio of isolated to in-step operation times; a larger one, or
 one below its inverse, means that other programs disturbed the measurement."""
