@@ -8,8 +8,8 @@ token seen again teaches less than a new one:
 N counts the parameters in the blocks' matrices, U the tokens in the training split, D the effective
 tokens (Hoffmann et al. 2022, "Training compute-optimal large language models"; Muennighoff et al.
 2023, "Scaling data-constrained language models", where R* is 15). E is the same for all sizes, and
-is left out. A and B were fitted on short runs of ours: docs/results.md has them, and
-`benchmarks/loss_law.py` makes them again.
+is left out. A and B were fitted on short runs of ours: benchmarks/measurements/recipes.md has them,
+and `benchmarks/loss_law.py` makes them again.
 """
 
 from __future__ import annotations
