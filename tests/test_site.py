@@ -27,3 +27,10 @@ def test_every_picture_is_shown_somewhere():
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     unused = [p.name for p in (ROOT / "docs" / "images").iterdir() if p.name not in text]
     assert not unused
+
+
+def test_start_names_every_preset():
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    table = page.split("## Presets")[1].split("\n## ")[0]
+    presets = (ROOT / "src" / "pentameter" / "config" / "presets").glob("*.toml")
+    assert not [path.stem for path in presets if f"`{path.stem}`" not in table]
