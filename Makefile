@@ -53,10 +53,10 @@ format: $(INSTALLED_DEV)
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)
-	$(BIN)/python -c "from pathlib import Path; from pentameter.config.write import reference_page; \
+	$(BIN)/python -c "from pathlib import Path; from pentameter.config.files.write import reference_page; \
 	Path('docs/configuration.md').write_text(reference_page(), encoding='utf-8')"
 	COLUMNS=128 $(BIN)/python -c "from pathlib import Path; \
-	from pentameter.cli.commands_page import commands_page; \
+	from pentameter.cli.options.commands_page import commands_page; \
 	Path('docs/commands.md').write_text(commands_page(), encoding='utf-8')"
 
 site: $(INSTALLED_SITE)

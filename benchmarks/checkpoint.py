@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from pentameter.checkpoint.save_phases import HostBuffers
-from pentameter.checkpoint.store import CheckpointStore
-from pentameter.config.load import load_config
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import HostBuffers
+from pentameter.config.files.load import load_config
 from pentameter.planning.plan import make_plan
 
 STEPS, INTERVAL = 22, 6

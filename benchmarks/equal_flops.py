@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import pentameter as pm
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.plan import make_plan

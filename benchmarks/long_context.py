@@ -25,11 +25,11 @@ from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
-from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.bytes.plan_estimates import plan_memory
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 
 MODEL = {"vocab_size": 128, "n_layers": 2, "n_heads": 4, "d_model": 64}

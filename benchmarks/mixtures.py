@@ -24,16 +24,16 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import Cluster, parse_cluster
-from pentameter.estimating.communication import Communication, StepCommunication
-from pentameter.estimating.costs import ActivationBytes, Step
-from pentameter.estimating.estimate import Estimate, make_estimate
-from pentameter.estimating.links import Links
-from pentameter.estimating.memory import Memory, step_memory
-from pentameter.estimating.plan_estimates import step_of
+from pentameter.estimating.bytes.communication import Communication, StepCommunication
+from pentameter.estimating.bytes.costs import ActivationBytes, Step
+from pentameter.estimating.bytes.memory import Memory, step_memory
+from pentameter.estimating.bytes.plan_estimates import step_of
+from pentameter.estimating.seconds.cluster import Cluster, parse_cluster
+from pentameter.estimating.seconds.estimate import Estimate, make_estimate
+from pentameter.estimating.seconds.links import Links
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ActivationTensor
 from pentameter.planning.plan import Plan

@@ -19,11 +19,11 @@ from statistics import median
 from typing import Any
 
 from pentameter.calibrate.measured_machine import measure_machine
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
-from pentameter.estimating.cluster import parse_cluster
-from pentameter.estimating.estimate import Estimate, make_estimate
-from pentameter.planning.layout import parse_layout
+from pentameter.estimating.seconds.cluster import parse_cluster
+from pentameter.estimating.seconds.estimate import Estimate, make_estimate
+from pentameter.planning.layouts.layout import parse_layout
 from scaling_group import Group
 
 VOCABULARY = 65

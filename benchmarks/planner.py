@@ -30,18 +30,18 @@ from typing import Any
 
 from mixtures import ROWS as MIXTURE_ROWS
 from mixtures import SCORED, groups_in_order, mixture_rows, their_memory, unscored
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
-from pentameter.estimating.candidates import LayoutCandidate
-from pentameter.estimating.cluster import Cluster, parse_cluster
-from pentameter.estimating.estimate import Estimate, make_estimate
+from pentameter.estimating.bytes.plan_estimates import step_of
 from pentameter.estimating.fit import Verdict, memory_verdict
-from pentameter.estimating.plan_estimates import step_of
-from pentameter.estimating.search import Allowed, search
-from pentameter.estimating.step_time import step_time
-from pentameter.planning.layout import Layout
+from pentameter.estimating.search.candidates import LayoutCandidate
+from pentameter.estimating.search.search import Allowed, search
+from pentameter.estimating.seconds.cluster import Cluster, parse_cluster
+from pentameter.estimating.seconds.estimate import Estimate, make_estimate
+from pentameter.estimating.seconds.step_time import step_time
+from pentameter.planning.layouts.layout import Layout
 
 ROWS = "planner/published_rows.json"
 H100_2023 = "h100-2023"

@@ -47,7 +47,7 @@ def run_one(preset: str, seed: int, target: float) -> None:
     """Train one run, and print its result as JSON."""
     race = Race(target)  # before anything is imported
     import pentameter as pm
-    from pentameter.config.load import load_config
+    from pentameter.config.files.load import load_config
 
     # What only shows progress would cost time that is not the recipe's.
     shown = {"train.eval_train_tokens": None, "train.sample_interval": None}

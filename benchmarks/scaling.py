@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
-from pentameter.estimating.plan_estimates import plan_bubble, plan_communication
+from pentameter.estimating.bytes.plan_estimates import plan_bubble, plan_communication
 from pentameter.planning.plan import Plan, make_plan
 from scaling_group import Group, Turn
 
@@ -276,7 +276,7 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
 
 
 def idle_fraction(turns: Sequence[Turn]) -> float:
-    """The bubble fraction (`estimating/timeline.py`) of measured passes: the time in which no
+    """The bubble fraction (`estimating/seconds/timeline.py`) of measured passes: the time in which no
     thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of gloo's
     threads, which take the cores that compute; it has its own column."""
     busy = sum(turn.passes_busy for turn in turns)

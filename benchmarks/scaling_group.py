@@ -29,10 +29,10 @@ from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import Plan
-from pentameter.processes.join import joined_world
-from pentameter.processes.local_launch import worker_environment
-from pentameter.processes.place import find_place
-from pentameter.processes.world import World
+from pentameter.processes.group.join import joined_world
+from pentameter.processes.group.rank import find_place
+from pentameter.processes.group.world import World
+from pentameter.processes.launch.local_launch import worker_environment
 from pentameter.train.compute import choose_compute
 from pentameter.train.update import update_weights
 

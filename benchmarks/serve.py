@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.data_schema import DataConfig
+from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config, ModelConfig, TrainConfig
-from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from cpu_turns import SETTLED, SIDES, Turn, load_nanogpt, measure_ceiling, take_turn
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.planning.plan import Plan, make_plan

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import pentameter as pm
-from pentameter.processes.failure import failure_ends_process
-from pentameter.processes.join import joined_world
-from pentameter.processes.place import find_place
+from pentameter.processes.failures.failure import failure_ends_process
+from pentameter.processes.group.join import joined_world
+from pentameter.processes.group.rank import find_place
 
 SIZE, PATCH, N_CLASSES = 16, 4, 4
 N_PATCHES = (SIZE // PATCH) ** 2  # the sequence of the transformer: model.context_length

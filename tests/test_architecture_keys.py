@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from pentameter.checkpoint import initial_weights
 from pentameter.checkpoint.hugging_face.config_json import (
     accounted_keys,
     choose_family,
     from_their_config,
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.state import initial_weights
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig
 from pentameter.config.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_record
+from pentameter.estimating.bytes.plan_estimates import plan_record
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.model.loss import AuxiliaryLoss
@@ -222,7 +222,7 @@ def test_the_table_and_the_plan_know_a_key(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_model_knows_a_key(key):
-    # A router's bias moves between steps: `parallel/balance.py` reads its rate.
+    # A router's bias moves between steps: `parallel/experts/balance.py` reads its rate.
     is_known = key != "balance_rate"
     assert differ(computed(with_other(key)), computed(base_of(key))) == is_known
 

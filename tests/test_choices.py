@@ -29,10 +29,10 @@ from pentameter.data.batches.step import training_batches
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import multiplied_in
-from pentameter.estimating.costs import Step
-from pentameter.estimating.plan_estimates import plan_memory, plan_record
-from pentameter.estimating.timeline import pass_order
+from pentameter.estimating.bytes.costs import Step
+from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record
+from pentameter.estimating.seconds.cluster import multiplied_in
+from pentameter.estimating.seconds.timeline import pass_order
 from pentameter.evaluate import split as evaluation
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.choices import (
@@ -52,9 +52,9 @@ from pentameter.parallel.precision import MATMULS, arithmetic
 from pentameter.parallel.sources.gpt_source import gpt_slice
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.fused_step import architecture_obstacle
-from pentameter.planning.layout import Layout, make_layout
+from pentameter.planning.layouts.layout import Layout, make_layout
 from pentameter.planning.plan import make_plan
-from pentameter.train.saving import failure_ends_run
+from pentameter.train.keep.saving import failure_ends_run
 
 # Sizes that no other test uses: the fused kernels keep what was compiled for each shape.
 BASE = Config.model_validate(

@@ -273,7 +273,7 @@ def test_the_table_of_counters_names_every_file_that_draws() -> None:
         )
     }
     named = set(re.findall(r"^\| `(\S+\.py)`", str(keyed.__doc__), re.M))
-    assert named == drawing | {"model/dropout_kernels.py"}  # which repeats the hash
+    assert named == drawing | {"model/attention/dropout_kernels.py"}  # which repeats the hash
 
 
 def test_each_block_has_a_key_of_its_own_and_the_first_the_key_itself() -> None:

@@ -27,7 +27,7 @@ FEW_LINES = 60
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
-    "verify/text.py": "as report/plan_text.py: what rich shows is not in the command",
+    "verify/text.py": "as report/plan/plan_text.py: what rich shows is not in the command",
     "evaluate/expert_choices.py": "importing it imports torch, which the command's help does not",
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",

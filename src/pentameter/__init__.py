@@ -17,9 +17,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.load_model import load_model as load_model
-    from pentameter.config.load import load_config as load_config
-    from pentameter.estimating.estimate import plan as plan
+    from pentameter.checkpoint.folders.load_model import load_model as load_model
+    from pentameter.config.files.load import load_config as load_config
+    from pentameter.estimating.seconds.estimate import plan as plan
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
     from pentameter.parallel.sources.custom_model import OwnModel as OwnModel
@@ -30,9 +30,9 @@ _MODULES = {
     "OwnModel": "pentameter.parallel.sources.custom_model",
     "Trainer": "pentameter.train.loop",
     "generate": "pentameter.generation.loop",
-    "load_config": "pentameter.config.load",
-    "load_model": "pentameter.checkpoint.load_model",
-    "plan": "pentameter.estimating.estimate",
+    "load_config": "pentameter.config.files.load",
+    "load_model": "pentameter.checkpoint.folders.load_model",
+    "plan": "pentameter.estimating.seconds.estimate",
     "stream": "pentameter.generation.loop",
     "verify_model": "pentameter.verify.verify_model",
 }

@@ -16,7 +16,7 @@ def main() -> int:
 
     open_closed_streams()  # before any file is opened, which would get the number of one
     if sys.argv[1:2] == ["train"]:
-        from pentameter.processes.stop_signals import stop_at_once
+        from pentameter.processes.launch.stop_signals import stop_at_once
 
         stop_at_once()  # before seconds of imports: a scheduler may change its mind at once
     from pentameter.cli.main import main as run_command

@@ -12,19 +12,19 @@ A counter has 32 bits, so that draw 2^32 of a key is draw 0 again. These count, 
 | `model/dropout.py` | a mask of the residual stream | token · channels + channel | folded |
 | | a mask of attention weights | (head · tokens + query) · tokens + key | folded |
 | | the keys of a batch row's masks | 2 · row + word | 2 · rows of a batch |
-| `model/dropout_kernels.py` | the same mask of attention weights | the same | folded |
+| `model/attention/dropout_kernels.py` | the same mask of attention weights | the same | folded |
 | `model/initial.py` | an initial weight | element of the parameter | folded |
-| `model/fused_dropout.py` | inputs of a check | element | some millions |
+| `model/attention/fused_dropout.py` | inputs of a check | element | some millions |
 | `parallel/sources/custom_model.py` | the generator's seed | row | rows of a batch |
 | `data/batches/orders.py` | where a random row starts | 2 · row + word | 2 · rows of a batch |
 | | documents, rows or blocks, permuted | index | up to 2^62, by `permute` |
 | `data/batches/mixture.py` | which source a row has | row of a block | a block's rows |
 | `data/corpora/grammar.py` | the source; its text | state, character; character | some 10^6 |
 | `generation/sampling.py` | a token | position in the text | tokens of a text |
-| `checkpoint/upcycling.py` | channels begun anew | channel | an expert's width |
-| `checkpoint/copies.py` | multipliers of a hash | word | 2^18 |
+| `checkpoint/state/upcycling.py` | channels begun anew | channel | an expert's width |
+| `checkpoint/state/replicas.py` | multipliers of a hash | word | 2^18 |
 | `serve/passes.py` | tokens and keys to try | element | elements of a slot |
-| `train/checking.py` | the micro-batch to compare | none | 1 |
+| `train/faults/checking.py` | the micro-batch to compare | none | 1 |
 | `train/user_components.py` | the generator's seed of an update | none | 1 |
 | `verify/steps.py` | tokens | position in the batch | tokens of a batch |
 

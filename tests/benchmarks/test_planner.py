@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.load import load_config
-from pentameter.estimating.cluster import known_devices, parse_cluster
-from pentameter.estimating.estimate import make_estimate
+from pentameter.config.files.load import load_config
 from pentameter.estimating.fit import MEMORY_MARGIN
+from pentameter.estimating.seconds.cluster import known_devices, parse_cluster
+from pentameter.estimating.seconds.estimate import make_estimate
 
 ROOT = Path(__file__).parents[2]
 

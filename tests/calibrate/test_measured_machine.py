@@ -6,7 +6,7 @@ import pytest
 
 from pentameter.calibrate import measured_machine
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import Calibration, Device, ProductShares, read_devices
+from pentameter.estimating.seconds.cluster import Calibration, Device, ProductShares, read_devices
 
 SHARES = {"product_share": 0.8, "attention_share": 0.25, "attention_backward": 2.0}
 MEASURED = Device(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 
@@ -21,9 +21,9 @@ MODEL = {
 EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.d_expert": 64}
 CODE = """
 import json, sys
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.calibrate.traced_rank import trace_rank
-from pentameter.planning.layout import parse_parallel
+from pentameter.planning.layouts.layout import parse_parallel
 from pentameter.planning.plan import make_plan
 layout, rank, settings = json.loads(sys.argv[1])
 config = load_config("quickstart", settings)

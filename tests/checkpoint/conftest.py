@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentameter.checkpoint.store import CheckpointStore, Saved
+from pentameter.checkpoint.folders.store import CheckpointStore, Saved
 from pentameter.cli.main import main
 
 RUN_ID = "run-a"

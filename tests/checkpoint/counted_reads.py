@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pentameter.checkpoint.tensor_reader import StoredTensors
+from pentameter.checkpoint.format.tensor_reader import StoredTensors
 
 
 class _Counting:

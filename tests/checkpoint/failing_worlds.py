@@ -17,8 +17,8 @@ from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pentameter.checkpoint.save_phases import HostBuffers
-from pentameter.processes.world import World
+from pentameter.checkpoint.format.save_phases import HostBuffers
+from pentameter.processes.group.world import World
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pentameter.checkpoint.state_dicts import model_state, optimizer_state
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.state.state_dicts import model_state, optimizer_state
 from pentameter.optim.build import JointOptimizer
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 V, D, F, E = 65, 8, 12, 3  # 65 divides by neither 2 nor 4, nor do 3 experts
 
@@ -358,8 +358,8 @@ def wipe(held: Held) -> None:
 
 
 def read(world: World, held: Held, path: Path) -> None:
-    from pentameter.checkpoint.opening import open_checkpoint
-    from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
+    from pentameter.checkpoint.folders.opening import open_checkpoint
+    from pentameter.checkpoint.state.state_dicts import load_model_state, load_optimizer_state
 
     checkpoint = open_checkpoint(path)
     load_model_state(held.model, checkpoint.tensors("model"), world)

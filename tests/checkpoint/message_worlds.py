@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pentameter.checkpoint.copies import differing_copies
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.owners import exchange, held_regions
-from pentameter.checkpoint.store import CheckpointStore
-from pentameter.processes.world import World
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.owners import exchange, held_regions
+from pentameter.checkpoint.state.replicas import differing_copies
+from pentameter.processes.group.world import World
 
 DIMENSIONS = ("pipeline", "data", "shard", "tensor")
 MESHES = {
@@ -93,7 +93,7 @@ def _check(path: Path, n_layers: int) -> None:
 
 def compare_owners(world: World, folder: Path) -> list[str]:
     """Meshes for which placements say something else than the processes' own lists of regions."""
-    from pentameter.checkpoint.owners import holdings
+    from pentameter.checkpoint.format.owners import holdings
 
     wrong = []
     for sizes in MESHES[world.size]:

@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pentameter.checkpoint.initial_weights import initial_weights
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.state_dicts import load_model_state, model_state
-from pentameter.checkpoint.store import CheckpointStore
-from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.tensor_reader import StoredRegion, StoredTensors
+from pentameter.checkpoint.state.initial_weights import initial_weights
+from pentameter.checkpoint.state.state_dicts import load_model_state, model_state
+from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config
-from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import StorageError
 from pentameter.model.gpt import build_model
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 TOKENIZER = CharTokenizer("abcdefgh \n")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from file_operations import CHANGES, DieAt, before_each
 
-from pentameter.checkpoint.save_phases import HostBuffers
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import HostBuffers
 from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
 
@@ -283,7 +283,7 @@ def test_an_interrupt_in_the_middle_of_a_save_cleans_up(store, save):
 
 
 def test_a_reader_beside_a_saving_run_always_finds_a_whole_checkpoint(store):
-    from pentameter.checkpoint.opening import find_model
+    from pentameter.checkpoint.folders.opening import find_model
 
     save_mark(store, 1, 1.0)
     pid = os.fork()

@@ -9,8 +9,8 @@ from damage import DAMAGES, FILES, swap_with_older
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.checkpoint.manifest import Manifest
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.format.manifest import Manifest
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -52,7 +52,7 @@ def test_swapped_files_and_folders_are_found(store, save):
 def whole(tmp_path_factory):
     import torch
 
-    from pentameter.checkpoint.store import CheckpointStore
+    from pentameter.checkpoint.folders.store import CheckpointStore
 
     store = CheckpointStore(tmp_path_factory.mktemp("flips"), run_id="r", config_hash="c")
     tensors = {"model": {"w": torch.arange(20.0)}, "optimizer": {"w.step": torch.tensor(3)}}
@@ -81,7 +81,7 @@ def rewrite(path, change):
     """A manifest with a true checksum of a malicious content."""
     import hashlib
 
-    from pentameter.checkpoint.manifest import encode_json
+    from pentameter.checkpoint.format.manifest import encode_json
 
     content = json.loads((path / "manifest.json").read_text())
     del content["manifest_sha256"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pentameter.checkpoint.state_dicts import (
+from pentameter.checkpoint.state.state_dicts import (
     load_model_state,
     load_optimizer_state,
     model_state,

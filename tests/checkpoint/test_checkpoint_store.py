@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint import opening
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders import opening
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.disk import atomic
 from pentameter.disk.atomic import temporary_name
 from pentameter.errors import ConfigError, CorruptError, StorageError

@@ -13,14 +13,14 @@ from counted_reads import counted_reads
 from safetensors.torch import load_file, save_file
 from their_models import BPE, both_logits, open_there, their_model
 
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
+from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import from_their_config
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import INDEX, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
-from pentameter.checkpoint.lazy_tensors import LazyTensor
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.atomic import read_json
 from pentameter.errors import CorruptError

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
 
 ARCHIVE = Path(__file__).parent / "earlier" / "checkpoints.tar.xz"
 

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from their_models import BPE, GROUPED, both_logits, exact, open_there, their_model, transformers
 
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.folders.model_folder import StoredModel
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.hugging_face.config_json import choose_family, from_their_config
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.packed_experts import _dequantized, form_of, pack, unpack
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
-from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.model.cache import KVCache
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import build_model
 from pentameter.planning.gpt import parameter_table
 from pentameter.serve.passes import Slots

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from local_hub import TOKEN, Repository, local_hub
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
 from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.hugging_face.hub import HubAddress, hub_address
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import StoredModel, save_model
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.char import CharTokenizer

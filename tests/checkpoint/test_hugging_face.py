@@ -8,13 +8,13 @@ import os
 import pytest
 import torch
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import save_model
+from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import save_model
-from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.state.state_dicts import model_state
+from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config
-from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.generation.loop import generate

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from their_models import BPE, EXPERTS, SIZES, both_logits, exact, open_there, their_model
 from their_models import transformers as theirs_library
 
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.hugging_face import folder as folder_module
 from pentameter.checkpoint.hugging_face.config_json import choose_family, from_their_config
 from pentameter.checkpoint.hugging_face.expert_rules import (
@@ -21,14 +23,12 @@ from pentameter.checkpoint.hugging_face.expert_rules import (
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.state_dicts import model_state
-from pentameter.config.load import load_config
+from pentameter.checkpoint.state.state_dicts import model_state
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.model.gpt import build_model
-from pentameter.report.model_card import CARD, card_files
+from pentameter.report.pages.model_card import CARD, card_files
 
 WIDE = {"hidden_size": 24, "num_key_value_heads": 2}  # heads of an even size
 LATENT = {

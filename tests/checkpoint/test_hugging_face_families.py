@@ -26,10 +26,10 @@ from their_models import (
     transformers,
 )
 
+from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.hugging_face import folder as folder_module
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
-from pentameter.checkpoint.load_model import load_model
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.hugging_face.folder import _shards, export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
 )
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
 
 from tokenizer_forms import byte_level, sentencepiece
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import save_model
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import save_model
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.setting import load_tokenizer

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.checkpoint.opening import find_model
+from pentameter.checkpoint.folders.opening import find_model
 from pentameter.errors import ConfigError, CorruptError
 
 

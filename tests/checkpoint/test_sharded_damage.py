@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.safetensors_format import METADATA_KEY, Piece, piece_key, plan_file
-from pentameter.checkpoint.state_dicts import load_model_state
-from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors, check_cover
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.format.safetensors_format import (
+    METADATA_KEY,
+    Piece,
+    piece_key,
+    plan_file,
+)
+from pentameter.checkpoint.format.tensor_reader import StoredRegion, StoredTensors, check_cover
+from pentameter.checkpoint.state.state_dicts import load_model_state
 from pentameter.disk.atomic import FileRecord, write_hashed
 from pentameter.errors import CorruptError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from layout_worlds import LAYOUTS, load_layouts, run_world, save_layouts, true_state
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 
 KINDS = (
     *("one process", "data", "tensor", "pipeline", "zero"),

@@ -20,13 +20,13 @@ from sharded_worlds import (
     save_model_of_two,
 )
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.folder import export_hf
-from pentameter.checkpoint.initial_weights import initial_weights
-from pentameter.checkpoint.lazy_tensors import LazyTensor
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import StoredModel, save_model
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.initial_weights import initial_weights
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.model.gpt import build_model
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from pentameter.cli.completion import SCRIPTS, candidates, run
 from pentameter.cli.main import VERBS
-from pentameter.config.load import load_config, preset_names
-from pentameter.config.write import json_schema, to_toml
+from pentameter.config.files.load import load_config, preset_names
+from pentameter.config.files.write import json_schema, to_toml
 
 jsonschema = pytest.importorskip("jsonschema")
 

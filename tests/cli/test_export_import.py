@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.model_folder import StoredModel, save_model
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.import_ import with_micro_batch
 from pentameter.cli.main import main
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.cli.main import main
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS

@@ -16,7 +16,7 @@ from pentameter.errors import (
     StorageError,
     TrainingFailedError,
 )
-from pentameter.processes.failure import Failure, WorkerFailedError
+from pentameter.processes.failures.failure import Failure, WorkerFailedError
 
 
 def run_in_process(*arguments):

@@ -6,10 +6,10 @@ import urllib.request
 
 import pytest
 
+from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
-from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.setting import gpt2_tokenizer

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.checkpoint.opening import find_model
+from pentameter.checkpoint.folders.opening import find_model
 from pentameter.cli import report
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.reading import check_run_folder
+from pentameter.record.reading import check_run_folder
 
 METRICS = "".join(
     f'{{"event": "train", "step": {step}, "loss": {4 / step}}}\n' for step in range(1, 6)

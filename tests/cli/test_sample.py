@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.cli.sample import run
 from pentameter.config.data_schema import DataConfig
+from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config, ModelConfig, TrainConfig
-from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.cli.main import main
-from pentameter.cli.sweep_option import sweep_runs, train_sweep
+from pentameter.cli.options.sweep_option import sweep_runs, train_sweep
 from pentameter.errors import ConfigError, InterruptedRunError, TrainingFailedError
 
 DEED = "train.sample_prompt"
@@ -174,7 +174,7 @@ def test_a_sweep_that_is_stopped_says_so_whatever_its_runs_left(tmp_path, monkey
         raise InterruptedRunError("the sweep was stopped")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pentameter.cli.sweep_option.train_sweep", stopped)
+    monkeypatch.setattr("pentameter.cli.options.sweep_option.train_sweep", stopped)
     assert main([*TINY, "--sweep", "seed=1,2,3"]) == InterruptedRunError.exit_code
     assert "the sweep was stopped" in capsys.readouterr().err
     assert (tmp_path / "runs" / "grammar-sweep" / "compare.html").is_file()

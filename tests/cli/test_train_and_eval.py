@@ -46,7 +46,7 @@ def test_train_ends_with_a_report_and_what_to_do_next(run, capsys):
 
 
 def test_a_report_that_cannot_be_written_fails_no_run(run, capsys, monkeypatch):
-    from pentameter.report import page
+    from pentameter.report.pages import page
 
     def full(run_dir):
         raise StorageError("report.html cannot be written: No space left on device")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.cli.main import main
-from pentameter.config.command_source import is_text
+from pentameter.config.files.command_source import is_text
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 40
 TINY = [

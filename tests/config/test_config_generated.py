@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from pentameter.cli.main import main
 from pentameter.config.fields import leaves
+from pentameter.config.files.load import load_config
+from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import config_hash, diff_configs
-from pentameter.config.load import load_config
 from pentameter.config.messages import shortened
 from pentameter.config.schema import Config
-from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError, printable
 
 # Anything a UTF-8 file can hold; "none" reads as absent where a key may be absent.

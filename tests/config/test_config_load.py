@@ -10,7 +10,7 @@ import pytest
 
 from pentameter.config import messages
 from pentameter.config.fields import leaves, sections
-from pentameter.config.load import BOUND_TO_TEXT, load_config, preset_names
+from pentameter.config.files.load import BOUND_TO_TEXT, load_config, preset_names
 from pentameter.errors import ConfigError
 
 MINIMAL = '[data]\ncorpus = "stdlib"\n[train]\nbatch_size = 4\n'

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pentameter.config.load import load_config
-from pentameter.config.overrides import parse_overrides, split_overrides
+from pentameter.config.files.load import load_config
+from pentameter.config.files.overrides import parse_overrides, split_overrides
 from pentameter.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def test_pairs_keep_order_and_text():
 
 
 def test_splitting_a_command_line_needs_no_pydantic():
-    code = "import sys, pentameter.config.overrides; sys.exit('pydantic' in sys.modules)"
+    code = "import sys, pentameter.config.files.overrides; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.load import load_config, preset_names
+from pentameter.config.files.load import load_config, preset_names
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

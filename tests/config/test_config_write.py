@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.fields import leaves
+from pentameter.config.files.load import load_config, preset_names
+from pentameter.config.files.write import reference_page, to_toml
 from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash, diff_configs
-from pentameter.config.load import load_config, preset_names
-from pentameter.config.write import reference_page, to_toml
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pentameter.config.data_schema import USUAL_ENCODINGS, encoding_problem
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 
 

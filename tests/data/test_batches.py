@@ -10,7 +10,7 @@ from pentameter.data.batches.step import Batch, TrainingBatches, evaluation_rows
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.evaluate.split import evaluation_batches
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 
 def split_of(n_tokens, name="train"):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
+from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config
-from pentameter.config.write import to_toml
 from pentameter.data.batches.mixture import BLOCK_ROWS, Mixture, apportion
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset

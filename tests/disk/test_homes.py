@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.options.arguments import parse
 from pentameter.cli.train import TrainArguments
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.urls import given_path
 from pentameter.disk import cache
 from pentameter.disk.cache import cache_folder, telling_of_the_cache

@@ -3,14 +3,14 @@ cost, and that the search finds their degrees."""
 
 import pytest
 
-from pentameter.config.load import load_config
-from pentameter.estimating.candidates import Candidates
-from pentameter.estimating.cluster import parse_cluster
-from pentameter.estimating.communication import communication_of_stages
-from pentameter.estimating.estimate import make_estimate
-from pentameter.estimating.plan_estimates import step_of
-from pentameter.estimating.search import search
-from pentameter.estimating.step_time import step_time
+from pentameter.config.files.load import load_config
+from pentameter.estimating.bytes.communication import communication_of_stages
+from pentameter.estimating.bytes.plan_estimates import step_of
+from pentameter.estimating.search.candidates import Candidates
+from pentameter.estimating.search.search import search
+from pentameter.estimating.seconds.cluster import parse_cluster
+from pentameter.estimating.seconds.estimate import make_estimate
+from pentameter.estimating.seconds.step_time import step_time
 from pentameter.planning.plan import make_plan
 
 MIXTURE = {

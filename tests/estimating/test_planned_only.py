@@ -2,11 +2,11 @@
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import parse_cluster
-from pentameter.estimating.estimate import make_estimate
-from pentameter.estimating.search import search
+from pentameter.estimating.search.search import search
+from pentameter.estimating.seconds.cluster import parse_cluster
+from pentameter.estimating.seconds.estimate import make_estimate
 
 GPT = {
     "model.vocab_size": 50304,

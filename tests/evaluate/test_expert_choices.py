@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pentameter.checkpoint.model_folder import StoredModel, save_model
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.folders.model_folder import StoredModel, save_model
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.char import CharTokenizer

@@ -14,7 +14,7 @@ from oracle import tiny_config
 from planted import FailInSave, FileSizeLimit, LateWrites
 from trial import Trial, assert_checkpoints_whole, join, kill, said, wait_for_step
 
-from pentameter.checkpoint.opening import list_checkpoints, open_checkpoint
+from pentameter.checkpoint.folders.opening import list_checkpoints, open_checkpoint
 from pentameter.errors import CorruptError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

@@ -30,10 +30,10 @@ from battery import failure_bound
 from parity_runs import TINY, Runs, changed
 from trial import Trial
 
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.errors import PentameterError
 from pentameter.parallel.local_shards import local_shard
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 N_STEPS, INTERVAL = 12, 4

@@ -118,7 +118,7 @@ def _run(folder: Path, config: Path, layout: str, where: str, how: str) -> tuple
 
 def train(config: str, folder: str, where: str, how: str) -> None:
     """Train as one of the ranks, of which rank 1 hangs."""
-    from pentameter.processes.place import find_place
+    from pentameter.processes.group.rank import find_place
     from pentameter.train import start
 
     planted, place = _Planted(where, partial(_hang, how, Path(folder, "hung"))), find_place()

@@ -59,8 +59,8 @@ def as_command(train: Callable[..., None]) -> int:
 
 def _launch(program: str, n_ranks: str, *arguments: str) -> None:
     """Start the ranks as `--nproc` does."""
-    from pentameter.processes.local_launch import run_local
-    from pentameter.processes.program import Command
+    from pentameter.processes.launch.local_launch import run_local
+    from pentameter.processes.launch.program import Command
 
     run_local(Command([sys.executable, program, "train", *arguments]), int(n_ranks))
 
@@ -68,12 +68,12 @@ def _launch(program: str, n_ranks: str, *arguments: str) -> None:
 def train_with(config: str, folder: str, hook: object) -> None:
     """Train a configuration file as one of the ranks that were started, in FOLDER/run, with a
     hook."""
-    from pentameter.config.load import load_config
+    from pentameter.config.files.load import load_config
     from pentameter.machine.ceilings import ceiling
     from pentameter.machine.peaks import measure_matmul
-    from pentameter.processes.join import joined_world_of
-    from pentameter.processes.place import find_place
-    from pentameter.processes.worker import watch_launcher
+    from pentameter.processes.group.join import joined_world_of
+    from pentameter.processes.group.rank import find_place
+    from pentameter.processes.launch.worker import watch_launcher
     from pentameter.train import compute
     from pentameter.train.loop import Trainer
 

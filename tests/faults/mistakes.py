@@ -18,17 +18,17 @@ from battery import Result, run_trials
 from planted import replace
 from table import CLASSES
 
-from pentameter.checkpoint.save_phases import Written
+from pentameter.checkpoint.format.save_phases import Written
 from pentameter.disk.atomic import FileRecord
 from pentameter.errors import CorruptError
 from pentameter.train.update import Update
 
-PHASES = "pentameter.checkpoint.save_phases"
+PHASES = "pentameter.checkpoint.format.save_phases"
 
 
 def save_in_place() -> None:
     """A checkpoint is written into the folder that readers look at."""
-    replace("pentameter.checkpoint.store:temporary_name", lambda real: lambda name: name)
+    replace("pentameter.checkpoint.folders.store:temporary_name", lambda real: lambda name: name)
 
     def make(real):
         def publish(self, folder, manifest):
@@ -36,7 +36,7 @@ def save_in_place() -> None:
 
         return publish
 
-    replace("pentameter.checkpoint.store:_StepFolders.publish", make)
+    replace("pentameter.checkpoint.folders.store:_StepFolders.publish", make)
 
 
 def presence_is_validity() -> None:
@@ -49,9 +49,11 @@ def presence_is_validity() -> None:
         return check
 
     replace("pentameter.disk.atomic:check_file", make)
-    replace("pentameter.checkpoint.opening:check_files", lambda real: lambda *a, **k: None)
-    replace("pentameter.checkpoint.store:check_files", lambda real: lambda *a, **k: None)
-    replace("pentameter.checkpoint.verification:check_files", lambda real: lambda *a, **k: None)
+    replace("pentameter.checkpoint.folders.opening:check_files", lambda real: lambda *a, **k: None)
+    replace("pentameter.checkpoint.folders.store:check_files", lambda real: lambda *a, **k: None)
+    replace(
+        "pentameter.checkpoint.folders.verification:check_files", lambda real: lambda *a, **k: None
+    )
     replace("pentameter.disk.atomic:check_hash", lambda real: lambda *a: None)
 
 
@@ -64,7 +66,7 @@ def newest_by_time() -> None:
 
         return listed
 
-    replace("pentameter.checkpoint.opening:list_checkpoints", make)
+    replace("pentameter.checkpoint.folders.opening:list_checkpoints", make)
 
 
 def skip_by_zero() -> None:
@@ -146,7 +148,7 @@ def corruption_is_success() -> None:
 
         return find
 
-    replace("pentameter.checkpoint.store:find_checkpoint", make)
+    replace("pentameter.checkpoint.folders.store:find_checkpoint", make)
 
 
 # -- saving beside training -----------------------------------------------------------------------
@@ -155,7 +157,8 @@ def corruption_is_success() -> None:
 def snapshot_of_the_weights_themselves() -> None:
     """The snapshot is the weights, and the next steps change it while it is written."""
     replace(
-        "pentameter.checkpoint.save_phases:HostBuffers.copy", lambda real: lambda _, files: files
+        "pentameter.checkpoint.format.save_phases:HostBuffers.copy",
+        lambda real: lambda _, files: files,
     )
 
 
@@ -170,9 +173,9 @@ def commit_before_all_have_written() -> None:
 
         return written
 
-    replace("pentameter.checkpoint.save_phases:Save.written", make)
+    replace("pentameter.checkpoint.format.save_phases:Save.written", make)
     replace(
-        "pentameter.checkpoint.save_phases:Save.is_writing",
+        "pentameter.checkpoint.format.save_phases:Save.is_writing",
         lambda real: property(lambda self: False),
     )
 
@@ -214,7 +217,7 @@ def prune_before_the_commit() -> None:
 
         return plan
 
-    replace("pentameter.checkpoint.store:CheckpointStore.plan", make)
+    replace("pentameter.checkpoint.folders.store:CheckpointStore.plan", make)
 
 
 @dataclass(frozen=True)

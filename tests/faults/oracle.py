@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.config.load import load_config
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.config.files.load import load_config
 from pentameter.errors import PentameterError
 from pentameter.machine.ceilings import ceiling
 from pentameter.machine.peaks import measure_matmul
-from pentameter.processes.join import joined_world_of
-from pentameter.processes.place import Place
+from pentameter.processes.group.join import joined_world_of
+from pentameter.processes.group.rank import Place
 
 STEPS = 40
 TINY = {
@@ -51,7 +51,7 @@ _context = multiprocessing.get_context("forkserver")
 
 def tiny_config(tmp_path: Path, **overrides: Any) -> Path:
     """A file of the tiny configuration, with dotted overrides applied."""
-    from pentameter.config.write import to_toml
+    from pentameter.config.files.write import to_toml
 
     path = tmp_path / "tiny.toml"
     base = tmp_path / "base.toml"

@@ -36,8 +36,8 @@ PHASES = {
     "optimizer": "pentameter.train.loop:update_weights",
     "evaluation": "pentameter.train.boundary:evaluate_all",
     "sampling": "pentameter.train.boundary:sample_text",
-    "saving": "pentameter.checkpoint.save_phases:write_verified",
-    "plan of a save": "pentameter.checkpoint.store:CheckpointStore.plan",
+    "saving": "pentameter.checkpoint.format.save_phases:write_verified",
+    "plan of a save": "pentameter.checkpoint.folders.store:CheckpointStore.plan",
 }
 """Phase of a run → the function that does it, as its caller finds it. Of two micro-batches in a
 step, the even calls of `accumulation` begin the second."""
@@ -203,7 +203,7 @@ class LateWrites:
 
             return forward_backward
 
-        replace("pentameter.checkpoint.save_phases:Save.start_writing", start)
+        replace("pentameter.checkpoint.format.save_phases:Save.start_writing", start)
         replace(PHASES["saving"], write)
         replace(PHASES["step"], step)
 

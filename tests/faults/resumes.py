@@ -9,9 +9,9 @@ import torch
 from oracle import curve, final_tensors, tiny_config
 from trial import TIMEOUT_SECONDS, Trial, Undisturbed, join, said
 
-from pentameter.checkpoint.opening import list_checkpoints, open_checkpoint
-from pentameter.checkpoint.store import CheckpointStore
-from pentameter.train.saving import tensors_to_save
+from pentameter.checkpoint.folders.opening import list_checkpoints, open_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.train.keep.saving import tensors_to_save
 
 LAYOUTS = {
     "one process": (1, {}),

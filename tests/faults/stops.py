@@ -17,7 +17,7 @@ from trial import (
     wait_for_step,
 )
 
-from pentameter.checkpoint.opening import find_model
+from pentameter.checkpoint.folders.opening import find_model
 from pentameter.errors import ConfigError
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")

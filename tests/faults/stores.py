@@ -20,13 +20,13 @@ from object_store import Request, Store, running_store, use_client
 from oracle import _train, assert_same_run, events, tiny_config
 from trial import PATIENCE_SECONDS, Trial
 
-from pentameter.checkpoint.manifest import MANIFEST_NAME
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.remote_copies import RemoteCopies, fetch_checkpoint
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.folders.remote_copies import RemoteCopies, fetch_checkpoint
+from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.manifest import MANIFEST_NAME
 from pentameter.disk import remote_folder
 from pentameter.disk.remote_folder import RemoteFolder
-from pentameter.train import copying
+from pentameter.train.keep import copying
 
 URL = "s3://bucket/runs/tiny"
 INTERVAL = 20

@@ -65,7 +65,7 @@ CLASSES = [
                "nothing of it is kept, ranks agree; skipped, or exit 70", 32,
                values.a_value_that_is_not_finite),
     FaultClass("N2", "spike; resumed inside its window", "the same decision", tests=(
-        "tests/train/test_guard.py::"
+        "tests/train/faults/test_guard.py::"
         "test_a_run_stopped_after_each_step_of_the_window_decides_as_one_that_was_not",
         "tests/parity/test_guard.py",
     )),
@@ -122,8 +122,8 @@ CLASSES = [
         "tests/checkpoint/test_checkpoint_damage.py::test_a_pickle_is_data_not_code",
         "tests/checkpoint/test_checkpoint_damage.py::test_a_manifest_cannot_lead_outside",
         "tests/checkpoint/test_sharded_damage.py::test_a_pickle_among_the_pieces_is_never_run",
-        "tests/train/test_run_folder.py",
-        "tests/processes/test_local_launch.py::"
+        "tests/train/keep/test_run_folder.py",
+        "tests/processes/launch/test_local_launch.py::"
         "test_workers_meet_over_loopback_and_leave_nothing",
     )),
     FaultClass("E1", "no network at all", "training, resuming, exporting, sampling pass", 6,

@@ -21,7 +21,7 @@ from oracle import (
     train_in_child,
 )
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 
 
 def make_reference(tmp_path_factory, **overrides):

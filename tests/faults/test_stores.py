@@ -42,7 +42,7 @@ def shared(tmp_path_factory):
 def _own_settings(monkeypatch):
     """Trials set the pauses between attempts, and what opens s3://, in this process, too."""
     from pentameter.disk import remote_folder
-    from pentameter.train import copying
+    from pentameter.train.keep import copying
 
     monkeypatch.setattr(remote_folder, "START_PAUSES", remote_folder.START_PAUSES)
     monkeypatch.setattr(copying, "PAUSES", copying.PAUSES)

@@ -14,8 +14,8 @@ from typing import Any
 
 from oracle import assert_same_run, error_path, events, tiny_config, train_in_child
 
-from pentameter.checkpoint.opening import find_checkpoint, list_checkpoints, open_checkpoint
-from pentameter.processes.place import Place
+from pentameter.checkpoint.folders.opening import find_checkpoint, list_checkpoints, open_checkpoint
+from pentameter.processes.group.rank import Place
 
 PATIENCE_SECONDS = 300.0
 """Longest wait for processes that should end by themselves, on a busy machine."""

@@ -10,7 +10,7 @@ from oracle import assert_same_run, events, final_tensors
 from planted import Clock, Spoil
 from trial import Trial, assert_checkpoints_whole, join, kill, said
 
-from pentameter.checkpoint.opening import list_checkpoints
+from pentameter.checkpoint.folders.opening import list_checkpoints
 
 WHAT = ("loss", "gradient", "weight", "logits")
 GIVEN_UP = 70

@@ -5,7 +5,7 @@ import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import activations, attention_kernels, kernels, native
-from pentameter.fused_cpu.expert_rows import (
+from pentameter.fused_cpu.experts.expert_rows import (
     places_by_expert,
     spread,
     weighted_sum,

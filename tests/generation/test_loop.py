@@ -23,7 +23,7 @@ from pentameter.generation.loop import (
     window_tokens,
 )
 from pentameter.generation.sampling import Sampling, choose, uniform_numbers
-from pentameter.model.cache import KVCache
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pentameter.cli import doctor
-from pentameter.cli.arguments import device_for_verb
+from pentameter.cli.options.arguments import device_for_verb
 from pentameter.errors import ConfigError
 from pentameter.machine import capabilities as machine
 from pentameter.machine.capabilities import has_kernels, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision, emulates
-from pentameter.train.start_warnings import compute_warnings
+from pentameter.train.say.start_warnings import compute_warnings
 
 CPU = torch.device("cpu")
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

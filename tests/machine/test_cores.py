@@ -29,7 +29,7 @@ from pentameter.machine.cores import (
     prepare_threads,
     usable_cores,
 )
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
 

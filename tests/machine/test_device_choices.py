@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import Cluster, known_devices
-from pentameter.estimating.estimate import best_precision
+from pentameter.estimating.seconds.cluster import Cluster, known_devices
+from pentameter.estimating.seconds.estimate import best_precision
 from pentameter.machine.capabilities import (
     Capabilities,
     CpuCapabilities,

@@ -41,7 +41,7 @@ with RunLock(path, waiting=print):
 BOARD = """
 import json, sys
 from pathlib import Path
-from pentameter.report.board import Board
+from pentameter.report.watch.board import Board
 print(json.dumps(Board(Path(sys.argv[1])).news("", -1)))
 """
 

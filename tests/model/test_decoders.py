@@ -9,8 +9,8 @@ import torch
 
 from pentameter.config.model_schema import ModelConfig
 from pentameter.config.rope_scaling import RopeScalingConfig
-from pentameter.model.attention import attend, attend_explicitly
-from pentameter.model.cache import KVCache
+from pentameter.model.attention.attention import attend, attend_explicitly
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.positions import rotation
 from pentameter.planning.gpt import parameter_table

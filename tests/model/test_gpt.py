@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.cache import KVCache
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum

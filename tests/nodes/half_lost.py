@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cluster import cluster
 
-from pentameter.report.page import write_report
+from pentameter.report.pages.page import write_report
 
 
 def lose_half(folder: Path, seconds: float) -> Path:

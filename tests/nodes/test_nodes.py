@@ -1,6 +1,6 @@
 """Runs on several nodes go on after any fault, and give what an undisturbed run gives.
 
-`tests/processes/test_node_launch.py` has the launchers' part of it in the quick tier; `python -m
+`tests/processes/launch/test_node_launch.py` has the launchers' part of it in the quick tier; `python -m
 tests.nodes` makes many trials.
 """
 
@@ -14,8 +14,8 @@ from half_lost import lose_half
 from network import reason_not_to
 from trials import TRIALS, Trial, failure_bound, table
 
-from pentameter.report.page import render_page
-from pentameter.report.reading import read_run
+from pentameter.record.reading import read_run
+from pentameter.report.pages.page import render_page
 
 
 @pytest.mark.slow

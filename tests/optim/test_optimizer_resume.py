@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.config.schema import Config
 from pentameter.train.loop import Trainer
 

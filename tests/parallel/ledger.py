@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
-from pentameter.estimating.communication import WORLD, Communication, CommunicationCounter
-from pentameter.estimating.operation_communication import Kind
+from pentameter.estimating.bytes.communication import WORLD, Communication, CommunicationCounter
+from pentameter.estimating.bytes.operation_communication import Kind
 from pentameter.parallel.context.context_parallel import exchanged
 from pentameter.parallel.context.ring_attention import attend_around, differentiate_around
-from pentameter.parallel.expert_parallel import counts_exchanged, start_rows
+from pentameter.parallel.experts.expert_parallel import counts_exchanged, start_rows
 from pentameter.parallel.grid import product_3d, summa
 from pentameter.parallel.tensor import collectives, sharded_norm, tensor_products
-from pentameter.planning.layout import MESH_DIMENSIONS, Layout
+from pentameter.planning.layouts.layout import MESH_DIMENSIONS, Layout
 
 OPERATIONS: dict[str, tuple[Kind, Callable[..., Any]]] = {
     # Name: kind, and of its arguments what counts as handed over.
@@ -86,7 +86,7 @@ NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrie
 class Ledger(TorchDispatchMode):
     """Counts what this process sends within its `with`, by (dimension, kind).
 
-    Bytes and dimensions are as `pentameter.estimating.communication` defines them. Groups of one
+    Bytes and dimensions are as `pentameter.estimating.bytes.communication` defines them. Groups of one
     rank send nothing and are left out. The first two steps of DDP are not like the later ones. A
     group that two meshes share counts for the first one's dimension; `named` maps the names of
     other groups to dimensions.

@@ -26,14 +26,14 @@ from pentameter.model.experts import Experts
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
-from pentameter.parallel.expert_parallel import ExpertExchange
+from pentameter.parallel.experts.expert_parallel import ExpertExchange
 from pentameter.parallel.links import measure_links, pass_on
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
 from pentameter.parallel.waits import BucketSums
-from pentameter.planning.layout import parse_layout
+from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.waiting import Wait, wait_behind
-from pentameter.processes.world import World
+from pentameter.processes.failures.waiting import Wait, wait_behind
+from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 
 MODEL = {

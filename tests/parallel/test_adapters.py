@@ -14,16 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
 
 from tiny_runs import config, fit
 
+from pentameter.checkpoint.folders.load_model import load_model, open_model
+from pentameter.checkpoint.folders.model_folder import save_model
+from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.hugging_face.folder import export_hf, hub_name
 from pentameter.checkpoint.hugging_face.peft import export_peft
-from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import save_model
-from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_state_bytes
+from pentameter.estimating.bytes.plan_estimates import plan_state_bytes
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
-from pentameter.processes.local_launch import check_launch
+from pentameter.processes.launch.local_launch import check_launch
 
 SIZES = {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16, "vocab_size": 16}
 MODEL = {**SIZES, "qkv_bias": True, "bias": True}

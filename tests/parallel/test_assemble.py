@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.parallel.assemble import assemble

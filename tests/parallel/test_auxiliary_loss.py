@@ -15,7 +15,7 @@ from pentameter.model.feed_forward import MLP
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 STILL = {"dropout": 0.0}
 PENALTY = 0.01

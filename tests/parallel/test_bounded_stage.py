@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from measured import configuration, first_step, held
 
-from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.bytes.plan_estimates import plan_memory
 from pentameter.parallel.pipeline.bounded_stage import SCHEDULES_LET_GO
-from pentameter.planning.layout import parse_layout
+from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import make_plan
 
 T, D = 256, 64

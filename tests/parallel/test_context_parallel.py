@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import attend
+from pentameter.model.attention.attention import attend
 from pentameter.model.dropout import AttentionDropout, dropout_keys
 from pentameter.model.gpt import GPT
 from pentameter.parallel.context.context_parallel import own_positions, parallelize_context
 from pentameter.parallel.mesh import build_mesh
-from pentameter.planning.layout import Layout
-from pentameter.planning.sharding import sharding_of
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import sharding_of
 
 B, H, T, K = 2, 4, 32, 8
 MODES = ("ring", "all-to-all")

@@ -11,7 +11,7 @@ from measured import configuration, own_batch
 from pentameter.model.experts import Router
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 MIXTURE = {"n_experts": 5, "d_expert": 6, "dense_layers": (0, 1), "dropout": 0.0}
 

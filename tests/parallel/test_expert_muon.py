@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 
 from pentameter.optim.expert_muon import ExpertMuon
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 SHAPE = (3, 7, 5)  # divides by 2 in no dimension
 

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import parse_layout
-from pentameter.processes.world import World
+from pentameter.planning.layouts.layout import parse_layout
+from pentameter.processes.group.world import World
 
 TEXT = np.array([[3, 1, 4, 1, 5]])
 TRAIN = {"micro_batch_size": 2, "precision": "bf16"}

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from ledger import Ledger
 from measured import configuration, constants, sent
 
-from pentameter.estimating.communication import Communication, step_communication
-from pentameter.estimating.plan_estimates import step_of
+from pentameter.estimating.bytes.communication import Communication, step_communication
+from pentameter.estimating.bytes.plan_estimates import step_of
 from pentameter.parallel.mesh import build_mesh
-from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.layouts.layout import Layout, parse_layout
 from pentameter.planning.plan import make_plan
 
-PLAN = "pentameter.estimating.communication."
+PLAN = "pentameter.estimating.bytes.communication."
 SMALL_BUCKETS = {
     PLAN + "COPIES_BUCKET_BYTES": 700,
     "pentameter.parallel.data_parallel.COPIES_BUCKET_BYTES": 700,
@@ -25,8 +25,8 @@ SMALL_BUCKETS = {
 }
 # Parts of 7 and 6 columns: on its own each process would take another number of rows at a time.
 SMALL_CHUNKS = {
-    "pentameter.estimating.operation_communication.MAX_LOGITS": 26,
-    "pentameter.estimating.grid_communication.MAX_LOGITS": 26,
+    "pentameter.estimating.bytes.operation_communication.MAX_LOGITS": 26,
+    "pentameter.estimating.bytes.grid_communication.MAX_LOGITS": 26,
     "pentameter.model.loss.MAX_LOGITS": 26,
 }
 BF16 = {"precision": "bf16"}

@@ -17,9 +17,9 @@ from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import install_forwards
 from pentameter.parallel.sources.adapters import add_adapters
 from pentameter.parallel.sources.custom_outline import _adapted
-from pentameter.planning.layout import parse_layout
+from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 MODEL = {"n_layers": 2, "n_heads": 4, "d_ff": 16, "dropout": 0.0, "tied_head": False}
 LLAMA = {**MODEL, "n_kv_heads": 2, "activation": "swiglu", "positions": "rotary"}

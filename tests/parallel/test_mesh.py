@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pentameter.errors import ConfigError
 from pentameter.parallel.mesh import build_mesh
-from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
-from pentameter.processes.world import World
+from pentameter.planning.layouts.layout import PARAMETER_DIMENSIONS, Layout
+from pentameter.processes.group.world import World
 
 LAYOUTS = [
     Layout(pipeline=2, data=2, zero=3, replicate=1, tensor=2),

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_record, plan_state_bytes
+from pentameter.estimating.bytes.plan_estimates import plan_record, plan_state_bytes
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.sources.custom_model import OwnModel, model_source
 from pentameter.parallel.sources.gpt_source import GPTSource

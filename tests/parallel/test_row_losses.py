@@ -9,9 +9,9 @@ from torch import nn
 from pentameter.data.batches.step import Batch
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.sources.custom_model import OwnModel
-from pentameter.planning.layout import parse_layout
+from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 LAYOUTS = [
     "data=2",

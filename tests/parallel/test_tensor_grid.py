@@ -13,8 +13,8 @@ from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.sharded_norm import sharded_norm
 from pentameter.planning.gpt import operations
-from pentameter.planning.layout import Layout, parse_layout
-from pentameter.planning.sharding import Sharding
+from pentameter.planning.layouts.layout import Layout, parse_layout
+from pentameter.planning.layouts.sharding import Sharding
 
 TWO, THREE = "tensor=4,tensor_mode=2d", "tensor=8,tensor_mode=3d"
 R, D, V = 8, 12, 13  # rows of all, channels, and outputs that nothing divides

@@ -10,8 +10,8 @@ from pentameter.parallel.grid.tensor_grid import Grid
 from pentameter.parallel.tensor.tensor_parallel import TensorParallelContext
 from pentameter.planning.architecture import Role
 from pentameter.planning.gpt import operations
-from pentameter.planning.layout import Layout
-from pentameter.planning.sharding import sharding_of
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import sharding_of
 
 MODELS: list[dict[str, Any]] = [
     {},

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from measured import configuration, held
 
-from pentameter.estimating.plan_estimates import plan_memory
-from pentameter.planning.layout import parse_layout
+from pentameter.estimating.bytes.plan_estimates import plan_memory
+from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import make_plan
 
 # Few tokens, so that nearly all is weights, gradients, optimizer and what is gathered: 14 MB of

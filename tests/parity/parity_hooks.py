@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pentameter.parallel.local_shards import local_shard
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 
 class StopInOne:

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.config.load import load_config
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
 from pentameter.machine.ceilings import ceiling
 from pentameter.machine.peaks import measure_matmul
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 _context = multiprocessing.get_context("forkserver")
 TIMEOUT_SECONDS = 120.0

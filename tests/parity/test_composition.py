@@ -158,7 +158,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds workers in /proc")
 def test_sigterm_to_one_worker_saves_and_stops_all(runs, tiny, tmp_path):
-    from pentameter.config.write import to_toml
+    from pentameter.config.files.write import to_toml
 
     config = changed(tiny, {"train.steps": 80, "train.eval_interval": None})
     undisturbed = runs.train(config, 2)

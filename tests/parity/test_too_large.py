@@ -16,7 +16,7 @@ from parity_runs import changed
 from torch.profiler import ProfilerActivity, profile
 
 from pentameter.config.schema import Config
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 FEW_BYTES = 1024
 """What meshes and groups say to each other."""

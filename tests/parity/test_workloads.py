@@ -15,7 +15,7 @@ import pytest
 import torch
 from parity_runs import ALONE, Run, Runs, changed
 
-from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.evaluate.split import evaluate
 from pentameter.parallel.assemble import engine_of
 from pentameter.planning.plan import make_plan

@@ -7,7 +7,7 @@ import pytest
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.layout import (
+from pentameter.planning.layouts.layout import (
     Layout,
     exchange_ranks,
     make_layout,

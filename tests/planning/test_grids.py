@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_state_bytes
-from pentameter.planning.layout import Layout, parse_layout
+from pentameter.estimating.bytes.plan_estimates import plan_state_bytes
+from pentameter.planning.layouts.layout import Layout, parse_layout
 from pentameter.planning.plan import make_plan
 
 GRIDS = ["tensor=4,tensor_mode=2d", "tensor=8,tensor_mode=2.5d", "tensor=8,tensor_mode=3d"]

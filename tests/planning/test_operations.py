@@ -13,17 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.estimating.communication import step_communication
-from pentameter.estimating.costs import ActivationBytes, Step
-from pentameter.estimating.memory import step_memory
+from pentameter.estimating.bytes.communication import step_communication
+from pentameter.estimating.bytes.costs import ActivationBytes, Step
+from pentameter.estimating.bytes.memory import step_memory
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.experts import GroupedLinear, Router
 from pentameter.model.gpt import GPT, TiedHead, build_model
-from pentameter.planning import sharding as shardings
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import operations, parameter_table
-from pentameter.planning.layout import Layout
-from pentameter.planning.layout_checks import check_layout
+from pentameter.planning.layouts import sharding as shardings
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.layout_checks import check_layout
 from pentameter.planning.plan import make_plan
 from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 

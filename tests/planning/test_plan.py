@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
-from pentameter.planning.layout import Layout, parse_layout, stage_layers
-from pentameter.planning.layout_checks import check_tied_within
+from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record, plan_state_bytes
+from pentameter.planning.layouts.layout import Layout, parse_layout, stage_layers
+from pentameter.planning.layouts.layout_checks import check_tied_within
 from pentameter.planning.outline import tied_parameters
 from pentameter.planning.plan import make_plan
 

@@ -5,14 +5,14 @@ import re
 import pytest
 import torch
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.bytes.plan_estimates import plan_memory
 from pentameter.model.gpt import GPT
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.gpt import parameter_table
-from pentameter.planning.layout import stage_layers
+from pentameter.planning.layouts.layout import stage_layers
 from pentameter.planning.plan import Plan, make_plan
 
 VOCABULARIES = {"wikitext-2": 28_782, "shakespeare": 65, "stdlib": 102}

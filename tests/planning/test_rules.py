@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pentameter.planning.architecture import Init, ParameterSpec
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import Sharding
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import Sharding
 
 
 @pytest.mark.parametrize(

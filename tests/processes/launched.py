@@ -16,14 +16,14 @@ from typing import NoReturn
 
 from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
-from pentameter.processes import progress
-from pentameter.processes.failure import failure_ends_process
-from pentameter.processes.join import joined_world
-from pentameter.processes.local_launch import run_local
-from pentameter.processes.place import find_place
-from pentameter.processes.program import Command
-from pentameter.processes.stop_signals import STOP_SIGNALS
-from pentameter.processes.worker import watch_launcher
+from pentameter.processes.failures import progress
+from pentameter.processes.failures.failure import failure_ends_process
+from pentameter.processes.group.join import joined_world
+from pentameter.processes.group.rank import find_place
+from pentameter.processes.launch.local_launch import run_local
+from pentameter.processes.launch.program import Command
+from pentameter.processes.launch.stop_signals import STOP_SIGNALS
+from pentameter.processes.launch.worker import watch_launcher
 from pentameter.train.signals import StopSignals
 
 progress.LEAST_TIMEOUT_SECONDS = float(os.environ.get("TEST_TIMEOUT_SECONDS", "30"))

@@ -11,11 +11,11 @@ from pathlib import Path
 from pentameter.cli import main as cli
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, InterruptedRunError
-from pentameter.processes.attempts import Rules
-from pentameter.processes.node_launch import run_on_nodes
-from pentameter.processes.program import Command
-from pentameter.processes.stop_signals import handling_stop_signals
-from pentameter.processes.worker import watch_launcher
+from pentameter.processes.launch.node_launch import run_on_nodes
+from pentameter.processes.launch.program import Command
+from pentameter.processes.launch.stop_signals import handling_stop_signals
+from pentameter.processes.launch.worker import watch_launcher
+from pentameter.processes.nodes.attempts import Rules
 
 
 def work(folder: Path) -> None:

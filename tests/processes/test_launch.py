@@ -15,25 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import n_usable_cores
-from pentameter.processes.failure import (
+from pentameter.processes.failures.failure import (
     LostProcessError,
     failure_ends_process,
     lost_process,
     tell_failure,
 )
-from pentameter.processes.join import joined_world, local_device, loss_behind
-from pentameter.processes.place import (
+from pentameter.processes.failures.waiting import Naming, Wait
+from pentameter.processes.group.join import joined_world, local_device, loss_behind
+from pentameter.processes.group.rank import (
     Place,
     expand_counts,
     find_place,
     first_node,
     rendezvous_port,
 )
-from pentameter.processes.waiting import Naming, Wait
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 LAUNCHED = Path(__file__).with_name("launched.py")
@@ -314,7 +314,7 @@ def test_a_script_of_one_process_fails_as_any_other():
 
 
 def test_who_waits_for_others_says_so(monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr("pentameter.processes.join.SAY_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("pentameter.processes.group.join.SAY_AFTER_SECONDS", 0.2)
     place = Place(0, 2, 0, 2, f"file://{tmp_path}/meeting", "torchrun")
     with (
         pytest.raises(LostProcessError, match="not all of the 2 processes"),

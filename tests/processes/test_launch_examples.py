@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from pentameter.cli.arguments import parse_arguments
 from pentameter.cli.main import VERBS
+from pentameter.cli.options.arguments import parse_arguments
 from pentameter.cli.train import TrainArguments
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.planning.plan import make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

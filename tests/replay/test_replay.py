@@ -15,7 +15,7 @@ from tiny_runs import events, fit
 
 from pentameter.cli.replay import run as replay
 from pentameter.errors import ConfigError, CorruptError, TrainingFailedError
-from pentameter.planning.layout import make_layout
+from pentameter.planning.layouts.layout import make_layout
 from pentameter.replay.record import Route, RunRecord, StepNumbers, read_record
 
 KEEPS = {"interval": 4, "keep_last": 9}

@@ -7,12 +7,12 @@ import re
 import pytest
 from pages import check_page, text_of
 
-from pentameter.report import event_reader
-from pentameter.report.event_reader import EventReader
+from pentameter.record import event_reader
+from pentameter.record.event_reader import EventReader
+from pentameter.record.reading import read_run
+from pentameter.record.results import results
 from pentameter.report.expert_loads import expert_maps
-from pentameter.report.page import render_page
-from pentameter.report.reading import read_run
-from pentameter.report.results import results
+from pentameter.report.pages.page import render_page
 
 
 def loads_event(step, layer, *loads, **further):
@@ -120,7 +120,7 @@ def test_following_a_long_run_keeps_whole_steps(make_run, monkeypatch):
 
 
 def test_compare_has_columns_for_mixtures_alone(make_run, run_events, tmp_path):
-    from pentameter.report.comparison import compare_runs
+    from pentameter.report.watch.comparison import compare_runs
 
     mixture = make_run([*run_events(40), *EVENTS]).rename(tmp_path / "mixture")
     dense = tmp_path / "dense"

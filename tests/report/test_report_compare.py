@@ -14,14 +14,15 @@ from pages import check_page, text_of
 
 from pentameter.cli import compare
 from pentameter.cli.main import main
-from pentameter.config.load import load_config
-from pentameter.config.write import to_toml
+from pentameter.config.files.load import load_config
+from pentameter.config.files.write import to_toml
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
-from pentameter.report import markup, reading
-from pentameter.report.comparison import compare_runs, render_comparison
-from pentameter.report.page import render_page
-from pentameter.report.plots import (
+from pentameter.record import reading
+from pentameter.record.reading import read_run
+from pentameter.record.results import results
+from pentameter.report.figures import markup
+from pentameter.report.figures.plots import (
     BITS,
     LOSSES,
     PAGE,
@@ -30,9 +31,9 @@ from pentameter.report.plots import (
     overlay_figure,
     useful_axes,
 )
-from pentameter.report.ranking import STUDENT_T, UNKNOWN_NOISE
-from pentameter.report.reading import read_run
-from pentameter.report.results import results
+from pentameter.report.pages.page import render_page
+from pentameter.report.watch.comparison import compare_runs, render_comparison
+from pentameter.report.watch.ranking import STUDENT_T, UNKNOWN_NOISE
 
 
 @pytest.fixture

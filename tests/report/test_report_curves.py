@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from pentameter.report.curves import Series, envelope, limits, smoothed, thinned
+from pentameter.record.curves import Series, envelope, limits, smoothed, thinned
 
 
 def series(values):

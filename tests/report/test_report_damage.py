@@ -15,10 +15,10 @@ from pages import check_page
 
 from pentameter.cli import compare, report
 from pentameter.errors import PentameterError
-from pentameter.report import event_reader
-from pentameter.report.page import render_page
-from pentameter.report.reading import read_run
-from pentameter.report.results import outcome, results
+from pentameter.record import event_reader
+from pentameter.record.reading import read_run
+from pentameter.record.results import outcome, results
+from pentameter.report.pages.page import render_page
 
 END = {"event": "end", "step": 400, "reason": "completed", "seconds": 3723.0}
 SECONDS = 60.0

@@ -4,8 +4,8 @@ from html import unescape
 
 import numpy as np
 
-from pentameter.report.plots import PAGE, loss_figure, page_svg, small_figures
-from pentameter.report.reading import read_run
+from pentameter.record.reading import read_run
+from pentameter.report.figures.plots import PAGE, loss_figure, page_svg, small_figures
 
 
 def hover_of(svg):

@@ -6,9 +6,9 @@ import pytest
 from pages import check_page, text_of
 
 from pentameter.disk.lock import RunLock
-from pentameter.report.page import render_page, write_report
-from pentameter.report.reading import read_run
-from pentameter.report.results import outcome
+from pentameter.record.reading import read_run
+from pentameter.record.results import outcome
+from pentameter.report.pages.page import render_page, write_report
 
 
 def evaluation(step, loss):

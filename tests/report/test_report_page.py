@@ -7,10 +7,10 @@ from pages import check_page, text_of
 from pentameter import formatting
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.markup import TEMPLATES
-from pentameter.report.page import write_report
-from pentameter.report.reading import read_run
-from pentameter.report.results import results
+from pentameter.record.reading import read_run
+from pentameter.record.results import results
+from pentameter.report.figures.markup import TEMPLATES
+from pentameter.report.pages.page import write_report
 
 
 def checked(folder):

@@ -6,7 +6,8 @@ import matplotlib as mpl
 import pytest
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.plots import (
+from pentameter.record.reading import read_run
+from pentameter.report.figures.plots import (
     NARROW_INCHES,
     PAGE,
     loss_figure,
@@ -14,7 +15,6 @@ from pentameter.report.plots import (
     save_figure,
     small_figures,
 )
-from pentameter.report.reading import read_run
 
 
 def legend(figure):

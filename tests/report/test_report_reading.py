@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pentameter.errors import StorageError
-from pentameter.report.event_reader import read_events
-from pentameter.report.page import render_page
-from pentameter.report.reading import MAX_SAMPLE_CHARACTERS, read_run
+from pentameter.record.event_reader import read_events
+from pentameter.record.reading import MAX_SAMPLE_CHARACTERS, read_run
+from pentameter.report.pages.page import render_page
 
 
 def test_a_whole_run(make_run):

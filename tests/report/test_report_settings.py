@@ -3,12 +3,12 @@ import tomllib
 
 import pytest
 
-from pentameter.config.load import load_config, preset_names
-from pentameter.config.write import to_toml
+from pentameter.config.files.load import load_config, preset_names
+from pentameter.config.files.write import to_toml
 from pentameter.planning.plan import make_plan
-from pentameter.report.page import render_page
-from pentameter.report.reading import read_run
-from pentameter.report.settings import choices, settings
+from pentameter.record.reading import read_run
+from pentameter.report.pages.page import render_page
+from pentameter.report.pages.settings import choices, settings
 
 
 def resolved(preset, **overrides):

@@ -6,8 +6,8 @@ import random
 import pytest
 from pages import check_page, text_of
 
-from pentameter.report.curves import Series, spikes
-from pentameter.report.page import write_report
+from pentameter.record.curves import Series, spikes
+from pentameter.report.pages.page import write_report
 
 
 def falling(n, noise=0.05, **raised):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pages import text_of
 
-from pentameter.report.page import render_page
-from pentameter.report.plots import PAGE, small_figures
-from pentameter.report.reading import read_run
+from pentameter.record.reading import read_run
+from pentameter.report.figures.plots import PAGE, small_figures
+from pentameter.report.pages.page import render_page
 
 
 def ranks_event(step, slowest, waited):

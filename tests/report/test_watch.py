@@ -17,11 +17,12 @@ from pages import check_page, text_of
 
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError
-from pentameter.report import board, event_reader
-from pentameter.report.board import SPARK_POINTS, Board, check_runs_folder
-from pentameter.report.event_reader import EventReader
-from pentameter.report.reading import read_run
-from pentameter.report.watch_server import WatchServer
+from pentameter.record import event_reader
+from pentameter.record.event_reader import EventReader
+from pentameter.record.reading import read_run
+from pentameter.report.watch import board
+from pentameter.report.watch.board import SPARK_POINTS, Board, check_runs_folder
+from pentameter.report.watch.watch_server import WatchServer
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def test_an_error_in_answering_is_printed_unless_the_browser_left(runs, capsys, 
 
 
 def test_frozen_pages_connect_to_nothing(runs):
-    from pentameter.report.page import render_page
+    from pentameter.report.pages.page import render_page
 
     page = check_page(render_page(read_run(runs / "half")))
     assert "connect-src" not in page
@@ -395,7 +396,7 @@ def test_a_browser_shows_the_runs_and_what_is_appended(runs, run_events, tmp_pat
                 write(runs / "half", new, "a")
             return super().news(session, after)
 
-    monkeypatch.setattr("pentameter.report.watch_server.Board", Growing)
+    monkeypatch.setattr("pentameter.report.watch.watch_server.Board", Growing)
     with served(runs) as server:
         done = subprocess.run(
             ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny_runs import config
 
-from pentameter.checkpoint import save_phases
+from pentameter.checkpoint.format import save_phases
 from pentameter.errors import PentameterError, StorageError
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 

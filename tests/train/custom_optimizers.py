@@ -10,7 +10,7 @@ from asynchronous_worlds import patient
 from tiny_runs import config
 
 from pentameter.errors import PentameterError
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 

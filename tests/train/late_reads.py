@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentameter.errors import TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train import loop
 
 OF_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")

@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 from tiny_runs import config
 
-from pentameter.checkpoint import save_phases
+from pentameter.checkpoint.format import save_phases
 from pentameter.disk import atomic
 from pentameter.parallel.engine import Engine, LossSum
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 TIMEOUT_SECONDS = 6.0

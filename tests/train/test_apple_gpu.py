@@ -14,7 +14,7 @@ from simulated_mps import simulated_mps
 from tiny_runs import config
 
 import pentameter as pm
-from pentameter.checkpoint.load_model import LoadedModel, load_model
+from pentameter.checkpoint.folders.load_model import LoadedModel, load_model
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.parallel.assemble import assemble
@@ -29,7 +29,7 @@ MAY_WIDEN = {
     "parallel/gradients.py": 1,
     "parallel/engine.py": 2,
     # where Triton compiles, or numpy stands for it
-    "model/fused_dropout.py": 1,
+    "model/attention/fused_dropout.py": 1,
 }
 """File → calls that name both float64 and a device."""
 

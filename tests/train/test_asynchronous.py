@@ -12,12 +12,12 @@ import pytest
 import torch
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint import save_phases
+from pentameter.checkpoint.format import save_phases
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
-from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
+from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record, plan_state_bytes
 from pentameter.planning.plan import make_plan
+from pentameter.train.keep.saving import _PendingSave, host_bytes_while_saving
 from pentameter.train.loop import Trainer
-from pentameter.train.saving import _PendingSave, host_bytes_while_saving
 
 EACH_FOUR = {"train": {"eval_interval": None}, "checkpoint": {"interval": 4}}
 
@@ -292,7 +292,7 @@ def test_the_memory_of_a_snapshot_is_planned_and_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("n_bytes", "beside"), [(10**12, True), (0, False)])
 def test_it_is_the_default_where_memory_allows(tmp_path, monkeypatch, n_bytes, beside):
-    from pentameter.train import saving
+    from pentameter.train.keep import saving
 
     monkeypatch.setattr(saving, "host_memory_bytes", lambda: n_bytes)
     copied = []

@@ -8,7 +8,7 @@ import pytest
 from asynchronous_worlds import fail_to_write, train
 from tiny_runs import events
 
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 from layout_worlds import run_world

@@ -10,10 +10,10 @@ from pentameter.machine.ceilings import Ceiling
 from pentameter.model import compiled
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel.assemble import assemble
-from pentameter.planning.layout import Layout
-from pentameter.planning.layout_checks import uncompiled_blocks
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.layout_checks import uncompiled_blocks
 from pentameter.planning.plan import make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train import compute
 from pentameter.train.compute import choose_compute
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_runs import config, events, fit
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.data.batches.step import suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.architecture import IGNORED_TARGET

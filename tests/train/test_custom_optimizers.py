@@ -22,8 +22,8 @@ from custom_optimizers import (
 )
 from tiny_runs import events, hashes
 
-from pentameter.checkpoint.custom_optimizer import FILE_NAME
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.state.custom_optimizer import FILE_NAME
 from pentameter.errors import ConfigError, CorruptError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
@@ -168,7 +168,7 @@ def test_what_it_was_made_with_is_the_code_s_to_say(tmp_path):
 
 
 def test_a_malformed_file_is_said_to_be_one(tmp_path):
-    from pentameter.checkpoint.custom_optimizer import CustomLoad
+    from pentameter.checkpoint.state.custom_optimizer import CustomLoad
 
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.NAdam([parameter])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.checkpoint.manifest import Manifest
-from pentameter.checkpoint.opening import Checkpoint
+from pentameter.checkpoint.folders.opening import Checkpoint
+from pentameter.checkpoint.format.manifest import Manifest
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan, needs_data

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.folders.load_model import load_model
+from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.cli.main import main
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, StorageError

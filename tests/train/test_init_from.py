@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError

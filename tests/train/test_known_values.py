@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.data.corpora.grammar import grammar_source
 from pentameter.data.open_dataset import open_dataset
-from pentameter.estimating.plan_estimates import plan_state_bytes
+from pentameter.estimating.bytes.plan_estimates import plan_state_bytes
 from pentameter.train.loop import Trainer
 
 TINY = {

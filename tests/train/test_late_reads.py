@@ -12,7 +12,7 @@ from late_reads import run_counted
 from tiny_runs import config, events, hashes, recorded
 
 from pentameter.optim.build import JointOptimizer, can_step_unless
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import reads_late
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import events, fit
 
 from pentameter.errors import StorageError
-from pentameter.train.log_files import LogFile
+from pentameter.record.log_files import LogFile
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from tiny_runs import events, fit
 
-from pentameter.config.load import load_config
-from pentameter.processes.world import World
-from pentameter.train.event_log import EventLog
-from pentameter.train.log_files import Reached, rewind_metrics
+from pentameter.config.files.load import load_config
+from pentameter.processes.group.world import World
+from pentameter.record.log_files import Reached, rewind_metrics
+from pentameter.train.say.event_log import EventLog
 
 
 def read(path):

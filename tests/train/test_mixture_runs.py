@@ -10,8 +10,8 @@ from tiny_runs import config, events, fit
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout
-from pentameter.report.run_data import open_run_data
+from pentameter.planning.layouts.layout import Layout
+from pentameter.record.run_data import open_run_data
 from pentameter.verify.data import chosen_steps, verify_data
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.train.loop import Trainer
 
 TINY = {

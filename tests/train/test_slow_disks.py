@@ -10,8 +10,8 @@ import pytest
 from slow_disks import sections, train
 from tiny_runs import events
 
-from pentameter.checkpoint.manifest import read_manifest
-from pentameter.checkpoint.verification import hashed_by
+from pentameter.checkpoint.folders.verification import hashed_by
+from pentameter.checkpoint.format.manifest import read_manifest
 from pentameter.disk.atomic import FileRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

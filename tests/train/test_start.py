@@ -8,16 +8,17 @@ import pytest
 import torch
 from tiny_runs import config as tiny_config
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import CONTEXT_BYTES
-from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.bytes.plan_estimates import plan_memory
+from pentameter.estimating.seconds.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.report.reading import read_run
-from pentameter.train import compute, start, start_warnings
+from pentameter.record.reading import read_run
+from pentameter.train import compute, start
 from pentameter.train.loop import Trainer
-from pentameter.train.start_warnings import disk_warnings
+from pentameter.train.say import start_warnings
+from pentameter.train.say.start_warnings import disk_warnings
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from pentameter.data.prepare import ahead, encoders
 from pentameter.data.prepare import stream as preparing_stream
 from pentameter.data.shards import stream as stream_shards
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 from pentameter.verify.data import verify_data
 
 DAMAGED = '{"text": \n'

@@ -12,7 +12,7 @@ from tiny_runs import config, events
 from torch import nn
 
 import pentameter as pm
-from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.train.loop import Trainer
@@ -90,7 +90,7 @@ def weights(trainer):
 
 
 def test_a_run_of_parts_of_one_s_own_learns_samples_and_is_reported(tmp_path):
-    from pentameter.report.page import write_report
+    from pentameter.report.pages.page import write_report
 
     trainer, end = fit(tmp_path / "run", **OWN)
     assert (end.step, end.reason) == (12, "completed")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.config.load import load_config
+from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.config.files.load import load_config
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.loop import Trainer
 
 
@@ -244,7 +244,7 @@ def test_a_loss_that_stays_non_finite_ends_with_70_and_names_the_batch(tmp_path,
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
-    from pentameter.checkpoint.store import CheckpointStore
+    from pentameter.checkpoint.folders.store import CheckpointStore
 
     def plan(self, step, *arguments, **options):
         raise StorageError("no space left on device")

@@ -12,11 +12,11 @@ import torch
 from custom_optimizers import ByHand
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.parallel.precision import LossScale
-from pentameter.train.saving import tensors_to_save
+from pentameter.train.keep.saving import tensors_to_save
 from pentameter.train.state import EpochSums, TrainState, saved_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -18,7 +18,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, TrainingBatches
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.evaluate.split import evaluate
-from pentameter.model.attention import attend
+from pentameter.model.attention.attention import attend
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
@@ -122,7 +122,7 @@ def honest() -> Engine:
 @pytest.fixture(scope="module")
 def trained_without_mask() -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.model.attention.attend", sees_everything)
+        patch.setattr("pentameter.model.attention.attention.attend", sees_everything)
         return trained()
 
 

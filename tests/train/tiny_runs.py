@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.config.schema import Config
 from pentameter.train.loop import Trainer
 

@@ -13,13 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from pentameter.model import experts
 from pentameter.model.loss import AuxiliaryLoss, _JoinedLoss
-from pentameter.parallel import data_parallel, engine, expert_parallel, gradients
-from pentameter.parallel.balance import RouterBalance
+from pentameter.parallel import data_parallel, engine, gradients
+from pentameter.parallel.experts import expert_parallel
+from pentameter.parallel.experts.balance import RouterBalance
 from pentameter.parallel.memory import recomputation
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.sources import gpt_source
 from pentameter.parallel.tensor import tensor_parallel
-from pentameter.planning.layout import EXPERT_DIMENSIONS
+from pentameter.planning.layouts.layout import EXPERT_DIMENSIONS
 
 # -- gradients of what experts read ---------------------------------------------------------------
 

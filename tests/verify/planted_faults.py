@@ -15,15 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.model import attention, matmul
+from pentameter.model import matmul
+from pentameter.model.attention import attention
 from pentameter.model.dropout import StreamDropout
 from pentameter.parallel import assemble, data_parallel, engine, gradients, waits
 from pentameter.parallel.context import context_parallel, ring_attention
 from pentameter.parallel.grid import summa, tensor_grid
 from pentameter.parallel.sources import gpt_source, tied_parameters
 from pentameter.parallel.tensor import sharded_norm, tensor_parallel
-from pentameter.planning import layout
 from pentameter.planning.architecture import IGNORED_TARGET
+from pentameter.planning.layouts import layout
 from pentameter.verify import steps
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.parallel.sources.custom_model import OwnModel
 from pentameter.verify.cases import chosen_cases

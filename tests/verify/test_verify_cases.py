@@ -2,9 +2,9 @@
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.layouts.layout import Layout, parse_layout
 from pentameter.verify.cases import Case, chosen_cases, own_case
 
 

@@ -9,12 +9,12 @@ import shlex
 import pytest
 
 from pentameter.cli import verify as command
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.data.sizes import data_sizes
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import parse_cluster
-from pentameter.estimating.search import search
-from pentameter.planning.layout import Layout
+from pentameter.estimating.search.search import search
+from pentameter.estimating.seconds.cluster import parse_cluster
+from pentameter.planning.layouts.layout import Layout
 from pentameter.verify import workers as processes
 from pentameter.verify.cases import Case, chosen_cases, fastest_cases
 from pentameter.verify.compare import Difference, Outcome

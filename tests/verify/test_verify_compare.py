@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import TOLERANCE, differences, relative_error

@@ -3,12 +3,12 @@
 import pytest
 
 from pentameter.cli import verify as command
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError
 from pentameter.planning.batch_sizes import global_batch_size
-from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.layouts.layout import Layout, parse_layout
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.data import chosen_steps, verify_data
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.model.experts import Router
 from pentameter.parallel.assemble import assemble

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentameter.config.load import load_config, preset_names
+from pentameter.config.files.load import load_config, preset_names
 from pentameter.model import loss
 from pentameter.model.loss import exceeds_chunk
 from pentameter.parallel.context import ring_attention

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.errors import TrainingFailedError
 from pentameter.machine import child
 from pentameter.verify.cases import chosen_cases
@@ -22,7 +22,7 @@ from pentameter.verify.workers import Workers
 HANGS = """
 import sys
 sys.path.insert(0, {here!r})
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink

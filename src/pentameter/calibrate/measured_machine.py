@@ -22,15 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentameter.config.files.write import toml_value
 from pentameter.config.schema import Config
-from pentameter.config.write import toml_value
 from pentameter.data.batches.step import Batch
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import MEASURED_FILE, Calibration, Cluster, Device, ProductShares
-from pentameter.estimating.estimate import make_estimate
+from pentameter.estimating.seconds.cluster import (
+    MEASURED_FILE,
+    Calibration,
+    Cluster,
+    Device,
+    ProductShares,
+)
+from pentameter.estimating.seconds.estimate import make_estimate
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.functions import (
     AmxAttention,

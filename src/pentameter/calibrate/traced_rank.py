@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented by this
 
 from pentameter.data.batches.tree import leaves
 from pentameter.errors import ConfigError
-from pentameter.estimating.costs import ActivationBytes, Step
-from pentameter.estimating.shares import stage_tables
+from pentameter.estimating.bytes.costs import ActivationBytes, Step
+from pentameter.estimating.bytes.shares import stage_tables
 from pentameter.model.experts import Experts
 from pentameter.parallel.data_parallel import micro_batch, shard_state
-from pentameter.parallel.expert_parallel import ExpertExchange
+from pentameter.parallel.experts.expert_parallel import ExpertExchange
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh, build_mesh
@@ -37,7 +37,7 @@ from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse, print_warnings
+from pentameter.cli.options.arguments import parse, print_warnings
 from pentameter.errors import printable
 
 if TYPE_CHECKING:
-    from pentameter.report.comparison import Comparison
+    from pentameter.report.watch.comparison import Comparison
 
 LONGEST_CELL = 32
 
@@ -39,8 +39,8 @@ def run(arguments: list[str]) -> int:
     """Compare the runs that `arguments` (the command line after the verb) name: write the page,
     print the table, and return the exit code 0."""
     asked = parse(CompareArguments, arguments, verb="compare")
-    from pentameter.report.comparison import compare_runs, render_comparison
-    from pentameter.report.markup import write_page
+    from pentameter.report.figures.markup import write_page
+    from pentameter.report.watch.comparison import compare_runs, render_comparison
 
     comparison = compare_runs(asked.runs)
     print_warnings(words for run in comparison.runs for words in run.record.unread)

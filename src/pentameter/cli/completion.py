@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from pentameter.cli.arguments import options_of, parse
+from pentameter.cli.options.arguments import options_of, parse
 
 WORDS = "--words"
 """The option with which a shell script asks for completions; the words typed so far follow it, the
@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
         return 0
     asked = parse(CompletionArguments, arguments, verb="completion")
     if asked.kind == "toml":
-        from pentameter.config.write import json_schema
+        from pentameter.config.files.write import json_schema
 
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
     else:
@@ -178,7 +178,7 @@ def _positionals(verb: str) -> list[str]:
     """Return completions for a verb's first argument besides files: presets, run folders or
     shells."""
     if verb in NAMING_PRESETS:
-        from pentameter.config.load import preset_names
+        from pentameter.config.files.load import preset_names
 
         return preset_names()
     if verb == "completion":

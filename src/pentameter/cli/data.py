@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.options.arguments import parse
 from pentameter.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from pentameter.data.batches.rows_read import RowRead, Stretch
     from pentameter.data.batches.step import Batch
-    from pentameter.report.run_data import RunData
+    from pentameter.record.run_data import RunData
 
 SHOWN_ROWS = 4
 """Number of rows printed without --rows."""
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     import numpy as np
 
     from pentameter.data.batches.rows_read import rows_read
-    from pentameter.report.run_data import open_run_data
+    from pentameter.record.run_data import open_run_data
 
     data = open_run_data(asked.run_dir)
     index = data.batch_index(asked.step)

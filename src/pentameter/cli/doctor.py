@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.options.arguments import parse
 from pentameter.errors import printable
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _measure(*, as_json: bool) -> int:
     """Measure this machine's speed, write it to the file that `plan` and `train --layout best`
     read, and print it; return the exit code 0."""
     from pentameter.calibrate.measured_machine import measure_machine
-    from pentameter.estimating.cluster import read_devices
+    from pentameter.estimating.seconds.cluster import read_devices
 
     path = measure_machine()
     (device,) = read_devices(path).values()

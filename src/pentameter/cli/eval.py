@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import (
+from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse_arguments,
 )
 from pentameter.config.choices import Precision
-from pentameter.config.overrides import parse_overrides
+from pentameter.config.files.overrides import parse_overrides
 from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.load_model import LoadedModel
+    from pentameter.checkpoint.folders.load_model import LoadedModel
     from pentameter.config.data_schema import DataConfig
     from pentameter.config.schema import Config
     from pentameter.data.shards.dataset import Dataset
@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
-    from pentameter.train.log_files import strict
+    from pentameter.record.log_files import strict
 
     print(json.dumps(strict(values)) if parsed.json else line)
     return 0
@@ -157,7 +157,7 @@ def _dataset(config: Config, loaded: LoadedModel, *, is_own: bool) -> Dataset:
     a relative path is one from the folder in which the run was started, take the tokens that the
     run has recorded, as `data` and `replay` do."""
     from pentameter.data.open_dataset import open_dataset
-    from pentameter.report.run_data import open_run_data
+    from pentameter.record.run_data import open_run_data
 
     try:
         return open_dataset(config.data, tokenizer=loaded.tokenizer)
@@ -255,7 +255,7 @@ def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
     """Load the model. Return it, its configuration with the overrides applied, and an engine to
     evaluate it with in this process. Raises ConfigError for an override outside [data]."""
-    from pentameter.config.load import load_config
+    from pentameter.config.files.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_precision
     from pentameter.model.gpt import GPT

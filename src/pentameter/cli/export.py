@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import parse, print_warnings
+from pentameter.cli.options.arguments import parse, print_warnings
 from pentameter.errors import ConfigError, PentameterError, printable
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.model_folder import StoredModel
+    from pentameter.checkpoint.folders.model_folder import StoredModel
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def run(arguments: list[str]) -> int:
     print the folder's size, and return the exit code 0."""
     asked = parse(ExportArguments, arguments, verb="export")
     _check(asked)
+    from pentameter.checkpoint.folders.load_model import open_model
     from pentameter.checkpoint.hugging_face.hub import check_login
-    from pentameter.checkpoint.load_model import open_model
     from pentameter.disk.atomic import refuse_existing
 
     refuse_existing(asked.out)  # before gigabytes are verified
@@ -106,10 +106,10 @@ def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
 
 def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
     """Write the model in the requested format; return notes to print, a line each."""
+    from pentameter.checkpoint.folders.model_folder import save_model
     from pentameter.checkpoint.hugging_face.folder import export_hf
     from pentameter.checkpoint.hugging_face.peft import export_peft
-    from pentameter.checkpoint.model_folder import save_model
-    from pentameter.report.model_card import card_files
+    from pentameter.report.pages.model_card import card_files
 
     def card(library: Literal["transformers", "peft"]) -> dict[str, bytes]:
         return card_files(stored, library, license_id=asked.license, repository=asked.push)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse, print_warnings
+from pentameter.cli.options.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def run(arguments: list[str]) -> int:
     """Import the model that `arguments` (the command line after the verb) name into a new
     checkpoint folder, print how to fine-tune it, and return the exit code 0."""
     asked = parse(ImportArguments, arguments, verb="import")
+    from pentameter.checkpoint.folders.model_folder import save_model
+    from pentameter.checkpoint.folders.opening import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
-    from pentameter.checkpoint.model_folder import save_model
-    from pentameter.checkpoint.opening import is_hugging_face
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
@@ -101,7 +101,7 @@ def with_micro_batch(config: Config) -> Config:
     """Return an imported model's configuration, whose micro-batch is one sequence, with whole
     batches instead if these have at most ACTIVATION_BYTES of activations. A number in between would
     have to divide every batch that a user asks for."""
-    from pentameter.estimating.plan_estimates import plan_memory
+    from pentameter.estimating.bytes.plan_estimates import plan_memory
     from pentameter.planning.plan import make_plan
 
     train = config.train.model_copy(update={"micro_batch_size": None})

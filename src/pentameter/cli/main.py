@@ -12,7 +12,12 @@ from importlib import metadata
 from pentameter.disk.cache import find_folder_for_matplotlib
 from pentameter.errors import ConfigError, did_you_mean
 from pentameter.machine.cores import prepare_threads
-from pentameter.processes.failure import explanation, failure_of, print_failure, tell_failure
+from pentameter.processes.failures.failure import (
+    explanation,
+    failure_of,
+    print_failure,
+    tell_failure,
+)
 from pentameter.processes.streams import named_streams, outlived
 
 VERBS = {

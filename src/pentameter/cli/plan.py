@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments, print_tables, sizes_of_data
-from pentameter.cli.layout_option import BEST, layout_overrides
+from pentameter.cli.options.arguments import parse_arguments, print_tables, sizes_of_data
+from pentameter.cli.options.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
     from pentameter.data.sizes import DataSizes
-    from pentameter.estimating.cluster import Cluster
-    from pentameter.estimating.estimate import Estimate
-    from pentameter.estimating.search import Found
+    from pentameter.estimating.search.search import Found
+    from pentameter.estimating.seconds.cluster import Cluster
+    from pentameter.estimating.seconds.estimate import Estimate
 
 WIDTH = 110
 """Line width without a terminal, in characters."""
@@ -69,9 +69,9 @@ def run(arguments: list[str]) -> int:
     """Print the plan that `arguments` (the command line after the verb) ask for, and return the
     exit code 0, whether it fits or not."""
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
-    from pentameter.config.command_source import configuration_of
-    from pentameter.config.load import load_config
-    from pentameter.estimating.cluster import parse_cluster, trained_precision
+    from pentameter.config.files.command_source import configuration_of
+    from pentameter.config.files.load import load_config
+    from pentameter.estimating.seconds.cluster import parse_cluster, trained_precision
     from pentameter.machine.this_cluster import measured_cluster
 
     if parsed.layout == BEST:
@@ -91,14 +91,14 @@ def run(arguments: list[str]) -> int:
         return _scale(config, cluster, known, parsed)
     found = None
     if parsed.search:
-        from pentameter.estimating.search import search, why_nothing_fits
+        from pentameter.estimating.search.search import search, why_nothing_fits
 
         found = search(config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls)
         if not found.estimates:
             raise ConfigError(why_nothing_fits(config, cluster, found))
         estimate = found.estimates[0]
     else:
-        from pentameter.estimating.estimate import make_estimate
+        from pentameter.estimating.seconds.estimate import make_estimate
 
         estimate = make_estimate(
             config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls
@@ -119,7 +119,7 @@ def run(arguments: list[str]) -> int:
             shown["price"] = None if hours is None else parsed.price * hours
         print(json.dumps(shown))
         return 0
-    from pentameter.report.plan_text import plan_text
+    from pentameter.report.plan.plan_text import plan_text
 
     print_tables(plan_text(estimate, found, parsed.price), WIDTH)
     return 0
@@ -141,7 +141,7 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
 def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) -> int:
     """Print the planned run's memory and communication without times, as no device is known; return
     the exit code 0. Raises ConfigError for options that need times."""
-    from pentameter.estimating.plan_estimates import describe_plan, plan_record
+    from pentameter.estimating.bytes.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 
     hint = "name a cluster, --cluster a100-80gb:8x1, or measure this machine: doctor --measure"
@@ -166,7 +166,7 @@ def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) ->
 def _scale(
     config: Config, cluster: Cluster, known: tuple[int | None, int | None], parsed: PlanArguments
 ) -> int:
-    from pentameter.estimating.scaling import scale
+    from pentameter.estimating.search.scaling import scale
 
     for option, path in (("--html", parsed.html), ("--timeline", parsed.timeline)):
         if path is not None and path.suffix.lower() not in (".svg", ".png", ".pdf"):
@@ -183,13 +183,13 @@ def _scale(
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     for path in filter(None, (parsed.html, parsed.timeline)):
-        from pentameter.report.plan_page import write_scale_figure
+        from pentameter.report.plan.plan_page import write_scale_figure
 
         print(write_scale_figure(path, config.name, points), file=sys.stderr)
     if parsed.json:
         print(json.dumps({"cluster": cluster.device_key, "scale": [p.to_json() for p in points]}))
         return 0
-    from pentameter.report.plan_text import scale_table
+    from pentameter.report.plan.plan_text import scale_table
 
     print_tables([scale_table(points)], WIDTH)
     return 0
@@ -197,8 +197,8 @@ def _scale(
 
 def _write_pictures(estimate: Estimate, found: Found | None, parsed: PlanArguments) -> None:
     if parsed.timeline is not None:
-        from pentameter.report.markup import write_page
-        from pentameter.report.timeline_svg import timeline_svg
+        from pentameter.report.figures.markup import write_page
+        from pentameter.report.plan.timeline_svg import timeline_svg
 
         if estimate.plan.layout.pipeline == 1:
             raise ConfigError(
@@ -206,6 +206,6 @@ def _write_pictures(estimate: Estimate, found: Found | None, parsed: PlanArgumen
             )
         print(write_page(parsed.timeline, timeline_svg(estimate)), file=sys.stderr)
     if parsed.html is not None:
-        from pentameter.report.plan_page import write_plan_page
+        from pentameter.report.plan.plan_page import write_plan_page
 
         print(write_plan_page(parsed.html, estimate, found, parsed.price), file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.options.arguments import parse
 from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE, VALIDATION_FRACTION
 from pentameter.errors import ConfigError, terminal_message
 

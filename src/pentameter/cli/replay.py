@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.checkpoint.lazy_tensors import few
-from pentameter.cli.arguments import parse
+from pentameter.checkpoint.format.lazy_tensors import few
+from pentameter.cli.options.arguments import parse
 from pentameter.errors import TrainingFailedError, printable, terminal_message
-from pentameter.processes.local_launch import check_launch, run_local
-from pentameter.processes.place import find_place, processes_together
-from pentameter.processes.program import Command, python_command
-from pentameter.processes.worker import watch_launcher
+from pentameter.processes.group.rank import find_place, processes_together
+from pentameter.processes.launch.local_launch import check_launch, run_local
+from pentameter.processes.launch.program import Command, python_command
+from pentameter.processes.launch.worker import watch_launcher
 
 if TYPE_CHECKING:
-    from pentameter.processes.world import World
+    from pentameter.processes.group.world import World
     from pentameter.replay.conclusion import Compared
     from pentameter.replay.replay_step import StepReplay
     from pentameter.replay.steps import WeightsCompared
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     code 0. Raises TrainingFailedError if it differs from what the run recorded."""
     watch_launcher()
     asked = parse(ReplayArguments, arguments, verb="replay")
-    from pentameter.planning.layout import make_layout
+    from pentameter.planning.layouts.layout import make_layout
     from pentameter.replay.record import read_record
 
     place = find_place()
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
     if place is None and layout.world_size > 1:
         run_local(Command(python_command("replay", *arguments)), layout.world_size)
         return 0
-    from pentameter.processes.join import joined_world_of
+    from pentameter.processes.group.join import joined_world_of
 
     with joined_world_of(config, place) as world:
         found = _replay(asked, world)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse, print_warnings
+from pentameter.cli.options.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
 
 
@@ -31,10 +31,10 @@ def run(arguments: list[str]) -> int:
     """Write the report on the run that `arguments` (the command line after the verb) name, print
     its path, and return the exit code 0."""
     asked = parse(ReportArguments, arguments, verb="report")
-    from pentameter.report.markup import write_page
-    from pentameter.report.page import render_page
-    from pentameter.report.plots import loss_figure, save_figure
-    from pentameter.report.reading import check_run_folder, read_run
+    from pentameter.record.reading import check_run_folder, read_run
+    from pentameter.report.figures.markup import write_page
+    from pentameter.report.figures.plots import loss_figure, save_figure
+    from pentameter.report.pages.page import render_page
 
     record = read_run(asked.run_dir)
     check_run_folder(asked.run_dir)

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import (
+from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse,
     print_warnings,
 )
-from pentameter.cli.experts_option import print_expert_choices
+from pentameter.cli.options.experts_option import print_expert_choices
 from pentameter.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentameter.checkpoint.load_model import LoadedModel
+    from pentameter.checkpoint.folders.load_model import LoadedModel
     from pentameter.generation.loop import Detokenizer
     from pentameter.generation.sampling import Sampling
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import (
+from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse,

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments, sizes_of_data, without_options
-from pentameter.cli.launching import Launch
-from pentameter.cli.layout_option import BEST, layout_overrides
+from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
+from pentameter.cli.options.launching import Launch
+from pentameter.cli.options.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.processes.local_launch import check_launch
-from pentameter.processes.place import Place, find_place, processes_together
+from pentameter.processes.group.rank import Place, find_place, processes_together
+from pentameter.processes.launch.local_launch import check_launch
+from pentameter.processes.launch.worker import become_rank, watch_launcher
 from pentameter.processes.streams import outlived
-from pentameter.processes.worker import become_rank, watch_launcher
 
 if TYPE_CHECKING:
-    from pentameter.cli.time_option import TimedRun
+    from pentameter.cli.options.time_option import TimedRun
     from pentameter.config.schema import Config
-    from pentameter.processes.join import Meeting
+    from pentameter.processes.group.join import Meeting
     from pentameter.train.hooks import TrainingRun
-    from pentameter.train.profile import Profile
+    from pentameter.train.say.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
     """Train as the command line after the verb asks: `arguments`, which are `parsed` and, of the
     configuration, `overrides`."""
     from pentameter.checkpoint.hugging_face.hub import hub_address
-    from pentameter.config.write import to_toml
+    from pentameter.config.files.write import to_toml
 
     if parsed.init_from is not None and (address := hub_address(parsed.init_from)) is not None:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
     steps that the run does not make."""
     if parsed.profile is None:
         return []
-    from pentameter.train.profile import parse_window
+    from pentameter.train.say.profile import parse_window
 
     hook = parse_window(parsed.profile)
     if config.train.steps is not None:
@@ -214,8 +214,8 @@ def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
 def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
     """Return the run that --time asks for; its time counts from the start of this process. Raises
     ConfigError for options that exclude --time."""
-    from pentameter.cli.time_option import TimedRun, parse_time
-    from pentameter.train.time_budget import TimeBudget
+    from pentameter.autotune.time_budget import TimeBudget
+    from pentameter.cli.options.time_option import TimedRun, parse_time
 
     assert parsed.time is not None
     budget = TimeBudget(parse_time(parsed.time))
@@ -237,7 +237,7 @@ def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) ->
 
 def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
     """Return the configuration chosen for the time; print the reasons on stderr."""
-    from pentameter.config.command_source import with_tokenizer_beside
+    from pentameter.config.files.command_source import with_tokenizer_beside
     from pentameter.data.progress import ProgressLines
 
     keep = not (parsed.print_config or parsed.dry_run)
@@ -262,8 +262,8 @@ def _sweep(
     launcher such as torchrun says about this process, None without one. Raises ConfigError under a
     launcher, and before the first run if any configuration is invalid."""
     from pentameter.cli.compare import run as compare
-    from pentameter.cli.sweep_option import sweep_runs, train_sweep
-    from pentameter.report.reading import holds_run
+    from pentameter.cli.options.sweep_option import sweep_runs, train_sweep
+    from pentameter.record.reading import holds_run
 
     if place is not None:
         raise ConfigError("--sweep starts its processes itself; leave the launcher out")
@@ -319,8 +319,8 @@ def _configuration(
     n_processes: how many train together, None for one. place: this process's rank, and how many a
     launcher started on each machine; None if all are on this machine.
     """
-    from pentameter.config.command_source import configuration_of, with_tokenizer_beside
-    from pentameter.config.load import load_config
+    from pentameter.config.files.command_source import configuration_of, with_tokenizer_beside
+    from pentameter.config.files.load import load_config
 
     overrides = [*overrides, *layout_overrides(parsed.layout)]
     config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
@@ -330,7 +330,7 @@ def _configuration(
     is_launched = place is not None or parsed.nodes is not None
     is_chosen_together = is_launched and not (parsed.print_config or parsed.dry_run)
     if parsed.layout == BEST and not is_chosen_together:
-        from pentameter.train.best_layout import best_layout
+        from pentameter.autotune.best_layout import best_layout
 
         n_together = n_processes or 1
         local_size = n_together if place is None else place.local_size
@@ -368,9 +368,9 @@ def _train(
     processes have met (`meeting`) or will meet now (None). A run of `--time` (`timed`) that would
     miss its time is resumed here once, with another number of steps. Rank 0 prints the commands to
     go on with."""
-    from pentameter.processes.join import joined_world_of
+    from pentameter.autotune.time_kept import TimeKept
+    from pentameter.processes.group.join import joined_world_of
     from pentameter.train.loop import Trainer
-    from pentameter.train.time_kept import TimeKept
 
     with joined_world_of(config, place, meeting) as world:
         moved: Config | None = config
@@ -399,8 +399,8 @@ def _train_in_best_layout(
 ) -> None:
     """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
     the end if that layout has no use for this rank. Collective."""
-    from pentameter.processes.join import meet
-    from pentameter.train.best_layout import choose_together
+    from pentameter.autotune.best_layout import choose_together
+    from pentameter.processes.group.join import meet
 
     meeting = meet(place, config.parallel.timeout_seconds)
     chosen, training = choose_together(config, meeting, lambda: sizes_of_data(config))
@@ -421,7 +421,7 @@ def _print_plan(
     n_processes: the ranks to plan for, None for as many as [parallel] implies. place: says how many
     are on each machine; None if all are on this one.
     """
-    from pentameter.estimating.plan_estimates import describe_plan, plan_record
+    from pentameter.estimating.bytes.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 
     sizes = sizes_of_data(config, parsed.init_from)
@@ -453,7 +453,7 @@ def _prompt_options(run: TrainingRun) -> str:
 
 def _print_next_steps(run: TrainingRun) -> None:
     """Write the report, and print commands for this run that can be pasted."""
-    from pentameter.report.page import write_report
+    from pentameter.report.pages.page import write_report
 
     try:
         report = f"report: {write_report(run.run_dir)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments, print_tables, sizes_of_data
+from pentameter.cli.options.arguments import parse_arguments, print_tables, sizes_of_data
 from pentameter.errors import ConfigError, TrainingFailedError, printable
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def run(arguments: list[str]) -> int:
     """Verify the layouts that `arguments` (the command line after the verb) name. Return the exit
     code: 0 if every layout agrees with one process, else 70."""
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
-    from pentameter.config.command_source import configuration_of
-    from pentameter.config.load import load_config
-    from pentameter.processes.place import find_place
+    from pentameter.config.files.command_source import configuration_of
+    from pentameter.config.files.load import load_config
+    from pentameter.processes.group.rank import find_place
 
     place = find_place()
     if place is not None:

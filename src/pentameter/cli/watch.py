@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.options.arguments import parse
 
 RUNS = Path("runs")
 
@@ -33,8 +33,8 @@ def run(arguments: list[str]) -> int:
     """Serve pages on the runs in a folder until Ctrl-C; return the exit code 0. `arguments` are the
     command line after the verb."""
     asked = parse(WatchArguments, arguments, verb="watch")
-    from pentameter.report.board import check_runs_folder
-    from pentameter.report.watch_server import WatchServer
+    from pentameter.report.watch.board import check_runs_folder
+    from pentameter.report.watch.watch_server import WatchServer
 
     if asked.runs != RUNS or RUNS.exists():  # a first run may be started after this
         check_runs_folder(asked.runs)

@@ -3,7 +3,7 @@
 A section also says what follows from its own keys alone (the padded vocabulary, which norms have a
 bias). Everything else that follows from the values (accumulation, parameter counts) is computed
 once, in `pentameter.planning`. A rule that needs only this file is checked here; the
-loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
+loader (`config/files/load.py`) turns a failed check into one sentence with the dotted path.
 """
 
 from __future__ import annotations

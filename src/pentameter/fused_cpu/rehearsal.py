@@ -37,7 +37,7 @@ from pentameter.machine.kernel_checks import (
     record,
     worst,
 )
-from pentameter.model.attention import Attention
+from pentameter.model.attention.attention import Attention
 from pentameter.model.compiled import failures, hold, plainly, refused
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.experts import Experts

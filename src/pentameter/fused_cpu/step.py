@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx_attention, amx_feed_forward, functions
-from pentameter.fused_cpu.experts import weighted_outputs
+from pentameter.fused_cpu.experts.experts import weighted_outputs
+from pentameter.fused_cpu.experts.router import route, router_logits
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
@@ -29,8 +30,7 @@ from pentameter.fused_cpu.functions import (
 )
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
-from pentameter.fused_cpu.router import route, router_logits
-from pentameter.model.attention import Attention
+from pentameter.model.attention.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
 from pentameter.model.experts import Experts, GroupedLinear, Router

@@ -33,7 +33,7 @@ from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.machine.on_host import on_host
-from pentameter.model.cache import KVCache
+from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import GPT
 
 if TYPE_CHECKING:

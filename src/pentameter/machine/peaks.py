@@ -8,7 +8,7 @@ import torch
 
 from pentameter.config.schema import MatmulPrecision
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import device_of_driver
+from pentameter.estimating.seconds.cluster import device_of_driver
 
 _CPU_SIZES = (256, 512, 1024, 2048, 4096)
 # 8192³ fills every current GPU; smaller ones may already, and fit where memory is short

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.disk.cache import cache_folder
-from pentameter.estimating.cluster import (
+from pentameter.estimating.seconds.cluster import (
     MEASURED_FILE,
     UNCALIBRATED,
     Cluster,

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.cache import Cache, choice_numbers
+from pentameter.model.attention.cache import Cache, choice_numbers
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.feed_forward import FeedForward, activation_of
 from pentameter.model.loss import AuxiliaryLoss
@@ -346,7 +346,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 class Exchange:
     """Brings rows to their experts, and the outputs back. Here all experts are on this rank, and
-    nothing is sent; `parallel/expert_parallel.py` has the one for sharded experts."""
+    nothing is sent; `parallel/experts/expert_parallel.py` has the one for sharded experts."""
 
     sent_bytes = 0
     """Bytes of rows, outputs and their gradients that this rank has sent to others in passes whose

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import Read, read
-from pentameter.model.cache import Cache
+from pentameter.model.attention.attention import Read, read
+from pentameter.model.attention.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.positions import Positions
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import Attention
-from pentameter.model.cache import Cache, KVCache
+from pentameter.model.attention.attention import Attention
+from pentameter.model.attention.cache import Cache, KVCache
+from pentameter.model.attention.latent_attention import LatentAttention
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
 from pentameter.model.experts import Experts
 from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
-from pentameter.model.latent_attention import LatentAttention
 from pentameter.model.loss import HeadLoss, softcapped
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions, rotation, sinusoidal_positions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pentameter.model.fused_dropout import drop_in_kernel
+from pentameter.model.attention.fused_dropout import drop_in_kernel
 from pentameter.model.gpt import GPT
 from pentameter.parallel.data_parallel import parallelize_data
 from pentameter.parallel.engine import Engine
@@ -21,7 +21,7 @@ from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import TiedCopies, tie
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 
 BUILT_IN = GPTSource()
 

@@ -34,10 +34,10 @@ from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.stage_module import StageModule
 from pentameter.parallel.waits import BucketSums
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import Placement
 from pentameter.planning.plan import Plan
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import Placement
 
 # torch 2.13 renamed the argument, and warns of the old name.
 _NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters

@@ -25,8 +25,8 @@ from pentameter.errors import ConfigError
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
-from pentameter.parallel.balance import ExpertLoads, RouterBalance
 from pentameter.parallel.data_parallel import micro_batch, reshard
+from pentameter.parallel.experts.balance import ExpertLoads, RouterBalance
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.names import Names
@@ -36,7 +36,7 @@ from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.architecture import IGNORED_TARGET
-from pentameter.planning.layout import BATCH_DIMENSIONS
+from pentameter.planning.layouts.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
 
 

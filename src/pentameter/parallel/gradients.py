@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from pentameter.planning.buckets import filled_buckets
-from pentameter.planning.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS
+from pentameter.planning.layouts.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS
 from pentameter.planning.plan import Plan
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout, activation_ranks, placement_ranks
-from pentameter.processes.world import World
+from pentameter.planning.layouts.layout import Layout, activation_ranks, placement_ranks
+from pentameter.processes.group.world import World
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     if not dist.is_initialized():
         raise ConfigError(
             "[parallel] shares tensors out, and this process has no group to do it in; use the "
-            "command line, or pentameter.processes.join.joined_world, with always_group=True for "
+            "command line, or pentameter.processes.group.join.joined_world, with always_group=True for "
             "one process"
         )
     sharing, placed = activation_ranks(layout, world.rank), placement_ranks(layout, world.rank)

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from pentameter.parallel.mesh import Mesh, group_named
 from pentameter.parallel.pipeline.pipeline import Pipeline
 from pentameter.parallel.stage_module import StageModule
-from pentameter.processes.waiting import Naming
+from pentameter.processes.failures.waiting import Naming
 
 MOST_NODES = 200
 """Nodes of the autograd graph among which the nearest parameter is looked for."""

@@ -14,7 +14,7 @@ from torch import Tensor
 def finish(work: dist.Work | None, collective: str, group: dist.ProcessGroup | None) -> None:
     """Wait for a collective or message over `group` that was started asynchronously; `collective`
     says in words which one. If it fails, a message is made of these arguments, which it finds in
-    the traceback (`processes/waiting.py`)."""
+    the traceback (`processes/failures/waiting.py`)."""
     assert work is not None  # this rank is a member
     work.wait()
 

@@ -27,7 +27,7 @@ independently. `context`: all tokens in a sequence, as the matmuls around attent
 `message`: the residual stream's tokens as pipeline stages send them. `routed`: the tokens that a
 rank sends to experts; `received`: those whose rows its experts get, the mean over ranks. `rank`:
 the inner dimension between an adapter's two matrices.
-`AXIS_DIMENSIONS` in `planning/sharding.py` says which mesh dimensions shard each axis.
+`AXIS_DIMENSIONS` in `planning/layouts/sharding.py` says which mesh dimensions shard each axis.
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pentameter.config.schema import Config
 from pentameter.config.section import LARGEST_COUNT
 from pentameter.errors import ConfigError, divisors, listed, nearest_divisors
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 
 def global_batch_size(config: Config) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 ANY = None
 
@@ -79,7 +79,7 @@ def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) 
 
 
 MOST_KERNEL_CHANNELS = 128
-"""Largest head size in channels for which the kernels in `model/dropout_kernels.py` fit a tile into
+"""Largest head size in channels for which the kernels in `model/attention/dropout_kernels.py` fit a tile into
 a GPU's registers and shared memory."""
 
 

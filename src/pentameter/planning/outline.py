@@ -22,7 +22,7 @@ from pentameter.planning.flops import (
     flops_per_token,
     padding_elements,
 )
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_counter counts"
 

@@ -19,21 +19,21 @@ from pentameter.planning.architecture import (
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
 from pentameter.planning.fused_step import fused_obstacle
-from pentameter.planning.layout import Layout, make_layout, stage_layers
-from pentameter.planning.layout_checks import (
+from pentameter.planning.layouts.layout import Layout, make_layout, stage_layers
+from pentameter.planning.layouts.layout_checks import (
     check_custom_layout,
     check_layout,
     check_micro_batches,
     check_passes,
     check_tied_within,
 )
+from pentameter.planning.layouts.sharding import Placement, Sharding, sharding_of
 from pentameter.planning.outline import (
     ModelOutline,
     outline_of_gpt,
     tied_parameters,
 )
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import Placement, Sharding, sharding_of
 
 UNKNOWN_EPOCH = 1 << 40
 """Placeholder row count for an epoch whose length could not be counted."""

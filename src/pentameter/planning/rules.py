@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pentameter.config.schema import LoraConfig
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 
 @dataclass(frozen=True)

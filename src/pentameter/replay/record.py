@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.manifest import MAX_JSON_BYTES
-from pentameter.checkpoint.opening import (
+from pentameter.checkpoint.folders.opening import (
     Check,
     Checkpoint,
     list_checkpoints,
@@ -19,14 +18,15 @@ from pentameter.checkpoint.opening import (
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.config.load import load_config
+from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.disk.atomic import decode_json, read_regular
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.planning.layout import parse_parallel
-from pentameter.report.event_reader import as_table, number, read_events
-from pentameter.report.reading import check_run_folder
-from pentameter.train.resuming import read_identity
+from pentameter.planning.layouts.layout import parse_parallel
+from pentameter.record.event_reader import as_table, number, read_events
+from pentameter.record.reading import check_run_folder
+from pentameter.train.keep.resuming import read_identity
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.opening import Check, Checkpoint
-from pentameter.checkpoint.verification import Verification
+from pentameter.checkpoint.folders.opening import Check, Checkpoint
+from pentameter.checkpoint.folders.verification import Verification
 from pentameter.errors import CorruptError
-from pentameter.planning.layout import make_layout
+from pentameter.planning.layouts.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
+from pentameter.record.log_files import strict
+from pentameter.record.run_data import open_run_data
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
 from pentameter.replay.record import Route, RunRecord, read_record, schedules_of
 from pentameter.replay.steps import Replay, Replayed
-from pentameter.report.run_data import open_run_data
 from pentameter.train.compute import check_device_memory, choose_compute
-from pentameter.train.log_files import strict
-from pentameter.train.row_losses import HighestRows
+from pentameter.train.faults.row_losses import HighestRows
 from pentameter.train.user_components import UserComponents
 
 

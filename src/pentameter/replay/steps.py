@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pentameter.checkpoint.opening import Checkpoint
+from pentameter.checkpoint.folders.opening import Checkpoint
 from pentameter.config.schema import ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
@@ -17,14 +17,14 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
+from pentameter.record.run_data import RunData
 from pentameter.replay.record import RunRecord, StepNumbers
-from pentameter.report.run_data import RunData
 from pentameter.train.compute import Compute
-from pentameter.train.guard import Guard
+from pentameter.train.faults.guard import Guard
+from pentameter.train.faults.row_losses import HighestRows, highest_rows
+from pentameter.train.keep.saving import load_tensors, tensors_to_save
 from pentameter.train.proved_graphs import refuse_wrong_graphs
-from pentameter.train.row_losses import HighestRows, highest_rows
-from pentameter.train.saving import load_tensors, tensors_to_save
 from pentameter.train.start import build_engine
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.update import read, update_weights

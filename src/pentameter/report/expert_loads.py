@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from pentameter import formatting
-from pentameter.report.curves import evenly
-from pentameter.report.event_reader import number
+from pentameter.record.curves import evenly
+from pentameter.record.event_reader import number
 
 EDGES = (0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 4.0)
 """Loads ÷ mean between two levels; the style sheet has a colour for each of the eight."""

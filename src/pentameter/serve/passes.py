@@ -28,8 +28,8 @@ from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
 from pentameter.machine.on_host import on_host
-from pentameter.model.attention import CausalAttention
-from pentameter.model.cache import choice_numbers
+from pentameter.model.attention.attention import CausalAttention
+from pentameter.model.attention.cache import choice_numbers
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation

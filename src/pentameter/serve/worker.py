@@ -20,7 +20,7 @@ from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from pentameter.checkpoint.load_model import LoadedModel
+from pentameter.checkpoint.folders.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.renderer import RenderRequest

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import CONTEXT_BYTES
+from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.estimating.fit import Verdict, memory_verdict
-from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
-from pentameter.estimating.search import settings_that_fit
+from pentameter.estimating.search.search import settings_that_fit
+from pentameter.estimating.seconds.cluster import CONTEXT_BYTES
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle
@@ -32,13 +32,13 @@ from pentameter.machine.choices import (
 from pentameter.machine.cores import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops
-from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.model.attention.fused_dropout import chip_obstacle, kernel_obstacle
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle
-from pentameter.planning.layout_checks import compile_obstacle, uncompiled_blocks
+from pentameter.planning.layouts.layout_checks import compile_obstacle, uncompiled_blocks
 from pentameter.planning.plan import Plan
-from pentameter.processes.join import local_device
-from pentameter.processes.world import World
+from pentameter.processes.group.join import local_device
+from pentameter.processes.group.world import World
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.opening import Checkpoint
-from pentameter.checkpoint.state_dicts import load_model_state
+from pentameter.checkpoint.folders.opening import Checkpoint
+from pentameter.checkpoint.state.state_dicts import load_model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_evaluations

@@ -26,13 +26,13 @@ from pentameter.generation.loop import Prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
+from pentameter.record.log_files import EndKind
 from pentameter.train.compute import Compute
-from pentameter.train.console import Console
-from pentameter.train.copying import CheckpointCopies
-from pentameter.train.event_log import EventLog
-from pentameter.train.log_files import EndKind
-from pentameter.train.run_folder import RunFolder
+from pentameter.train.keep.copying import CheckpointCopies
+from pentameter.train.keep.run_folder import RunFolder
+from pentameter.train.say.console import Console
+from pentameter.train.say.event_log import EventLog
 from pentameter.train.state import TrainState
 from pentameter.train.user_components import CustomBatches, UserComponents
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pentameter.checkpoint.verification import Verification
-from pentameter.config.load import load_config
+from pentameter.checkpoint.folders.verification import Verification
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.config.urls import given_path, shown_url, was_url
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
@@ -24,11 +24,13 @@ from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.processes.join import lone_world, loss_behind
-from pentameter.processes.world import World
+from pentameter.processes.group.join import lone_world, loss_behind
+from pentameter.processes.group.world import World
+from pentameter.record.log_files import EndKind
 from pentameter.train.boundary import Boundary
-from pentameter.train.console import Console
-from pentameter.train.guard import Guard
+from pentameter.train.faults.guard import Guard
+from pentameter.train.faults.pace import RankPace
+from pentameter.train.faults.skipping import skip
 from pentameter.train.hooks import (
     EpochMetrics,
     ExpertMetrics,
@@ -40,18 +42,16 @@ from pentameter.train.hooks import (
     is_logged,
     records_loads,
 )
-from pentameter.train.log_files import EndKind
-from pentameter.train.pace import RankPace
+from pentameter.train.keep.resuming import RunRequest
+from pentameter.train.keep.saving import RunCheckpoints
 from pentameter.train.proved_graphs import refuse_wrong_graphs
-from pentameter.train.recorder import Recorder
-from pentameter.train.resuming import RunRequest
-from pentameter.train.run_lines import RunLines
-from pentameter.train.saving import RunCheckpoints
+from pentameter.train.say.console import Console
+from pentameter.train.say.recorder import Recorder
+from pentameter.train.say.run_lines import RunLines
+from pentameter.train.say.throughput import PlannedPace, Throughput
 from pentameter.train.signals import StopSignals
-from pentameter.train.skipping import skip
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums
-from pentameter.train.throughput import PlannedPace, Throughput
 from pentameter.train.update import Update, may_read_late, read, update_weights
 from pentameter.train.user_components import BatchFunction, OptimizerFunction, UserComponents
 

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Self
 
 from pentameter.errors import InterruptedRunError
-from pentameter.processes.stop_signals import handling_stop_signals, handling_suspension
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
+from pentameter.processes.launch.stop_signals import handling_stop_signals, handling_suspension
 
 PROMPT_SECONDS = 2.0
 """Seconds of steps after which ranks compare stop signals again, if they need not at each step. A

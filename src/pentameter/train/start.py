@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
-from pentameter.config.command_source import with_tokenizer_beside
+from pentameter.config.files.command_source import with_tokenizer_beside
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches, suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
@@ -25,27 +25,27 @@ from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.world import World
+from pentameter.processes.group.world import World
 from pentameter.train.compute import Compute, check_device_memory, choose_compute
-from pentameter.train.console import Console
-from pentameter.train.copying import open_copies
 from pentameter.train.evaluations import splits_to_evaluate
-from pentameter.train.event_log import EventLog
-from pentameter.train.health import check_health
+from pentameter.train.faults.health import check_health
 from pentameter.train.hooks import TrainingRun
-from pentameter.train.introduction import introduction
-from pentameter.train.restoring import restore_newer_copy
-from pentameter.train.resuming import RunRequest, plan_run, shards_read
-from pentameter.train.run_folder import RunFolder, open_run_folder
-from pentameter.train.saving import RunCheckpoints, load_tensors
-from pentameter.train.start_warnings import (
+from pentameter.train.keep.copying import open_copies
+from pentameter.train.keep.restoring import restore_newer_copy
+from pentameter.train.keep.resuming import RunRequest, plan_run, shards_read
+from pentameter.train.keep.run_folder import RunFolder, open_run_folder
+from pentameter.train.keep.saving import RunCheckpoints, load_tensors
+from pentameter.train.say.console import Console
+from pentameter.train.say.event_log import EventLog
+from pentameter.train.say.introduction import introduction
+from pentameter.train.say.start_warnings import (
     compute_warnings,
     disk_warnings,
     evaluation_warnings,
     settings_warnings,
 )
+from pentameter.train.say.trackers import require_trackers
 from pentameter.train.state import TrainState, saved_state
-from pentameter.train.trackers import require_trackers
 from pentameter.train.user_components import CustomBatches, UserComponents
 
 

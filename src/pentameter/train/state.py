@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.folders.opening import STATE_NAME, Checkpoint
 from pentameter.config.section import NonNegative, NonNegativeFloat
 from pentameter.errors import CorruptError
 from pentameter.parallel.engine import LossSum

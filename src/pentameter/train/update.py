@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pentameter.optim.build import AnyOptimizer, can_step_unless, set_learning_rate, step_unless
 from pentameter.parallel.engine import Engine, LossSum
-from pentameter.train.guard import Guard
+from pentameter.train.faults.guard import Guard
 
 
 @dataclass(frozen=True)

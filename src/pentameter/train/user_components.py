@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pentameter.checkpoint.custom_optimizer import note_as_made
-from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.folders.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.state.custom_optimizer import note_as_made
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, Int64
 from pentameter.data.batches.tree import Tree, map_leaves, named_leaves

@@ -10,11 +10,15 @@ from typing import Any, Literal, get_args
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
-from pentameter.estimating.cluster import parse_cluster
-from pentameter.estimating.search import search
-from pentameter.planning.layout import Layout, make_layout, parse_layout
-from pentameter.planning.layout_checks import adapters_obstacle, check_layout, model_obstacle
-from pentameter.planning.sharding import sharding_of
+from pentameter.estimating.search.search import search
+from pentameter.estimating.seconds.cluster import parse_cluster
+from pentameter.planning.layouts.layout import Layout, make_layout, parse_layout
+from pentameter.planning.layouts.layout_checks import (
+    adapters_obstacle,
+    check_layout,
+    model_obstacle,
+)
+from pentameter.planning.layouts.sharding import sharding_of
 
 MOST_PROCESSES = 8
 """Most ranks in a case made from the configuration's own layout: a larger layout is verified at

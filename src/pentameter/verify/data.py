@@ -15,7 +15,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, TrainingBatches, suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.batch_sizes import global_batch_size
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 from pentameter.verify.cases import Case, chosen_cases
 
 

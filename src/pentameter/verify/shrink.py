@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pentameter.config.fields import values_of
-from pentameter.config.load import load_config
+from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import shard_size
 from pentameter.planning.outline import outline_of_gpt
 from pentameter.planning.plan import make_plan
-from pentameter.planning.sharding import shard_size
 from pentameter.verify.cases import Case, chosen_cases
 
 if TYPE_CHECKING:  # it imports torch

@@ -34,10 +34,10 @@ from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.architecture import IGNORED_TARGET, Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.failure import LostProcessError
-from pentameter.processes.join import joined_world
-from pentameter.processes.place import Place
-from pentameter.processes.world import World
+from pentameter.processes.failures.failure import LostProcessError
+from pentameter.processes.group.join import joined_world
+from pentameter.processes.group.rank import Place
+from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import BatchFunction, CustomBatches
 from pentameter.verify.jobs import Failed, Float64, Job, StepNumbers

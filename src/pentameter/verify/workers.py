@@ -12,7 +12,7 @@ from typing import Any, Self
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import TrainingFailedError
 from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
-from pentameter.processes.program import Launched, worker_environment
+from pentameter.processes.launch.program import Launched, worker_environment
 from pentameter.verify.jobs import Failed, Job
 
 GRACE_SECONDS = 0.5

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.rules import Rule
-from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.config.rope_scaling import RopeScalingConfig
 
 ACTIVATIONS = {

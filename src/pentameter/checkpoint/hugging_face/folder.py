@@ -17,6 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pentameter.checkpoint.folders.model_folder import StoredModel
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor, check_weights, few
+from pentameter.checkpoint.format.manifest import is_plain_name
+from pentameter.checkpoint.format.safetensors_format import plan_file
+from pentameter.checkpoint.format.tensor_reader import StoredTensors
 from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
@@ -35,11 +40,6 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
     their_token_ids,
     tokenizer_files,
 )
-from pentameter.checkpoint.lazy_tensors import LazyTensor, check_weights, few
-from pentameter.checkpoint.manifest import is_plain_name
-from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.config.messages import shown
 from pentameter.errors import ConfigError, CorruptError
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.family import Packing, StoredForm
-from pentameter.checkpoint.lazy_tensors import LazyTensor
 
 if TYPE_CHECKING:
     import torch

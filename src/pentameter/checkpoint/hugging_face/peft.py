@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pentameter.checkpoint.folders.model_folder import Adapters, StoredModel
+from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
-from pentameter.checkpoint.model_folder import Adapters, StoredModel
-from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError

@@ -22,8 +22,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.hugging_face.family import Family
-from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
@@ -32,7 +32,7 @@ from pentameter.planning.sub_layers.attention import projections
 if TYPE_CHECKING:
     import torch
 
-    from pentameter.checkpoint.model_folder import Weights
+    from pentameter.checkpoint.folders.model_folder import Weights
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from pentameter.data.shards.stream import tokens_for
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size
-from pentameter.planning.layout import Layout
+from pentameter.planning.layouts.layout import Layout
 
 Int64 = npt.NDArray[np.int64]
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.model.attention import Attend, CausalAttention, attend
+from pentameter.model.attention.attention import Attend, CausalAttention, attend
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.parallel.context.ring_attention import RingAttention
 from pentameter.parallel.mesh import Mesh, group_named
-from pentameter.planning.layout import Layout
-from pentameter.planning.sharding import Sharding
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.layouts.sharding import Sharding
 
 
 def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentameter.model.attention import for_each_head
+from pentameter.model.attention.attention import for_each_head
 from pentameter.model.dropout import AttentionDropout, drop, weight_index
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.waits import finish

@@ -28,7 +28,7 @@ from pentameter.parallel.mesh import group_named
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.collectives import product_operation
 from pentameter.parallel.waits import finish
-from pentameter.planning.sharding import shard_size
+from pentameter.planning.layouts.sharding import shard_size
 
 
 class Summa(NamedTuple):

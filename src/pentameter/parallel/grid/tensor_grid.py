@@ -36,7 +36,7 @@ from pentameter.parallel.tensor.tensor_context import (
     looked_up,
 )
 from pentameter.planning.architecture import Operation, Role
-from pentameter.planning.sharding import Sharding, shard_size
+from pentameter.planning.layouts.sharding import Sharding, shard_size
 
 # -- linears ------------------------------------------------------------------------------------
 

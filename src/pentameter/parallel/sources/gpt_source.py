@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
-from pentameter.model.attention import Sinks
+from pentameter.model.attention.attention import Sinks
 from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.experts import Experts, Router
 from pentameter.model.gpt import GPT, Block
-from pentameter.parallel.balance import count_whole_sequences
 from pentameter.parallel.context.context_parallel import parallelize_context
-from pentameter.parallel.expert_parallel import parallelize_experts
+from pentameter.parallel.experts.balance import count_whole_sequences
+from pentameter.parallel.experts.expert_parallel import parallelize_experts
 from pentameter.parallel.grid.tensor_grid import Grid
 from pentameter.parallel.linear import Forward, install_forwards
 from pentameter.parallel.memory.recomputation import recomputed
@@ -30,9 +30,9 @@ from pentameter.parallel.sources.model_source import ModelSlice, ModelSource
 from pentameter.parallel.tensor.tensor_context import TensorContext
 from pentameter.parallel.tensor.tensor_parallel import TensorParallelContext
 from pentameter.planning.adapters import training_table
+from pentameter.planning.layouts.sharding import Placement
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan
-from pentameter.planning.sharding import Placement
 
 
 class GPTSource(ModelSource):

@@ -27,7 +27,7 @@ from pentameter.parallel.tensor.collectives import all_reduce_tensor, gathered_c
 from pentameter.parallel.tensor.sharded_norm import sharded_norm
 from pentameter.planning.architecture import Operation, Role
 from pentameter.planning.gpt import operations
-from pentameter.planning.sharding import Sharding
+from pentameter.planning.layouts.sharding import Sharding
 
 Style = Callable[[Any, Any, Operation], Forward]
 """Returns the forward that replaces a module's own, on local shards, given the TensorContext, the

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pentameter.model.attention import Sinks, sink_scores
+from pentameter.model.attention.attention import Sinks, sink_scores
+from pentameter.model.attention.latent_attention import LatentAttention
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
-from pentameter.model.latent_attention import LatentAttention
 from pentameter.model.matmul import Matmul, matmul_dtype
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import Forward, adapted
@@ -42,7 +42,7 @@ from pentameter.parallel.tensor.tensor_products import (
     sum_stream,
 )
 from pentameter.planning.architecture import Operation, Role
-from pentameter.planning.sharding import Sharding
+from pentameter.planning.layouts.sharding import Sharding
 
 
 def _mixes_tokens(op: Operation) -> bool:

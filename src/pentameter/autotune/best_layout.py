@@ -1,0 +1,126 @@
+"""`train --layout best`: the fastest layout for a configuration on the processes that were
+started.
+
+Under a launcher rank 0 searches, and tells the others what it has chosen: machines that differ, or
+a calibration that only one of them has, would have ranks choose differently.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pentameter.config.schema import Config, ParallelConfig
+from pentameter.data.sizes import DataSizes
+from pentameter.errors import ConfigError, terminal_message
+from pentameter.estimating.search.search import search, why_nothing_fits
+from pentameter.estimating.seconds.estimate import Estimate
+from pentameter.formatting import size
+from pentameter.machine.this_cluster import this_cluster
+from pentameter.processes.group.join import Meeting
+from pentameter.processes.group.rank import Place
+
+_CHOICE = "layout"
+
+
+@dataclass(frozen=True)
+class BestLayout:
+    """The fastest layout that fits in memory, or if none does the fastest of those that are tight.
+    `estimate` holds its Plan and the predicted, not
+    measured, step time and memory; `n_candidates` is the number of layouts it was chosen from, and
+    `n_spare` the number of processes that no layout could use beside the others."""
+
+    estimate: Estimate
+    n_candidates: int
+    n_spare: int = 0
+
+    @property
+    def n_processes(self) -> int:
+        """Number of processes that train: the layout's."""
+        return self.estimate.plan.layout.world_size
+
+    def of(self, config: Config) -> Config:
+        """Return `config` with this layout's parallel degrees, its micro-batch size (sequences per
+        forward and backward pass) and its activation checkpointing."""
+        chosen = self.estimate.plan.config
+        train = config.train.model_copy(
+            update={
+                "micro_batch_size": self.estimate.plan.micro_batch_size,
+                "activation_checkpoint": chosen.train.activation_checkpoint,
+            }
+        )
+        return config.model_copy(update={"parallel": chosen.parallel, "train": train})
+
+    def __str__(self) -> str:
+        plan, device = self.estimate.plan, self.estimate.cluster.device
+        spare = ""
+        if self.n_spare:
+            n, are = self.n_spare + self.n_processes, "is" if self.n_spare == 1 else "are"
+            spare = f"; {self.n_spare} of {n} processes {are} spare, as no layout divides by {n}"
+        if self.estimate.verdict == "tight":
+            spare += (
+                f"; tight: {size(self.estimate.spare_bytes)} of memory to spare, and no layout "
+            )
+            spare += "leaves more than a run may need beyond its plan"
+        return (
+            f"the best of {self.n_candidates:,} layouts is {plan.layout}, "
+            f"{plan.micro_batch_size} sequences at a time: {self.estimate.time.seconds:.3g} s a "
+            f"step planned on {device.name or self.estimate.cluster.device_key}{spare}"
+        )
+
+
+def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: int) -> BestLayout:
+    """Search all layouts on `world_size` processes for the one with the shortest predicted step on
+    this machine's devices. If none divides the step over so many, search those on the most that one
+    does, on whole machines where there are several; the other processes are spare.
+
+    `local_size` processes run on each machine. `sizes` gives the vocabulary and the batch rows per
+    epoch, as `data_sizes(config)` returns them. No step is run. Raises ConfigError if no layout
+    fits in memory.
+    """
+    reason = ""
+    for n in range(world_size, 0, -1):
+        if n > local_size and n % local_size:
+            continue
+        cluster, _ = this_cluster(n, min(n, local_size))
+        found = search(config, cluster, sizes.vocab_size, sizes.rows_per_epoch, n_best=2)
+        if found.estimates:
+            return BestLayout(found.estimates[0], found.n_candidates, world_size - n)
+        reason = reason or why_nothing_fits(config, cluster, found)
+        if found.n_legal:  # they exceed the memory, and fewer processes have less
+            break
+    raise ConfigError(f"--layout best: {reason}")
+
+
+def choose_together(
+    config: Config, meeting: Meeting, sizes: Callable[[], DataSizes]
+) -> tuple[Config, Place]:
+    """Choose the best layout for the processes that have met, on rank 0, and return, on every rank,
+    `config` in this layout and the rank's Place among those that train. Collective.
+
+    A Place whose rank is not below its `world_size` is a spare's, which has nothing to do. `sizes`
+    is called on rank 0. Raises ConfigError there if no layout fits; LostProcessError elsewhere if
+    rank 0 does not choose.
+    """
+    place = meeting.place
+    if place.rank == 0:
+        best = best_layout(config, sizes(), place.world_size, place.local_size)
+        print(terminal_message(f"pentameter: {best}"), file=sys.stderr)
+        chosen = best.of(config)
+        told = {
+            "n_processes": best.n_processes,
+            "parallel": chosen.parallel.model_dump(),
+            "train": chosen.train.model_dump(include={"micro_batch_size", "activation_checkpoint"}),
+        }
+        meeting.tell(_CHOICE, json.dumps(told))
+    told = json.loads(meeting.read(_CHOICE))
+    n = int(told["n_processes"])
+    train = config.train.model_copy(update=told["train"])
+    parallel = ParallelConfig.model_validate(told["parallel"])
+    here = max(1, min(place.local_size, n - (place.rank - place.local_rank)))
+    return (
+        config.model_copy(update={"parallel": parallel, "train": train}),
+        replace(place, world_size=n, local_size=here),
+    )

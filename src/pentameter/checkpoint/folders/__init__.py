@@ -1,0 +1,1 @@
+"""Folders that hold checkpoints and models: found, opened, kept, copied."""

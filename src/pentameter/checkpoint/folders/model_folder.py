@@ -1,0 +1,112 @@
+"""A model on disk (from a checkpoint or a Hugging Face folder), memory-mapped and read only when
+accessed, and the writer for a checkpoint folder that holds a model alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.folders.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
+from pentameter.checkpoint.format.manifest import encode_json, seal
+from pentameter.checkpoint.format.safetensors_format import plan_file
+from pentameter.config.files.write import to_toml
+from pentameter.config.fingerprint import config_hash
+from pentameter.config.schema import Config, LoraConfig
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
+from pentameter.disk.lock import building
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = Mapping[str, torch.Tensor | LazyTensor]
+
+_GROUP = "model"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters (LoRA) as a run trained them, with their settings (`lora`: rank, alpha,
+    targets)."""
+
+    lora: LoraConfig
+    layers: Mapping[str, tuple[torch.Tensor | LazyTensor, torch.Tensor | LazyTensor]]
+    """Path to an adapted linear layer → its A (rank, inputs) and B (outputs, rank)."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk, from a checkpoint or a Hugging Face folder."""
+
+    path: Path
+    config: Config
+    tokenizer: Tokenizer
+    weights: Weights
+    """Keyed by pentameter's parameter names; shapes and dtypes are the configuration's, vocabulary
+    padding included."""
+    files: tuple[Path, ...]
+    """The files that hold the weights."""
+    checkpoint: Checkpoint | None
+    """None for a Hugging Face folder."""
+    adapters: Adapters | None = None
+    """The adapters that the run trained, if it did; `weights` have them added."""
+    base_model: str | None = None
+    """The Hugging Face model it was initialized from, as a folder or a name on the hub; None if
+    there was none."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed; 0 if the model does not record them."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def identity(self) -> str:
+        """The sha256, in hex, over the weight files: equal for equal files in any folder. The same
+        weights in another number of files, or of another format, have another one."""
+        total = hashlib.sha256()
+        for path in self.files:
+            record = self.checkpoint.manifest.record(path.name) if self.checkpoint else None
+            if record is not None:  # verified when it was opened
+                total.update(record.sha256.encode())
+                continue
+            with storage_errors(path, "read"), path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").hexdigest().encode())
+        return total.hexdigest()
+
+
+def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:
+    """Write the checkpoint folder `out`, with the weights but no optimizer state, and return it;
+    `sample`, `eval` and `train --init-from` accept it.
+
+    It holds model.safetensors (pentameter's names), config.toml, tokenizer.json, and the files that
+    make it a checkpoint: state.json and a manifest with every file's sha256. One tensor is in
+    memory at a time. The folder appears whole or not at all; the same model gives the same bytes.
+
+    `config` replaces the model's own. Raises ConfigError if `out` exists and is not an empty
+    folder, StorageError if writing fails.
+    """
+    out = Path(out)
+    refuse_existing(out)
+    config = stored.config if config is None else config
+    state: dict[str, Any] = {"step": stored.step, "best": None, "base_model": stored.base_model}
+    small = {
+        "config.toml": to_toml(config).encode(),
+        "tokenizer.json": stored.tokenizer.to_bytes(),
+        STATE_NAME: encode_json(state),
+    }
+    with building(out) as folder:
+        path = folder / f"{_GROUP}.safetensors"
+        seal(
+            folder,
+            {_GROUP: [write_hashed(path, plan_file(stored.weights).chunks())]},
+            [write_hashed(folder / name, [data]) for name, data in small.items()],
+            run_id=stored.identity[:32],
+            step=stored.step,
+            config_hash=config_hash(config),
+            layout={},
+        )
+    return out

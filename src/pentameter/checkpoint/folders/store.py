@@ -1,0 +1,476 @@
+"""The checkpoint store of one run: saves atomically, finds by step, prunes with care.
+
+A save writes into `step-N.tmp-<uuid>/`, syncs the files, then a manifest with every size and
+sha256, then renames the folder to `step-N` and syncs the parent. Each rank writes its own files and
+hands over their `FileRecord`s; the main process writes the manifest and renames. A kill or power
+loss between any two system calls leaves either the previous checkpoint or the new one.
+`save_phases.py` holds the phases of a save.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.folders.opening import (
+    REPLACED,
+    Candidate,
+    Checkpoint,
+    best_checkpoint,
+    find_checkpoint,
+    is_step_folder,
+    list_checkpoints,
+    read_manifest,
+    read_own_manifest,
+    step_folder_name,
+)
+from pentameter.checkpoint.folders.verification import Verification
+from pentameter.checkpoint.format.manifest import Manifest, seal
+from pentameter.checkpoint.format.owners import Groups
+from pentameter.checkpoint.format.save_phases import (
+    Exchanged,
+    Save,
+    Written,
+    plan_files,
+    small_files,
+)
+from pentameter.disk.atomic import (
+    check_files,
+    check_free_space,
+    is_temporary,
+    make_folder,
+    remove_tree,
+    storage_errors,
+    sync,
+    temporary_name,
+)
+from pentameter.disk.lock import Fence
+from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.processes.group.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint: its folder, step, size in bytes and the seconds it took."""
+
+    path: Path
+    step: int
+    n_bytes: int
+    seconds: float
+
+
+class _StepFolders:
+    """The step folders of one run: tells valid ones from damaged ones, and renames them so that
+    each appears and disappears whole.
+
+    After a crash at any moment, readers and the next process find only whole checkpoints. What
+    this process wrote is known to be valid, and `verification` hashes the rest once. `warnings`
+    gets a line for each damaged checkpoint. `fence` is asked before a folder appears or disappears.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        warnings: list[str],
+        verification: Verification,
+        fence: Fence | None,
+    ) -> None:
+        self._folder, self._run_id, self._warnings = folder, run_id, warnings
+        self._verification, self._fence = verification, fence
+        self._written: dict[Path, bytes] = {}  # manifests of what this process has published
+        self._told: set[str] = set()
+
+    def own(self) -> Iterator[Candidate]:
+        """Yield the checkpoints that this run wrote, highest step first, valid or not."""
+        for candidate in list_checkpoints(self._folder):
+            with suppress(CorruptError):
+                if read_own_manifest(candidate.path).run_id == self._run_id:
+                    yield candidate
+
+    def is_valid(self, path: Path) -> bool:
+        """Return True if a folder verifies and belongs to this run."""
+        try:
+            manifest = read_own_manifest(path)
+            if self._written.get(path) == manifest.to_bytes():
+                check_files(path, manifest.files, hash_content=False)
+            else:
+                self._verification.check(path, manifest)
+        except CorruptError as error:
+            told = f"a checkpoint is damaged: {error}"
+            self._warnings += [] if told in self._told else [told]
+            self._told.add(told)
+            return False
+        return manifest.run_id == self._run_id
+
+    def ask_for(self, step: int) -> None:
+        """Have the checkpoint that a save at `step` replaces, if there is one, verified before
+        anything is changed: `publish` then knows."""
+        target = self._folder / step_folder_name(step)
+        if os.path.lexists(target):
+            self.is_valid(target)
+
+    def publish(self, temporary: Path, manifest: Manifest) -> None:
+        """Rename a complete temporary folder, whose files were all read back, to its step's name
+        (the step is in `manifest`).
+
+        If the name is taken, the folder there is renamed first, and removed once the new one is in
+        place. Until then a valid checkpoint has the suffix `.replaced`, under which readers find
+        it; a damaged one has a temporary name.
+        """
+        target = self._folder / step_folder_name(manifest.step)
+        aside = None
+        with storage_errors(target, "commit"):
+            if os.path.lexists(target):  # includes a link whose folder may be elsewhere or gone
+                valid = self.is_valid(target)
+                # A valid one can still be found by its second name until the new one is there.
+                aside = target.with_name(
+                    target.name + REPLACED if valid else temporary_name(target.name)
+                )
+                if aside.is_dir():  # left by a crash between the two renames below, long ago
+                    self.discard(aside, self.remove)
+            self.check_ours()
+            if aside is not None:
+                os.rename(target, aside)
+            self._forget(target)
+            try:
+                os.rename(temporary, target)
+            except BaseException:
+                if aside is not None:
+                    with suppress(OSError):
+                        os.rename(aside, target)
+                raise
+        sync(self._folder)
+        self._written[target] = manifest.to_bytes()  # each rank verified the files it wrote
+        if aside is not None:
+            with suppress(StorageError):  # the new one is committed; `clean` removes the rest
+                self.discard(aside)
+
+    def check_ours(self) -> None:
+        """Raise RunFolderInUseError if another process has taken over the run folder."""
+        if self._fence is not None:
+            self._fence.check()
+
+    def receive(self, step: int, fill: Callable[[Path], object]) -> None:
+        """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
+        it. Raises CorruptError if that is no checkpoint of this run at `step`."""
+        temporary = self._folder / temporary_name(step_folder_name(step))
+        try:
+            with storage_errors(temporary, "create the folder"):
+                os.mkdir(temporary)
+            fill(temporary)
+            manifest = read_manifest(temporary)
+            if (manifest.run_id, manifest.step) != (self._run_id, step):
+                raise CorruptError(
+                    f"step {manifest.step} of run {manifest.run_id} came for step {step} of run "
+                    f"{self._run_id}"
+                )
+            check_files(temporary, manifest.files)
+            sync(temporary)
+            self.publish(temporary, manifest)
+            self._verification.trust(self._folder / step_folder_name(step), manifest)
+        except BaseException:
+            with suppress(StorageError):
+                remove_tree(temporary)
+            raise
+
+    def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
+        """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
+        appears half removed, then call `remove` on that."""
+        self.check_ours()
+        self._forget(folder)
+        temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
+        with storage_errors(folder, "remove"):
+            os.rename(folder, temporary)
+        remove(temporary)
+
+    def clean(self) -> list[str]:
+        """Do what `CheckpointStore.clean` promises."""
+        self.check_ours()
+        replaced = {
+            each.path: self._folder / step_folder_name(each.step)
+            for each in list_checkpoints(self._folder)
+            if each.replaced
+        }
+        obsolete = [
+            path for path, proper in replaced.items() if proper.exists() and self.is_valid(proper)
+        ]
+        with storage_errors(self._folder, "list"):
+            names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        left = [
+            name
+            for name in names
+            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0])
+        ]
+        for name in left:
+            self.remove(self._folder / name)
+        for path in obsolete:
+            with suppress(StorageError):  # as above
+                self.discard(path, self.remove)
+        for path, proper in replaced.items():
+            if not proper.exists():
+                with storage_errors(proper, "restore"):
+                    os.rename(path, proper)
+                sync(self._folder)
+        return [*left, *(path.name for path in obsolete)]
+
+    def _forget(self, path: Path) -> None:
+        self._written.pop(path, None)
+        self._verification.forget(path)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder that counts as none by its name. A failure only adds to the warnings."""
+        try:
+            remove_tree(folder)
+        except StorageError as error:
+            self._warnings.append(f"what is left of a checkpoint stays: {error}")
+
+
+class CheckpointStore:
+    """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
+    writes to it holds the run's lock, and gives its `fence`: once another one has taken over, no
+    checkpoint appears, is replaced or removed any more, but RunFolderInUseError is raised.
+
+    Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
+    `warnings` collects one line for each damaged checkpoint that was passed over. In a run of
+    several ranks `verification` is theirs, and what finds or removes checkpoints is work for its
+    `on_main`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        config_hash: str,
+        verification: Verification | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.run_id = run_id
+        self.config_hash = config_hash
+        self.warnings: list[str] = []
+        self.verification = Verification() if verification is None else verification
+        self._exchanged = Exchanged()
+        self._fence = fence
+        self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification, fence)
+
+    def with_verification(self, verification: Verification) -> CheckpointStore:
+        """Return this store, with its warnings so far, for the ranks of `verification`."""
+        store = CheckpointStore(
+            self.folder,
+            run_id=self.run_id,
+            config_hash=self.config_hash,
+            verification=verification,
+            fence=self._fence,
+        )
+        store.warnings += self.warnings
+        return store
+
+    def save(
+        self,
+        step: int,
+        tensors: Groups,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        layout: Mapping[str, int] | None = None,
+        world: World | None = None,
+        meshes: Sequence[DeviceMesh] = (),
+    ) -> Saved:
+        """Save the checkpoint for `step`; it is durable on return.
+
+        `tensors` holds groups (`model`, `optimizer`) of named tensors, each written to
+        `GROUP.safetensors`; `state` must be JSON without NaN; `extra_files` are small additional
+        files; the manifest records `layout` (axis → degree). A failure (StorageError) leaves all
+        other checkpoints as they were and nothing half-written. Saving a step again replaces it,
+        and at each moment the old or the new one can be found.
+
+        Collective if `world` has several ranks: each passes the same groups with the tensors it has
+        (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it
+        owns to `GROUP-00001-of-00004.safetensors`. A failure on one rank is raised on all. `meshes`
+        are the layout's, from which the owners of regions follow.
+        """
+        return self.commit(self.plan(step, tensors, state, extra_files, layout, world, meshes))
+
+    def plan(
+        self,
+        step: int,
+        tensors: Groups,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        layout: Mapping[str, int] | None = None,
+        world: World | None = None,
+        meshes: Sequence[DeviceMesh] = (),
+    ) -> Save:
+        """Begin a save: plan which rank writes which regions, check for free space and create the
+        temporary folder. The returned Save carries it through snapshot and write to `commit`.
+        Collective.
+
+        `tensors` maps group (`model`, `optimizer`) → name → tensor, as far as this rank has it;
+        `state` becomes state.json; `extra_files` maps name → content; the manifest records `layout`
+        (axis → degree). `world` None is this process alone; from `mesh`, the layout's device mesh,
+        the regions' owners follow (None: ranks exchange lists).
+
+        Raises StorageError if space is lacking, ValueError for a state that JSON cannot hold or an
+        incomplete tensor, TypeError for a tensor that cannot be saved, ConfigError if the step's
+        folder belongs to another run; an error on one rank is raised on all.
+        """
+        started_at = time.perf_counter()
+        world = World() if world is None else world
+        files, n_bytes = plan_files(tensors, world, meshes, self._exchanged)
+        small: dict[str, bytes] = {}
+
+        def begin() -> Path:
+            small.update(small_files(state, extra_files, tensors))
+            self._refuse_foreign(step)
+            make_folder(self.folder)
+            check_free_space(self.folder, n_bytes + sum(map(len, small.values())) + _SLACK_BYTES)
+            temporary = self.folder / temporary_name(step_folder_name(step))
+            with storage_errors(temporary, "create the folder"):
+                os.mkdir(temporary)
+            return temporary
+
+        temporary = world.on_main(begin)
+        return Save(step, temporary, [*tensors], files, small, world, layout or {}, started_at)
+
+    def commit(self, save: Save) -> Saved:
+        """Wait until all ranks have written their files, for as long as their disks take, then
+        commit: rename the save's folder to its final name.
+
+        Collective. Raises StorageError if a write failed on any rank or the rename fails; the
+        save's folder is then removed.
+        """
+        world = save.world
+
+        doing = "committing" if save.is_beside else "saving"
+
+        def seal_and_publish(written: Sequence[Written]) -> int:
+            self._folders.ask_for(save.step)
+            manifest = seal(
+                save.folder,
+                {
+                    group: [each.tensors[group] for each in written if group in each.tensors]
+                    for group in save.groups
+                },
+                [record for each in written for record in each.small],
+                run_id=self.run_id,
+                step=save.step,
+                config_hash=self.config_hash,
+                layout=save.layout,
+            )
+            self._folders.publish(save.folder, manifest)
+            return manifest.n_bytes
+
+        try:
+            written = world.patiently(lambda _: save.written(), doing, save.step)
+            n_bytes = self.verification.among(world).on_main(
+                lambda: seal_and_publish(written), doing, save.step
+            )
+        except BaseException:
+            if world.is_main:
+                with suppress(StorageError):
+                    remove_tree(save.folder)
+            raise
+        seconds = time.perf_counter() - save.started_at
+        return Saved(self.folder / step_folder_name(save.step), save.step, n_bytes, seconds)
+
+    def receive(self, step: int, fill: Callable[[Path], object]) -> None:
+        """Add this run's checkpoint at `step` from elsewhere: `fill` writes its files and its
+        manifest into the empty folder that it is called with. It appears once all of them verify,
+        and is durable then. Raises CorruptError if they do not, or are of another run or step."""
+        make_folder(self.folder)
+        self._folders.receive(step, fill)
+
+    def _refuse_foreign(self, step: int) -> None:
+        """Raise ConfigError if a checkpoint from another run has this step's name."""
+        target = self.folder / step_folder_name(step)
+        try:
+            run_id = read_manifest(target).run_id
+        except (CorruptError, StorageError):
+            return  # absent or damaged: belongs to no run
+        if run_id != self.run_id:
+            raise ConfigError(
+                f"{target} belongs to run {run_id}, this is run {self.run_id}; use another "
+                "--run-dir, or move that checkpoint away"
+            )
+
+    def latest(self) -> Checkpoint | None:
+        """Find the verified checkpoint with this run's highest step; None if the run has none.
+
+        A damaged checkpoint is passed over with a line in `warnings`; CorruptError if all are
+        damaged.
+        """
+        return self._find(None)
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Open and verify this run's checkpoint at `step`; None if the run has none there. Raises
+        CorruptError if it is damaged."""
+        return self._find(step)
+
+    def best(self) -> Checkpoint | None:
+        """Find the verified checkpoint that represents this run (see `best_checkpoint`); None if
+        the run has none. Raises CorruptError if all are damaged."""
+        return best_checkpoint(self.folder, self.warnings, self.run_id, self.verification.check)
+
+    def _find(self, step: int | None) -> Checkpoint | None:
+        check = self.verification.check
+        return find_checkpoint(
+            self.folder, self.warnings, run_id=self.run_id, step=step, check=check
+        )
+
+    def clean(self) -> list[str]:
+        """Remove the folders of saves and removals that a dead process left unfinished; return
+        their names.
+
+        Readers never look at these folders, so one that cannot be removed only adds a warning. A
+        checkpoint that was renamed for a new save at its step gets its name back if that save was
+        never committed.
+        """
+        return self._folders.clean()
+
+    def prune(
+        self,
+        keep_last: int,
+        keep_steps: Collection[int] = (),
+        remove: Callable[[Path], object] = remove_tree,
+    ) -> list[int]:
+        """Remove this run's checkpoints except the `keep_last` newest valid ones and those at
+        `keep_steps`; return the removed steps.
+
+        A checkpoint is removed only if a newer one verifies, and a damaged one never counts as
+        kept. Folders that belong to other runs or cannot be identified stay. `remove` is called
+        with each folder once it has a temporary name, and may return before the files are gone.
+        """
+        candidates, kept_steps, n_to_keep = [*self._folders.own()], {*keep_steps}, max(1, keep_last)
+        if all(each.step in kept_steps for each in candidates[n_to_keep:]):
+            return []  # whichever of the newest verify, which need not be known then
+        removed = []
+        kept: set[int] = set()  # steps: what a save at one replaced may be there still
+        for candidate in candidates:
+            if len(kept) < n_to_keep:
+                kept |= {candidate.step} if self._folders.is_valid(candidate.path) else set()
+            elif candidate.step not in kept_steps:
+                self._folders.discard(candidate.path, remove)
+                removed.append(candidate.step)
+        return removed
+
+    def discard_after(self, step: int) -> list[int]:
+        """Remove this run's checkpoints after `step`, and return their steps. If the checkpoint for
+        `step` itself is missing or damaged, nothing is removed, and the list is empty."""
+        candidates = list(self._folders.own())
+        if not any(each.step == step and self._folders.is_valid(each.path) for each in candidates):
+            return []
+        newer = [each for each in candidates if each.step > step]
+        for each in newer:
+            self._folders.discard(each.path)
+        return [each.step for each in newer]

@@ -1,0 +1,112 @@
+"""A mixture of experts that begins with a dense model's weights: each expert is a copy of the
+feed-forward layer (Komatsuzaki et al. 2022, "Sparse upcycling").
+
+If a token's weights sum to 1, the mixture computes what the dense model does, whatever its router
+chooses. Noise, and parts of each copy that begin anew, make experts differ from the start.
+
+Shapes: E experts, F inner width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pentameter.checkpoint.format.lazy_tensors import LazyTensor
+from pentameter.config.model_schema import EXPERT_KEYS, ModelConfig
+from pentameter.config.schema import Config
+from pentameter.keyed import bits, make_key
+from pentameter.planning.architecture import ParameterSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dense_architecture(model: ModelConfig) -> ModelConfig:
+    """Return the architecture with a feed-forward layer in place of each layer's experts."""
+    defaults = {key: ModelConfig.model_fields[key].default for key in EXPERT_KEYS}
+    return model.model_copy(update={"n_experts": None, **defaults})
+
+
+def dense_name(name: str) -> str:
+    """Return the name that a mixture's parameter has in the dense model, such as
+    `blocks.0.mlp.up.weight` for `blocks.0.experts.up.weight`. A router has no counterpart: its
+    result names no parameter there."""
+    return name.replace(".experts", ".mlp", 1)
+
+
+def needed_settings(dense: ModelConfig, mixture: ModelConfig) -> list[str]:
+    """Return the settings, in words with the reasons, that `mixture` must change so that it
+    computes what the model `dense` does when every expert is a copy of its feed-forward layer;
+    empty if none."""
+    E, k, capacity = mixture.n_experts, mixture.n_chosen, mixture.expert_capacity
+    assert E is not None
+    needed = []
+    takes_all = mixture.router == "softmax" and k == E
+    if not (mixture.router_renormalize or mixture.router_top_k_first or takes_all):
+        needed.append(
+            "model.router_renormalize=true or model.router_top_k_first=true (a token's weights "
+            "then sum to 1)"
+        )
+    if mixture.router_scale != 1.0:
+        needed.append(f"model.router_scale=1 instead of {mixture.router_scale:g} (as above)")
+    if mixture.expert_width != dense.feed_forward_width:
+        needed.append(
+            f"model.d_expert={dense.feed_forward_width} instead of {mixture.expert_width} (the "
+            "width of what is copied)"
+        )
+    if mixture.n_shared_experts:
+        needed.append(
+            f"model.n_shared_experts=0 instead of {mixture.n_shared_experts} (these are added)"
+        )
+    if capacity is not None and capacity * k < E:
+        needed.append(
+            f"model.expert_capacity={E / k:g} or more, or none, instead of {capacity:g} (an expert "
+            "may get all tokens)"
+        )
+    return needed
+
+
+def fill_copies(
+    target: torch.Tensor,
+    region: tuple[slice, ...],
+    dense: torch.Tensor | LazyTensor,
+    spec: ParameterSpec,
+    config: Config,
+) -> None:
+    """Fill `target`, in place, with one region of a stack of copies (E, …) of the tensor `dense`.
+    `region` has one slice per dimension of the stack, experts first; of `dense` only its other
+    slices are read.
+
+    target: holds the parameter's random initial values. A fraction of them (`train.upcycle_noise`)
+    is added to the copies, and in the channels of the inner width that an expert does not copy
+    (`train.upcycle_drop`) they stay. spec: the parameter's name, layer and axes. config: the run's.
+    """
+    import torch
+
+    experts, *inner = region
+    copy = dense[tuple(inner)].to(target.device, target.dtype)
+    noise, drop = config.train.upcycle_noise, config.train.upcycle_drop
+    for number, own in zip(range(experts.start, experts.stop), target, strict=True):
+        copied = own.mul(noise).add_(copy) if noise else copy
+        if drop and "expert_mlp" in spec.axes:
+            dim = spec.axes.index("expert_mlp") - 1  # within one expert
+            fresh = _fresh_channels(spec, number, inner[dim], config)
+            shape = [-1 if at == dim else 1 for at in range(own.ndim)]
+            copied = torch.where(fresh.to(own.device).view(shape), own, copied)
+        own.copy_(copied)
+
+
+def _fresh_channels(
+    spec: ParameterSpec, expert: int, channels: slice, config: Config
+) -> torch.Tensor:
+    """Return, as bool (n,), which of the n `channels`, a slice of F, `expert` initializes anew
+    instead of copying. They are drawn from the seed, layer, expert and channel, so all of the
+    expert's matrices have the same ones."""
+    import torch
+
+    assert spec.layer is not None
+    key = make_key(config.seed, "upcycle_drop", spec.layer, expert)
+    index = torch.arange(channels.start, channels.stop, dtype=torch.int32)
+    # Signed words, uniform: the lowest fraction of them.
+    fresh: torch.Tensor = bits(key, index).double() < config.train.upcycle_drop * 2**32 - 2**31
+    return fresh

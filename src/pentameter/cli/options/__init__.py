@@ -1,0 +1,1 @@
+"""What several verbs take, and how their arguments are read."""

@@ -1,0 +1,1 @@
+"""Configurations as files: found, read, overridden, written."""

@@ -1,0 +1,91 @@
+"""The configuration that a command line names: a preset, a file, or a text to train on, and the
+files beside the model that it begins with."""
+
+from __future__ import annotations
+
+import os
+import re
+from glob import has_magic
+from pathlib import Path
+
+from pentameter.config.files.load import preset_names, text_name
+from pentameter.config.files.overrides import parse_overrides
+from pentameter.config.schema import Config
+from pentameter.config.urls import is_remote
+from pentameter.errors import ConfigError
+
+PRESET_FOR_TEXT = "quickstart"
+"""The preset for `train novel.txt`."""
+
+# A TOML file by another name is no text.
+_OF_A_CONFIGURATION = re.compile(rb"^(extends *=|\[(model|data|optimizer|train)\])", re.MULTILINE)
+_TABLE_OR_REMARK = re.compile(rb"\s*(\[|#|$)")
+_KEY = re.compile(rb"\s*[\w.\"'-]+\s*=")
+_LOOKED_AT_BYTES = 1 << 16
+
+
+def configuration_of(
+    source: str, overrides: list[str], init_from: Path | None = None
+) -> tuple[str, list[str]]:
+    """Return (source, overrides) to pass to `load_config`. A preset or a configuration file stays
+    as it is.
+
+    If `source` is a text (file, folder, pattern or URL), it becomes the override data.path, and the
+    source becomes `init_from`/config.toml if that exists, with a run name from the text; if not,
+    the preset `quickstart`. `init_from` is the folder with the model to begin from, None for none.
+    Raises ConfigError if `overrides` name a text too.
+    """
+    is_elsewhere = is_remote(source) or (has_magic(source) and not os.path.exists(source))
+    if source in preset_names() or not (is_elsewhere or is_text(Path(source))):
+        return source, overrides
+    for key, text in parse_overrides(overrides):
+        if key in ("data.path", "data.corpus"):
+            raise ConfigError(
+                f"{source} is the text to train on, and --{key} {text} names another; keep one"
+            )
+    named = [f"--data.path={source}", *overrides]
+    if init_from is not None and os.path.isfile(init_from / "config.toml"):
+        # The quickstart on that text has the text's own name already.
+        return str(init_from / "config.toml"), [f"--name={text_name(source, '-tuned')}", *named]
+    return PRESET_FOR_TEXT, named
+
+
+def is_text(path: Path) -> bool:
+    """Return True if `path` can be trained on: a file that is no configuration, or a folder that
+    holds neither a configuration nor a model. False if it does not exist or cannot be read."""
+    try:
+        is_folder = path.is_dir()
+        if is_folder and any(path.glob("*.safetensors")):
+            return False  # a model
+        file = path / "config.toml" if is_folder else path
+        if not file.is_file():  # to open a pipe would wait
+            return is_folder
+        if file.suffix.lower() == ".toml" and not is_folder:
+            return False
+        with file.open("rb") as opened:
+            start = opened.read(_LOOKED_AT_BYTES)
+        return _OF_A_CONFIGURATION.search(start) is None or not (is_folder or _has_keys(start))
+    except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
+        return False
+
+
+def _has_keys(start: bytes) -> bool:
+    """Return True if at least half of a file's first lines are `key = value`, apart from tables and
+    remarks: a text may well have a line `[model]`."""
+    lines = [line for line in start.splitlines() if not _TABLE_OR_REMARK.match(line)]
+    return 2 * sum(_KEY.match(line) is not None for line in lines) >= len(lines)
+
+
+def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:
+    """Return (config, warnings), with the tokenizer path corrected for a model folder that was
+    moved. If `data.tokenizer` is the path to a missing tokenizer.json and the folder `model` has
+    one, the configuration names that, and there is one warning. Nothing changes in other cases, nor
+    if `model` is None."""
+    if model is None:
+        return config, []
+    named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
+    if named.name != beside.name or os.path.exists(named) or not os.path.exists(beside):
+        return config, []
+    data = config.data.model_copy(update={"tokenizer": str(beside)})
+    warning = f"{config.data.tokenizer} is not there; taking {beside}"
+    return config.model_copy(update={"data": data}), [warning]

@@ -1,0 +1,1 @@
+"""Bytes that a plan takes: in memory, and sent between ranks."""

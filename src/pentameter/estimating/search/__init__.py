@@ -1,0 +1,1 @@
+"""Layouts compared: candidates, their order, their scaling."""

@@ -1,0 +1,140 @@
+"""Estimated scaling: a configuration's best layouts on 1, 2, 4, … devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.estimating.search.candidates import Candidates, LayoutCandidate
+from pentameter.estimating.search.search import Allowed, all_candidates, search
+from pentameter.estimating.seconds.cluster import Cluster
+from pentameter.estimating.seconds.estimate import Estimate
+from pentameter.planning.batch_sizes import global_batch_size
+
+MOST_DEVICES = 16_384
+TIMED_OF_EACH = 25
+"""Candidates that are timed in full per device count and kind of layout (any, without pipeline,
+data alone)."""
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """The fastest layouts on a number of devices, with and without restrictions; None if none
+    fits."""
+
+    n_devices: int
+    best: Estimate | None
+    without_pipeline: Estimate | None
+    data_alone: Estimate | None
+    """The fastest layout that splits only the batch, with or without ZeRO."""
+    efficiency: float
+    """Tokens per second per device, relative to the smallest device count that holds the model; 0
+    if nothing fits."""
+    why: str = ""
+    """Why no layout was found; empty if one was."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `plan --scale --json` prints for this device count."""
+        kinds = {
+            "best": self.best,
+            "without_pipeline": self.without_pipeline,
+            "data_alone": self.data_alone,
+        }
+        return {
+            "n_devices": self.n_devices,
+            "efficiency": self.efficiency,
+            "why": self.why,
+            **{name: None if each is None else _short(each) for name, each in kinds.items()},
+        }
+
+
+def _short(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "layout": str(estimate.plan.layout),
+        "micro_batch_size": estimate.plan.micro_batch_size,
+        "step_seconds": estimate.time.seconds,
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+        "verdict": estimate.verdict,
+    }
+
+
+def scale(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    most: int = MOST_DEVICES,
+    imbalance: float = 1.0,
+    matmuls: str | None = None,
+) -> Iterator[ScalePoint]:
+    """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
+    `cluster`; beyond one node, for as many whole nodes as hold that number, or a last one that says
+    that no network between nodes is known. The configuration's batch size is kept. `vocab_size` is
+    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
+    counts in epochs. `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks.
+    `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None."""
+    batch_size = global_batch_size(config)
+    first = 0.0
+    n = 1
+    while (resized := cluster.resized(n)).n_devices <= most:
+        n_devices = resized.n_devices
+        if (obstacle := resized.obstacle) is not None:
+            yield ScalePoint(n_devices, None, None, None, 0.0, obstacle)
+            return
+        candidates = all_candidates(
+            config,
+            resized,
+            vocab_size,
+            rows_per_epoch,
+            imbalance=imbalance,
+            matmuls=matmuls,
+        )
+
+        def best(
+            allowed: Allowed, resized: Cluster = resized, among: Candidates = candidates
+        ) -> Estimate | None:
+            found = search(
+                config,
+                resized,
+                vocab_size,
+                rows_per_epoch,
+                n_best=1,
+                imbalance=imbalance,
+                most_timed=TIMED_OF_EACH,
+                allowed=allowed,
+                among=among,
+            )
+            return found.estimates[0] if found.estimates else None
+
+        alone, flat = best(_is_data_alone), best(_is_flat)
+        every = [each for each in (best(_is_any), alone, flat) if each is not None]
+        top = min(every, key=lambda each: (not each.fits, each.time.seconds), default=None)
+        why = ""
+        if top is None:
+            why = (
+                "nothing fits"
+                if n_devices < batch_size
+                else "the batch has no more sequences to divide"
+            )
+        else:
+            first = first or top.tokens_per_second / n_devices
+        efficiency = 0.0 if top is None else top.tokens_per_second / n_devices / first
+        yield ScalePoint(n_devices, top, flat, alone, efficiency, why)
+        n *= 2
+
+
+def _is_any(candidate: LayoutCandidate) -> bool:
+    return True
+
+
+def _is_flat(candidate: LayoutCandidate) -> bool:
+    return candidate.step.layout.pipeline == 1
+
+
+def _is_data_alone(candidate: LayoutCandidate) -> bool:
+    layout = candidate.step.layout
+    return layout.pipeline == layout.tensor == layout.context == 1

@@ -1,0 +1,355 @@
+"""The layout search: the fastest legal layouts on a cluster, by branch and bound.
+
+Candidates are visited in the order of a lower bound on their time (`candidates.py`). Those that
+exceed the device's memory are skipped, those that are tight are set aside, and the others are timed
+in full, until no bound is below the times found. The ranking is therefore that of the whole time
+model, although most candidates are never timed. What is tight is timed, and ranked below, only
+where fewer fit than are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from pentameter.config.schema import Config, ParallelConfig
+from pentameter.errors import ConfigError, divisors
+from pentameter.estimating.bytes.plan_estimates import plan_memory
+from pentameter.estimating.fit import Verdict, memory_verdict
+from pentameter.estimating.search.candidates import CHECKPOINTS, Candidates, LayoutCandidate
+from pentameter.estimating.seconds.cluster import Cluster
+from pentameter.estimating.seconds.estimate import Estimate, best_precision
+from pentameter.estimating.seconds.step_time import step_time
+from pentameter.planning.plan import Plan, make_plan
+
+MOST_TIMED = 200
+"""Maximum number of fitting candidates that are timed in full: those with the lowest bounds. A
+count rather than a time limit, so that a busy machine finds the same layouts."""
+
+Change = tuple[str, object]
+"""A setting's dotted path ("train.micro_batch_size"), and its new value."""
+
+
+Allowed = Callable[[LayoutCandidate], bool]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The search result: `estimates` holds the fastest layout for each mesh, fastest first, at most
+    `n_best`; those that are tight come after all that fit, if these are fewer."""
+
+    estimates: tuple[Estimate, ...]
+    nearest: Estimate | None
+    """If nothing fits, the visited candidate that exceeds the memory least; None if something fits
+    or none was visited."""
+    n_legal: int
+    """Layouts that split the model, the batch and the devices evenly, whether or not they may
+    fit."""
+    n_candidates: int
+    """Legal layouts that may fit, combined with each micro-batch size and checkpointing mode."""
+    n_timed: int
+    n_too_large: int
+    """Candidates that were visited before the search ended and do not fit the device."""
+    n_tight: int
+    """Candidates that were visited before the search ended and are tight."""
+    is_complete: bool
+    """Whether every candidate was timed, or is known to be slower."""
+    seconds: float
+
+
+def search(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    n_best: int = 5,
+    most_timed: int = MOST_TIMED,
+    sequence: bool | None = None,
+    imbalance: float = 1.0,
+    matmuls: str | None = None,
+    allowed: Allowed = lambda candidate: True,
+    among: Candidates | None = None,
+) -> Found:
+    """Find the fastest layouts for a configuration that use the whole cluster and fit its devices,
+    by estimated times; where too few fit, those that are tight, below.
+
+    The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
+    batch is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch
+    rows in the training split) if it counts in epochs. At most `n_best` layouts are returned, after
+    at most `most_timed` full timings. `sequence` sets whether tensor-parallel ranks also split the
+    sequence; None tries both. `imbalance` is the most rows that a rank's experts get ÷ the mean
+    over ranks. `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    Candidates for which `allowed` is false are left out. `among` reuses the candidates
+    from another search for the same configuration, cluster, imbalance and matmuls; None lists them
+    anew.
+    """
+    start = time.monotonic()
+    sizes = vocab_size, rows_per_epoch
+    every = among or all_candidates(
+        config, cluster, *sizes, sequence=sequence, imbalance=imbalance, matmuls=matmuls
+    )
+    candidates = list(filter(allowed, every.by_bound))
+    fitting = _Fastest(cluster, n_best, most_timed)
+    tight: list[LayoutCandidate] = []
+    least, nearest = math.inf, None
+    n_too_large = 0
+    for candidate in candidates:
+        if fitting.is_done(candidate):
+            break
+        if not fitting.may_be_faster(candidate):
+            continue
+        needed = every.device_bytes(candidate)
+        verdict = memory_verdict(needed, cluster.usable_bytes)
+        if verdict == "fits":
+            fitting.time(candidate)
+        elif verdict == "tight":
+            tight.append(candidate)
+        else:
+            n_too_large += 1
+            if needed < least:
+                least, nearest = needed, candidate
+    ranked = fitting.ranked
+    # What is tight ranks below all that fits, and is timed only where too little fits.
+    below = _Fastest(cluster, n_best - len(ranked), most_timed)
+    meshes = {candidate.degrees for candidate in ranked}
+    for candidate in tight:
+        if below.is_done(candidate):
+            break
+        if candidate.degrees not in meshes and below.may_be_faster(candidate):
+            below.time(candidate)
+    estimates = [_estimate(every, *sizes, candidate) for candidate in (*ranked, *below.ranked)]
+    return Found(
+        estimates=tuple(estimates),
+        nearest=None if estimates or nearest is None else _estimate(every, *sizes, nearest),
+        n_legal=every.n_legal,
+        n_candidates=len(candidates),
+        n_timed=fitting.n_timed + below.n_timed,
+        n_too_large=n_too_large,
+        n_tight=len(tight),
+        is_complete=fitting.is_complete and below.is_complete,
+        seconds=time.monotonic() - start,
+    )
+
+
+class _Fastest:
+    """The fastest candidate of each mesh, of those that were timed, in the order of their bounds;
+    the `n_best` fastest of them are kept."""
+
+    def __init__(self, cluster: Cluster, n_best: int, most_timed: int) -> None:
+        """At most `most_timed` candidates are timed."""
+        self.cluster = cluster
+        self.n_best = n_best
+        self.most_timed = most_timed
+        self.n_timed = 0
+        self.is_complete = True
+        """Whether every candidate was timed, or is known to be slower."""
+        self._best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
+        self._limit = math.inf
+        """Seconds per step that the next candidate must stay below to be among the best."""
+
+    def is_done(self, candidate: LayoutCandidate) -> bool:
+        """Whether neither this candidate nor any with a higher bound is to be timed."""
+        if self.n_best < 1 or candidate.bound >= self._limit:
+            return True
+        return not self.is_complete
+
+    def may_be_faster(self, candidate: LayoutCandidate) -> bool:
+        """Whether the candidate's bound is below the best time of its mesh."""
+        known = self._best.get(candidate.degrees)
+        return known is None or candidate.bound < known[0]
+
+    def time(self, candidate: LayoutCandidate) -> None:
+        """Time the candidate, and keep it if it is the fastest of its mesh."""
+        if self.n_timed >= self.most_timed:
+            self.is_complete = False
+            return
+        self.n_timed += 1
+        took = step_time(candidate.step, self.cluster).seconds
+        known = self._best.get(candidate.degrees)
+        if took < min(self._limit, math.inf if known is None else known[0]):
+            self._best[candidate.degrees] = took, candidate
+            if len(self._best) >= self.n_best:
+                self._limit = sorted(found for found, _ in self._best.values())[self.n_best - 1]
+
+    @property
+    def ranked(self) -> list[LayoutCandidate]:
+        """The best candidates, the fastest first."""
+        times = sorted(self._best.values(), key=lambda each: each[0])
+        return [candidate for _, candidate in times[: self.n_best]]
+
+
+def _estimate(
+    among: Candidates,
+    vocab_size: int | None,
+    rows_per_epoch: int | None,
+    candidate: LayoutCandidate,
+) -> Estimate:
+    """Return the Estimate for one of the candidates; sizes as passed to `search`."""
+    n = candidate.step.layout.world_size
+    chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
+    return Estimate(chosen, among.cluster, among.precision, among.imbalance)
+
+
+def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
+    """Return a sentence that says why `found`, the result of a search without estimates, is empty,
+    and which change would help."""
+    nothing = f"no layout of {config.name} fits {cluster}"
+    if not found.n_legal:
+        return (
+            f"no layout of {config.name} divides a step over all {cluster.n_devices:,} devices of "
+            f"{cluster}: name fewer devices, or raise train.batch_size"
+        )
+    remedy = "name a larger cluster, shorten model.context_length, or take train.offload=true"
+    if found.nearest is None:
+        return (
+            f"{nothing}: weights, gradients, optimizer and activations take more than the "
+            f"{cluster.usable_bytes / 1e9:,.1f} GB of a device in each of {found.n_legal:,} "
+            f"layouts; {remedy}"
+        )
+    near = found.nearest
+    how = near.plan.config.train.activation_checkpoint
+    return (
+        f"{nothing}: of {found.n_candidates:,} candidates the smallest, {near.plan.layout} with a "
+        f"micro-batch of {near.plan.micro_batch_size}{f' recomputing {how}' if how else ''}, needs "
+        f"{-near.spare_bytes / 1e9:,.1f} GB more than the {cluster.usable_bytes / 1e9:,.1f} GB of "
+        f"a device; {remedy}"
+    )
+
+
+def reasons(better: Estimate, worse: Estimate) -> list[str]:
+    """Return the components that make one estimate's step faster than another's, as "SECONDS s less
+    COMPONENT", the largest gain first; gains below 0.2 % are left out."""
+    parts: list[tuple[str, float, float]] = []
+    for name, key in (("compute", "compute"), ("bubble", "bubble"), ("optimizer", "optimizer")):
+        parts.append((name, getattr(better.time, key), getattr(worse.time, key)))
+    for name in dict.fromkeys((*better.time.exposed, *worse.time.exposed)):
+        ours, theirs = (each.time.exposed.get(name, 0.0) for each in (better, worse))
+        parts.append((f"waiting for {name}", ours, theirs))
+    gains = sorted(((theirs - ours, name) for name, ours, theirs in parts), reverse=True)
+    least = 0.002 * worse.time.seconds
+    return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
+
+
+def settings_that_fit(
+    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
+) -> list[tuple[str, Verdict]]:
+    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then those with which
+    they are tight, each as command-line options ("--train.micro-batch-size 1") with its verdict:
+    single changes first, then full recomputation with micro-batches of one sequence, then these
+    with ZeRO 3. `precision` is the matmul precision (None: `train.precision`, with fp32 for
+    `auto`); with `fused_dropout`, attention dropout does not write out the weights."""
+    ways = [[change] for change in _single_changes(plan)]
+    smallest: list[Change] = [
+        ("train.micro_batch_size", 1),
+        ("train.activation_checkpoint", "full"),
+    ]
+    ways += [smallest, [*smallest, ("parallel.zero", 3)]]
+    found: list[tuple[str, Verdict]] = []
+    for changes in ways:
+        other = _changed(plan, changes)
+        if other is None:
+            continue
+        memory = plan_memory(other, precision, fused_dropout=fused_dropout)
+        verdict = memory_verdict(memory.total_bytes, usable_bytes)
+        if verdict != "does not fit":
+            found.append((_as_options(changes), verdict))
+    return sorted(found, key=lambda each: each[1] == "tight")
+
+
+def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
+    """Return the single change that makes a step fastest and fits, as command-line options, with
+    its Estimate; None if no fitting change gains 1 %."""
+    for words, changed in _changes(estimate):
+        if changed.time.seconds > 0.99 * estimate.time.seconds:
+            return None
+        if changed.fits:
+            return words, changed
+    return None
+
+
+def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
+    """Return, for each possible change of one setting, its command-line options and the changed
+    Estimate, the fastest first."""
+    found = []
+    for change in _single_changes(estimate.plan):
+        other = _changed(estimate.plan, [change])
+        if other is not None:
+            changed = replace(estimate, plan=other)
+            found.append((_as_options([change]), changed))
+    return sorted(found, key=lambda each: each[1].time.seconds)
+
+
+def _single_changes(plan: Plan) -> list[Change]:
+    """Return changes of one setting to another value: the micro-batch size doubled or reduced to
+    one of the next smaller sizes that divide a rank's sequences, activation checkpointing, ZeRO
+    stage, sequence parallelism, pipeline schedule."""
+    rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
+    smaller = [size for size in reversed(divisors(rows)) if size < micro]
+    sizes = [*([micro * 2] if rows % (micro * 2) == 0 else []), *smaller]
+    ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
+    ways += [("train.activation_checkpoint", how) for how in CHECKPOINTS]
+    ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3) if plan.layout.data > 1]
+    ways += [("parallel.sequence", True)] if plan.layout.tensor > 1 else []
+    if plan.layout.pipeline > 1:
+        ways += [("parallel.schedule", name) for name in ("1f1b", "zero-bubble")]
+    return [way for way in ways if attrgetter(way[0])(plan.config) != way[1]]
+
+
+def _changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
+    """Return the Plan with these settings changed; None if that configuration is invalid."""
+    tree = plan.portable_config.model_dump()
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    try:
+        config = Config.model_validate(tree)
+        return make_plan(
+            config, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
+        )
+    except (ConfigError, ValueError):
+        return None
+
+
+def _as_options(changes: Sequence[Change]) -> str:
+    return " ".join(
+        f"--{key.replace('_', '-')} {'none' if value is None else str(value).lower()}"
+        for key, value in changes
+    )
+
+
+def all_candidates(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    sequence: bool | None = None,
+    imbalance: float = 1.0,
+    matmuls: str | None = None,
+) -> Candidates:
+    """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
+    as `among`. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch rows
+    in the training split) if it counts in epochs. `sequence` sets whether tensor-parallel ranks
+    also split the sequence; None tries both. `imbalance` is the most rows that a rank's experts get
+    ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY, or None."""
+    precision = best_precision(config, cluster, matmuls)
+    plan = _base(config, vocab_size, rows_per_epoch)
+    return Candidates(plan, cluster, precision, sequence=sequence, imbalance=imbalance)
+
+
+def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
+    """Return the Plan on a single rank, with default `[parallel]` and micro-batch size, that every
+    candidate is made from."""
+    alone = config.model_copy(
+        update={
+            "parallel": ParallelConfig(
+                partition=config.parallel.partition, timeout_seconds=config.parallel.timeout_seconds
+            ),
+            "train": config.train.model_copy(update={"micro_batch_size": None}),
+        }
+    )
+    return make_plan(alone, vocab_size, rows_per_epoch, world_size=1)

@@ -1,0 +1,1 @@
+"""Seconds that a plan takes on a cluster."""

@@ -1,0 +1,1 @@
+"""The fused step's experts: their routes, rows and grouped matmuls."""

@@ -1,0 +1,1 @@
+"""Attention in its forms, its cache, and its dropout's kernels."""

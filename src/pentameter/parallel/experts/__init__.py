@@ -1,0 +1,1 @@
+"""Experts on several ranks: their exchange, and the balance of their loads."""

@@ -1,0 +1,386 @@
+"""Expert parallelism: ranks hold different experts, or shards of an expert's matrices, and tokens
+travel to them.
+
+A rank sends each token's row for an expert to every rank that has a shard of that expert (one,
+without `expert_tensor`), by one all-to-all among the ranks that together hold every expert once.
+Results come back the same way, and their partial sums are added in rank order. How many rows each
+rank sends and receives follows from the routing, may be none, and is exchanged first; every rank
+takes part in every exchange. While rows are under way to their experts, and their gradients back,
+a rank computes its shared experts. Ranks that hold the same tokens (tensor parallelism without
+`sequence`) each take a shard of them, and all-gather the outputs.
+
+The exchanges are custom operations, so that recomputation can keep their results. The model's code
+stays unchanged.
+
+Shapes: N tokens, D d_model; E experts, e of them on a rank; R rows that a rank sends, S rows that
+it receives; n ranks in the exchange, m of which hold shards of the same experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from pentameter.model.experts import (
+    Compute,
+    Exchange,
+    Experts,
+    GroupedLinear,
+    RestoredRows,
+    Routing,
+    SortedRows,
+    Tokens,
+)
+from pentameter.model.matmul import Matmul, matmul_dtype
+from pentameter.parallel.gradients import local
+from pentameter.parallel.linear import Forward
+from pentameter.parallel.mesh import Mesh, group_named
+from pentameter.parallel.tensor.collectives import gathered_shards
+from pentameter.parallel.waits import finish
+from pentameter.planning.layouts.sharding import shard_size
+
+
+def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn.Module, Forward]:
+    """Have the experts in `model` exchange rows with other ranks, in place, and return the forwards
+    with which each expert's matrices compute on this rank's shards, which are DTensors."""
+    layout = mesh.layout
+    adds_bias = layout.parameter_coordinates(mesh.world.rank)["expert_tensor"] == 0
+    forwards: dict[nn.Module, Forward] = {}
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            continue
+        module.exchange = ExpertExchange(mesh.group_name("expert"), layout.expert_tensor)
+        if layout.tensor > 1 and not layout.sequence:
+            rank, group = mesh.coordinates["tensor"], mesh.group_name("tensor")
+            module.tokens = TokenShards(rank, layout.tensor, group)
+        for linear in (module.gate, module.up, module.down):
+            if linear is not None:
+                adds = adds_bias or linear is not module.down
+                forwards[linear] = partial(_on_shards, matmul, linear, adds)
+    return forwards
+
+
+def _on_shards(
+    matmul: Matmul, linear: GroupedLinear, adds_bias: bool, x: Tensor, ends: Tensor
+) -> Tensor:
+    """Return (S, outputs) for rows x (S, inputs), by this rank's shards of the experts' matrices.
+    Of the ranks whose results are added, one `adds_bias`; the others' biases get a gradient of 0.
+    """
+    bias = None if linear.bias is None else local(linear.bias)
+    if bias is not None and not adds_bias:
+        bias = bias * 0
+    return matmul.grouped_linear(x, local(linear.weight), bias, ends)
+
+
+@dataclass
+class ExpertExchange(Exchange):
+    """Brings rows to the ranks that hold their experts, and the outputs back. Collective over the
+    named group, in which `n_shards` neighbours hold shards of the same experts."""
+
+    group_name: str
+    n_shards: int
+    sent_bytes: int = 0
+
+    @torch.compiler.disable
+    def dispatch(self, rows: Tensor, ends: Tensor) -> _Dispatched:
+        """Send rows (R, D) sorted by expert, which end at `ends` (E,), in the matmul dtype, without
+        waiting for those that come here. Collective; the host waits for their numbers."""
+        received, n_sent, n_received = self.counted(len(rows), ends)
+        leaving = self._for_each_shard(rows.to(matmul_dtype(rows)), n_sent)
+        there = Transfer(n_sent, n_received, self.group_name)
+        return _Dispatched(there.start(leaving), there, received, len(rows), rows.requires_grad)
+
+    @torch.compiler.disable
+    def outputs(self, compute: Compute, dispatched: _Dispatched) -> Tensor:
+        """Return the outputs (R, D) of all experts for the rows that were `dispatched`; 0 for rows
+        behind the last. `compute` applies this rank's experts. Collective."""
+        there = dispatched.there
+        arrived = there.finish(dispatched.arriving)
+        outputs = self._by_expert(compute, arrived, dispatched.received)
+        back = Transfer(there.n_received, there.n_sent, self.group_name)
+        returned = back.finish(back.start(outputs))
+        if returned.requires_grad:  # counted by the backward pass, once where recomputed
+            own = group_named(self.group_name).rank()
+            n_others = sum(n for each in (there.n_sent, there.n_received) for n in each)
+            n_others -= there.n_sent[own] + there.n_received[own]
+            n_bytes = n_others * returned.shape[1] * arrived.itemsize
+            returned.register_hook(partial(self._count, n_bytes * (1 + dispatched.has_gradient)))
+        total = self._summed(returned, there.n_sent)
+        return F.pad(total, (0, 0, 0, dispatched.n_rows - len(total)))
+
+    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return the rows that this rank receives, int64 (n, e), from each rank for each expert
+        here; how many it sends to each rank; and how many it receives from each. It has `n_rows`,
+        sorted by expert, which end at `ends` (E,). Collective; the host waits for the numbers."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        sent = counts.unflatten(0, (self.n_ranks // self.n_shards, -1))
+        sent = sent.repeat_interleave(self.n_shards, 0)  # (n, e)
+        received = exchange_counts(sent, self.group_name)
+        n_sent, n_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        return received, n_sent, n_received
+
+    def _count(self, n_bytes: int, _: Tensor) -> None:
+        """Add bytes, as the hook of a tensor whose gradient is known."""
+        self.sent_bytes += n_bytes
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks that exchange rows, n."""
+        return group_named(self.group_name).size()
+
+    def _for_each_shard(self, rows: Tensor, n_sent: Sequence[int]) -> Tensor:
+        """Return rows (R, D) as they are sent: those for the experts of one rank once for each rank
+        that has a shard of these, and none behind the last."""
+        n_once = n_sent[:: self.n_shards]
+        *blocks, _ = rows.split([*n_once, len(rows) - sum(n_once)])
+        if self.n_shards == 1:
+            return rows[: sum(n_once)]
+        return torch.cat([block for block in blocks for _ in range(self.n_shards)])
+
+    def _summed(self, returned: Tensor, n_sent: Sequence[int]) -> Tensor:
+        """Return the outputs (R, D), given those of each shard of the experts' matrices, which are
+        added in rank order, in float32 at least."""
+        if self.n_shards == 1:
+            return returned
+        precise = torch.promote_types(returned.dtype, torch.float32)
+        blocks = returned.split(list(n_sent))
+        groups = (blocks[i : i + self.n_shards] for i in range(0, len(blocks), self.n_shards))
+        sums = [torch.stack(group).sum(0, dtype=precise) for group in groups]
+        return torch.cat(sums).to(returned.dtype)
+
+    def _by_expert(self, compute: Compute, arrived: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs (S, D) for rows (S, D) in the order in which they arrived: by the rank
+        that sent them, then by expert. `counts` (n, e) says how many each rank sent to each."""
+        expert = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+        order = expert.repeat_interleave(counts.flatten(), output_size=len(arrived))
+        order = order.argsort(stable=True)
+        outputs = compute(SortedRows.apply(arrived, order, 1), counts.sum(0).cumsum(0))
+        restored: Tensor = RestoredRows.apply(outputs, order)
+        return restored
+
+
+class _Dispatched(NamedTuple):
+    """Rows that were sent to their experts, and those that are to arrive here."""
+
+    arriving: Tensor
+    """The rows sent to this rank (S, D), complete once `there` is finished."""
+    there: Transfer
+    received: Tensor
+    """Numbers of rows from each rank for each expert here, int64 (n, e)."""
+    n_rows: int
+    """Rows that this rank had for experts, also those that none has room for."""
+    has_gradient: bool
+    """Whether the rows get a gradient."""
+
+
+# -- tokens that other ranks have, too ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenShards(Tokens):
+    """Takes a shard of the tokens that `n` ranks of the named group all hold, of which this one is
+    number `rank`, and all-gathers the outputs."""
+
+    rank: int
+    n: int
+    group_name: str
+
+    @torch.compiler.disable
+    def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Return this rank's shard of tokens (N, D) and of their Routing. Collective in the
+        backward pass."""
+        own = replace(
+            routing,
+            experts=self.shard_of(routing.experts),
+            weights=_Shard.apply(routing.weights, self),
+        )
+        return _Shard.apply(x, self), own
+
+    @torch.compiler.disable
+    def gather(self, y: Tensor, n_tokens: int) -> Tensor:
+        """All-gather outputs for each rank's shard of the tokens to those for all N = `n_tokens`
+        (N, D). Collective."""
+        whole: Tensor = _Gather.apply(y, self, n_tokens)
+        return whole
+
+    def shard_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard (…, D) of a tensor (N, D); the last may be smaller or empty."""
+        size = shard_size(len(whole), self.n, 0)
+        return whole[self.rank * size : (self.rank + 1) * size]
+
+    def gathered(self, shard: Tensor, n_rows: int) -> Tensor:
+        """All-gather shards into a tensor (n_rows, D). Collective."""
+        return gather_tokens(shard, shard_size(n_rows, self.n, 0), n_rows, self.group_name)
+
+
+class _Shard(Function):
+    """This rank's shard of a tensor that all ranks of a group have alike; the gradients of the
+    shards are all-gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shards: TokenShards) -> Tensor:
+        """Return this rank's shard of `whole` (N, D)."""
+        ctx.shards, ctx.n_rows = shards, len(whole)
+        return shards.shard_of(whole).clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        """All-gather the gradient to (N, D). Collective."""
+        return ctx.shards.gathered(g.contiguous(), ctx.n_rows), None
+
+
+class _Gather(Function):
+    """All ranks' shards as one tensor; each rank takes its shard of the gradient, which all ranks
+    have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, shards: TokenShards, n_rows: int) -> Tensor:
+        """All-gather the shards to (N, D), N = n_rows. Collective."""
+        ctx.shards = shards
+        return shards.gathered(shard, n_rows)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Return this rank's shard of the gradient g (N, D)."""
+        return ctx.shards.shard_of(g).contiguous(), None, None
+
+
+# -- collectives ----------------------------------------------------------------------------------
+
+
+def counts_exchanged(sent: Tensor, group_name: str) -> Tensor:
+    """Exchange row counts, int64 (n, e), over the named group: row i of the result is what rank i
+    sent to this one. Collective."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=group_named(group_name))
+    return received
+
+
+def start_rows(
+    rows: Tensor, sent: list[int], received: list[int], group_name: str, number: int
+) -> Tensor:
+    """Start to exchange rows (R, D) over the named group, `sent[i]` of them with rank i, in order.
+    Return the tensor (S, D) in which rows arrive, `received[i]` of them from rank i, once the
+    Transfer of this `number` has been waited for. Collective, also for a rank without rows."""
+    result = rows.new_empty((sum(received), rows.shape[1]))
+    group = group_named(group_name)
+    work = dist.all_to_all_single(
+        result, rows.contiguous(), received, sent, group=group, async_op=True
+    )
+    _transfers[number].work = work
+    return result
+
+
+exchange_counts = torch.library.custom_op(
+    "pentameter::exchange_counts", counts_exchanged, mutates_args=()
+)
+exchange_rows = torch.library.custom_op("pentameter::exchange_rows", start_rows, mutates_args=())
+gather_tokens = torch.library.custom_op(
+    "pentameter::gather_tokens", gathered_shards, mutates_args=()
+)
+"""`gathered_shards` by a name of its own, whose results recomputation keeps."""
+
+
+@exchange_rows.register_fake
+def _(rows: Tensor, sent: list[int], received: list[int], group_name: str, number: int) -> Tensor:
+    return rows.new_empty((sum(received), rows.shape[1]))
+
+
+@gather_tokens.register_fake
+def _(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
+    return shard.new_empty((n_rows, *shard.shape[1:]))
+
+
+# -- an exchange of rows that overlaps with compute ------------------------------------------------
+
+
+class Transfer:
+    """An exchange of rows over the named group, which sends `n_sent[i]` rows to rank i and receives
+    `n_received[i]` from it. Between `start` and `finish` other work is done; the backward pass does
+    the same in the other direction, overlapped with the gradients of that work.
+
+    Recomputation may keep what arrived and start nothing, so that there is nothing to wait for."""
+
+    def __init__(self, n_sent: list[int], n_received: list[int], group_name: str) -> None:
+        self.n_sent, self.n_received, self.group_name = n_sent, n_received, group_name
+        self.work: dist.Work | None = None
+        """The exchange that is under way, in either direction."""
+        self.gradients: Tensor | None = None
+        """The tensor (R, D) in which gradients arrive, in the backward pass."""
+        self._number = next(_numbers)
+        _transfers[self._number] = self
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Start to send rows (R, D). Return the tensor (S, D) in which rows arrive, for `finish`.
+        Collective."""
+        arriving: Tensor = _Start.apply(rows, self)
+        return arriving
+
+    def finish(self, arriving: Tensor) -> Tensor:
+        """Wait for the rows (S, D) that arrive in the result of `start`, and return them."""
+        arrived: Tensor = _Finish.apply(arriving, self)
+        return arrived
+
+    def send(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Start to send rows (R, D), or gradients (S, D) `back`, outside of autograd."""
+        sizes = (self.n_received, self.n_sent) if back else (self.n_sent, self.n_received)
+        return exchange_rows(rows, *sizes, self.group_name, self._number)
+
+    def wait(self) -> None:
+        """Wait for what was sent last, if it is under way."""
+        work, self.work = self.work, None
+        if work is not None:
+            finish(work, "all-to-all", group_named(self.group_name))
+
+
+_transfers: WeakValueDictionary[int, Transfer] = WeakValueDictionary()
+"""Transfers by number, which stands for them in a custom operation, as it takes no objects."""
+_numbers = itertools.count()
+
+
+class _Start(Function):
+    """Starts a Transfer; its backward pass waits for the gradients that `_Finish` has sent."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
+        """Start to send rows (R, D); return the tensor (S, D) in which rows arrive."""
+        ctx.transfer = transfer
+        return transfer.send(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        """Wait for the gradients (R, D) of the rows, and return them."""
+        ctx.transfer.wait()
+        gradients, ctx.transfer.gradients = ctx.transfer.gradients, None
+        return gradients, None
+
+
+class _Finish(Function):
+    """Waits for a Transfer; its backward pass starts to send the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
+        """Return the rows (S, D) that have arrived in `arriving`."""
+        ctx.transfer = transfer
+        transfer.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        """Start to send the gradients g (S, D) back. What is returned only has their shape, so that
+        the backward pass goes on to `_Start`."""
+        ctx.transfer.gradients = ctx.transfer.send(g, back=True)
+        return g, None

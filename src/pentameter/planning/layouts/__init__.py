@@ -1,0 +1,1 @@
+"""Layouts: a mesh's dimensions, what each shards, what a layout refuses."""

@@ -1,0 +1,225 @@
+"""The collective in which a rank waits for another one, read off the traceback of the error with
+which it failed, so that nothing has to be recorded while a run is well.
+
+The frames of a traceback keep their local variables. The innermost ones name the collective and its
+process group; the ones around them hold the module, the autograd node or the parameters that it
+serves, which a `Naming` turns into names.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_object": "all-gather",
+    "all_gather_single": "all-gather",
+    "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "barrier": "barrier",
+    "batch_isend_irecv": "messages",
+    "irecv": "messages",
+    "isend": "messages",
+    "broadcast": "broadcast",
+    "broadcast_object_list": "broadcast",
+    "recv": "messages",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "send": "messages",
+}
+"""Function in torch.distributed → the collective in words."""
+
+_DISTRIBUTED, _MODULES = "torch/distributed/distributed_c10d.py", "torch/nn/modules/module.py"
+_STAGES = ("torch/distributed/pipelining/", "parallel/pipeline/")
+_LIBRARIES = ("site-packages/", "dist-packages/", "processes/group/world.py", "contextlib.py")
+_INNERMOST_CALLS = 12
+
+
+class Naming:
+    """Names for what a frame's local variables hold. This one knows no model; `Names` in
+    `parallel/` does."""
+
+    def of(self, local: object) -> str | None:
+        """Return the name of what a local variable holds: a module, FSDP's unit, or a pipeline's
+        stages. None for anything else."""
+        return None
+
+    def of_gradient(self, local: object) -> str | None:
+        """Return the name of the module whose gradients an autograd node computes; None if `local`
+        holds none."""
+        return None
+
+    def group(self, local: object) -> tuple[str, list[int]] | None:
+        """Return a process group's mesh dimension ("" if it has none) and its ranks, if `local`
+        holds the group or its name; None for anything else."""
+        import torch.distributed as dist
+
+        if not isinstance(local, dist.ProcessGroup):
+            return None
+        return "", dist.get_process_group_ranks(local)
+
+    def summed(self) -> tuple[str, str, list[int]] | None:
+        """Return the gradients whose all-reduce, begun in the backward pass, is not done: in words,
+        with the mesh dimension and ranks of its group; None if there are none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The collective or messages in which a rank waited when it lost another one."""
+
+    collective: str
+    """In words, such as `all-reduce`; `collective` if it could not be told."""
+    along: str = ""
+    """The mesh dimension of its group; empty for a group of none."""
+    ranks: list[int] = field(default_factory=list)
+    """The ranks of its group; empty for all ranks."""
+    serves: str = ""
+    """The module's name, the gradients by their parameters' names, or the stages that it serves."""
+    during: str = ""
+    """`forward pass`, `backward pass`, or empty."""
+    calls: str = ""
+    """The innermost function that is not a library's, and where it is."""
+    seconds: float = 0.0
+    """Seconds from the start of the rank's action until it lost the other: the least one is that of
+    the rank that waited first."""
+    stack: str = ""
+    """The frames, outermost first, a line for each, without those inside libraries."""
+    timed_out: bool = False
+    """True if the other did not answer in time; False if its connection closed."""
+
+    def __str__(self) -> str:
+        along = f" along {self.along}" if self.along else "" if self.ranks else " over all ranks"
+        serves = f" {self.serves}" if self.serves else f" of {self.calls}" if self.calls else ""
+        during = f" in the {self.during}" if self.during else ""
+        return f"the {self.collective}{along}{serves}{during}"
+
+    def to_json(self) -> str:
+        """Return the wait, without its stack, as one line for the store."""
+        return json.dumps(asdict(self) | {"stack": ""})
+
+
+def read_wait(text: str) -> Wait | None:
+    """Return the Wait that `to_json` wrote; None for any other text."""
+    with suppress(ValueError, TypeError):
+        return Wait(**json.loads(text))
+    return None
+
+
+def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | None:
+    """Return where this rank waited as `error` (from gloo, nccl or a store) was raised: None if the
+    error was never raised.
+
+    naming: names the modules, parameters and groups that the traceback's frames hold.
+    seconds: time since the rank's action began.
+    """
+    placed = list(traceback.walk_tb(_innermost(error).__traceback__))[::-1]
+    if not placed:
+        return None
+    inward = [frame for frame, _ in placed]
+    own = [each for each in placed if not any(part in _path(each[0]) for part in _LIBRARIES)]
+    in_backward = any(frame.f_code.co_name == "_engine_run_backward" for frame in inward)
+    in_forward = any(_path(frame).endswith(_MODULES) for frame in inward)
+    collective, group = _collective(inward, naming)
+    serves = ""
+    for local in _locals(inward):
+        name = naming.of(local) or (in_backward and naming.of_gradient(local))
+        if name:
+            serves = f"of {name}"
+            break
+    if not collective and in_backward and (summed := naming.summed()) is not None:
+        parameters, *group = summed
+        collective, serves = "all-reduce", f"of the gradients of {parameters}"
+    along, ranks = group or ("", [])
+    if not serves and _is_world(ranks):  # also the group of a dimension, if there is only one
+        along, ranks = "", []
+    calls = [
+        f"{_short(frame)}:{line} in {frame.f_code.co_name}"
+        for frame, line in (own or placed)[:_INNERMOST_CALLS]
+    ]
+    place, _, function = calls[0].rpartition(" in ")
+    return Wait(
+        collective or "collective",
+        along,
+        ranks,
+        serves,
+        "backward pass" if in_backward else "forward pass" if in_forward else "",
+        f"{function} ({place})",
+        seconds,
+        "\n".join(f"  {call}" for call in reversed(calls)),
+    )
+
+
+def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:
+    """Return the wait that the others follow from: of those whose group has an `absent` rank (of
+    all, if there are none) the one that began first; None for no waits."""
+    direct = [wait for wait in waits if not wait.ranks or set(wait.ranks) & set(absent)]
+    return min(direct or waits, key=lambda wait: wait.seconds, default=None)
+
+
+def _is_world(ranks: Sequence[int]) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized() and len(ranks) == dist.get_world_size()
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return the error from the library among `error` and its causes: the last one that was
+    raised."""
+    found, each = error, error.__cause__ or error.__context__
+    while each is not None:
+        if each.__traceback__ is not None and isinstance(each, RuntimeError):
+            found = each
+        each = each.__cause__ or each.__context__
+    return found
+
+
+def _collective(inward: Sequence[FrameType], naming: Naming) -> tuple[str, Any]:
+    """Return the collective in words, "" if it cannot be told, and its group, as `Naming.group`
+    does, None for all ranks. `inward` are the frames, innermost first."""
+    found, start = "", 0
+    for index, frame in enumerate(inward):
+        name, path = frame.f_code.co_name, _path(frame)
+        if path.endswith(_DISTRIBUTED) and name in _COLLECTIVES:
+            found = _COLLECTIVES[name]
+        elif name == "finish" and path.endswith("parallel/waits.py"):
+            found = frame.f_locals["collective"]
+        elif any(part in path for part in _STAGES) and not found:
+            found = "messages"
+        else:
+            continue
+        start = index
+        break
+    if not found:
+        return "", None
+    if inward[start].f_locals.get("group", "") is None:
+        return found, None
+    groups = (naming.group(local) for local in _locals(inward[start:]))
+    return found, next((group for group in groups if group is not None), None)
+
+
+def _locals(frames: Sequence[FrameType]) -> Iterator[object]:
+    for frame in frames:
+        yield from list(frame.f_locals.values())
+
+
+def _path(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+def _short(frame: FrameType) -> str:
+    """Return a file's path from the package's folder on; the file's name if it is elsewhere."""
+    path = _path(frame)
+    _, found, rest = path.rpartition("/pentameter/")
+    return rest if found else Path(path).name

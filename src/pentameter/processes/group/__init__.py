@@ -1,0 +1,1 @@
+"""The process group: joining it, its rank, what ranks say to each other."""

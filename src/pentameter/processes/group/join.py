@@ -1,0 +1,571 @@
+"""Join the other processes of a run into a process group, and leave it.
+
+Processes meet through one store (a key-value server, or a file, that all reach). torchrun keeps its
+agent's store over restarts, so a restarted process finds the keys of the dead attempt in it: gloo
+would connect to those addresses and wait for minutes. No count in the environment distinguishes
+attempts either (each agent counts the restarts on its own node). So the processes first agree,
+through the store, on a name for this rendezvous that no earlier one had. All later keys have that
+name as their prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pentameter.errors import ConfigError
+from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
+from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
+from pentameter.processes.failures.progress import Progress, progress_path
+from pentameter.processes.failures.waiting import Wait, first_wait, read_wait, wait_behind
+from pentameter.processes.group.rank import LAUNCH_FOLDER, Place, find_place
+from pentameter.processes.group.world import World
+from pentameter.processes.launch.worker import watch_agent
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from pentameter.config.schema import Config
+
+T = TypeVar("T")
+
+RENDEZVOUS_SECONDS = 300.0
+"""Longest wait, in seconds, until all processes that were started together have arrived. Imports
+may take minutes if a thousand processes read the same disk."""
+
+SAY_AFTER_SECONDS = 15.0
+"""Seconds of waiting after which rank 0 prints which ranks have not arrived."""
+
+SETTLE_SECONDS = 0.05
+"""Seconds that a process waits before it may end, for gloo's threads, which need some
+microseconds."""
+
+ANSWER_SECONDS = 1.0
+"""Shortest timeout for a request to a store; a working store responds within milliseconds."""
+
+_STORE_SECONDS = 30.0
+"""Seconds without a response after which a store that many may be asking counts as cut off."""
+
+_SPARE_POLL_SECONDS = 0.5  # the longest interval of those that wait for a whole run
+_POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
+
+_ENDED = "ended"
+
+_OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
+"""Result of `lost_process` → seconds to wait for the other ranks to report that they, too, lost a
+process. Ranks that receive from the lost one notice a closed connection at once; each notices a
+timeout when its own has passed."""
+
+
+def lone_world() -> World:
+    """Return a World with this process alone.
+
+    Raises ConfigError if environment variables say that a launcher started others with it: each
+    would train alone, and write to the same folder.
+    """
+    place = find_place()
+    if place is not None:
+        raise ConfigError(
+            f"{place.source} has started {place.world_size} processes, and this Trainer was given "
+            "no world: with joined_world(device, find_place()) as world: Trainer(…, world=world) "
+            "(docs/python-api.md)"
+        )
+    return World()
+
+
+def joined_world_of(
+    config: Config, place: Place | None = None, meeting: Meeting | None = None
+) -> contextlib.AbstractContextManager[World]:
+    """Return a context manager that joins the processes of a run and yields their World:
+    `joined_world` with the configuration's device and timeout, and with a process group even for
+    one process if ZeRO shards parameters.
+
+    place: this process's rank among those that train, and how they meet; None for one process.
+    meeting: the one in which these and others have met; None if they have not yet. Raises
+    ConfigError for a device that this machine does not have.
+    """
+    from pentameter.machine.choices import choose_device
+
+    return joined_world(
+        choose_device(config.train.device).type,
+        place,
+        always_group=config.parallel.zero > 0,
+        timeout_seconds=config.parallel.timeout_seconds,
+        meeting=meeting,
+    )
+
+
+@contextlib.contextmanager
+def joined_world(
+    device_type: str,
+    place: Place | None = None,
+    *,
+    always_group: bool = False,
+    timeout_seconds: float | None = None,
+    meeting: Meeting | None = None,
+) -> Iterator[World]:
+    """Context manager: join the processes that `place` describes, and yield their World (ranks,
+    sizes and small collectives). Collective.
+
+    Inside, torch.distributed's default process group exists. CPU tensors are sent over gloo, CUDA
+    tensors over nccl, and each process uses its part of the machine's cores.
+
+    Args:
+        device_type: `cpu`, `cuda` or `mps`.
+        place: this process's rank and how the processes meet; None for one process.
+        always_group: create a process group for a single process, too, as sharded and offloaded
+            parameters need one.
+        timeout_seconds: longest wait for another rank; None for the default of
+            `parallel.timeout_seconds`.
+        meeting: the one in which these processes, perhaps with others, have met; None to meet now.
+
+    An exception leaves at once, without waiting for the others. The process group is then not
+    destroyed, since that could wait for them. Raises LostProcessError, naming the ranks, if others
+    went away, did not arrive, or did not respond in time.
+    """
+    n_processes = 1 if place is None else place.world_size
+    if n_processes == 1 and not always_group:
+        yield World()
+        return
+    import torch
+    import torch.distributed as dist
+
+    from pentameter.config.schema import ParallelConfig
+
+    if timeout_seconds is None:
+        timeout_seconds = ParallelConfig().timeout_seconds
+    place = place or Place(0, 1, 0, 1, "", "one process")
+    store = (meeting or meet(place, timeout_seconds)).store
+    launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
+    path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank) if launched else None
+    dump_stacks = place.world_size > 1 and not launched
+    progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
+    sizes = (place.rank, place.world_size, place.local_rank, place.local_size)
+    world = World(*sizes, timeout_seconds, progress, store)
+    try:
+        if device_type == "cuda" and torch.cuda.device_count() > place.local_rank:
+            torch.cuda.set_device(place.local_rank)  # the default device for nccl and allocations
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        if world.size > 1:
+            set_threads(world)
+        yield world
+        world.barrier()  # rank 0 may hold the store that the others need to say goodbye
+        # Gloo's threads still have to release the last tensors, and need the interpreter's lock
+        # for it. A thread that still requests the lock when Python ends aborts the process
+        # (https://github.com/pytorch/pytorch/pull/179291).
+        time.sleep(SETTLE_SECONDS)
+    except RuntimeError as error:
+        lost = loss_behind(error, world)
+        if lost is None:
+            raise
+        raise lost from error
+    finally:
+        progress.close()
+        if world.size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+    if world.size > 1:
+        dist.destroy_process_group()
+
+
+def loss_behind(error: Exception, world: World) -> LostProcessError | None:
+    """Return the LostProcessError to raise instead of `error`, if `error` (from gloo, nccl or a
+    store) merely says that another process in `world` is missing; its message names the ranks.
+    Return None if this process itself failed.
+
+    Call it before anything that may take long: a rank that does not report within some seconds is
+    taken for the missing one.
+    """
+    how = lost_process(error) if isinstance(error, RuntimeError) else None
+    if how is None or world.store is None:
+        return None
+    is_cut_off = False
+    progress = world.progress
+    own = None
+    with contextlib.suppress(Exception):  # a detail of the message must not hide the loss
+        own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
+    if own is not None:
+        own = replace(own, timed_out=how == "late")
+    waits = {} if own is None else {world.rank: own}
+    try:
+        absent, others = absent_ranks(
+            world.store, world.rank, world.size, _OTHERS_SECONDS[how], own
+        )
+        waits |= others
+    except TimeoutError:
+        is_cut_off = True
+        first = world.rank - world.local_rank  # the store is remote; this machine works
+        here = range(first, first + world.local_size)
+        absent = [rank for rank in range(world.size) if rank not in here]
+    # Several silent ranks need not all be lost: one lost rank may keep others from noticing.
+    who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
+    waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
+    earliest = first_wait(list(waits.values()), absent)
+    where = before = ""
+    if earliest is not None:
+        before = f", before {earliest}"
+        where = f": it did not reach {earliest}, where {_waiting(waits, earliest)}"
+    said = f"{who} did not answer {waited} {progress.latest}{where}."
+    if is_cut_off and absent:
+        said = (
+            f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
+            "machine is cut, or it is down."
+        )
+    elif how == "gone" and not any(wait.timed_out for wait in waits.values()):
+        who = who if absent else "another process of the run"
+        said = f"{who} went away {progress.latest}{before}; look for its message."
+    elif not absent:
+        said = (
+            f"no answer {waited} {progress.latest}{where}, and no process hangs: is the network "
+            "cut?"
+        )
+    return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)
+
+
+def _waiting(waits: Mapping[int, Wait], earliest: Wait) -> str:
+    """Return which ranks wait there, `ranks 0, 2 and 3 wait`: those whose wait reads as the
+    `earliest` one does. `waits` maps ranks to their waits."""
+    there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
+    return f"{spelled(there)} wait{'s' * (len(there) == 1)}"
+
+
+def local_device(device: torch.device, world: World) -> torch.device:
+    """Return this rank's device. For `cuda` it is the GPU with this process's local rank, or GPU 0
+    if a scheduler shows each process just its own; for `cpu`, and for one process, it is `device`
+    itself. Collective.
+
+    Raises ConfigError if this machine has fewer GPUs than processes, or several processes ask for
+    MPS.
+    """
+    import torch
+
+    if world.size == 1 or device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.device={device.type} is one device, and cannot be shared by {world.size} "
+            "processes; set --train.device cpu, or run one process"
+        )
+    n_gpus = torch.cuda.device_count()
+    index = world.local_rank if n_gpus >= world.local_size else 0
+    gpus = world.all_gather(str(torch.cuda.get_device_properties(index).uuid))
+    if 1 < n_gpus < world.local_size or len(set(gpus)) < len(gpus):
+        raise ConfigError(
+            f"there are {world.local_size} processes in this machine and {n_gpus} "
+            f"GPU{'s' if n_gpus > 1 else ''}: each process needs one. Start {n_gpus}, or set "
+            "--train.device cpu"
+        )
+    return torch.device("cuda", index)
+
+
+def set_threads(world: World) -> int:
+    """Set the number of threads that torch uses per operation in this process, and return it: the
+    user's OMP_NUM_THREADS, else this process's share of its cores. Collective."""
+    import torch
+
+    machine, mine = platform.node(), usable_cores()
+    places = world.all_gather((machine, mine))
+    n_threads = chosen_threads()
+    if n_threads is None:
+        here = [cores for name, cores in places if name == machine]
+        n_threads = fair_thread_count(mine, here, cpu_quota())
+    torch.set_num_threads(n_threads)
+    return n_threads
+
+
+# -- the rendezvous ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Processes that have met, `place` being this one's among them, and the `store` through which
+    they did. A few of them may train while the others, spare processes that no layout can use, wait
+    for the end: torchrun and srun take a process that ends for one whose work is done."""
+
+    place: Place
+    store: Store
+
+    def tell(self, key: str, value: str) -> None:
+        """Set `key` for all processes; `read` waits for it."""
+        self.store.set(key, value)
+
+    def read(self, key: str, timeout_seconds: float = RENDEZVOUS_SECONDS) -> str:
+        """Wait until another process has set `key`, and return its value. Raises LostProcessError
+        if none has within `timeout_seconds`, or if the store is gone."""
+        deadline, pause = time.monotonic() + timeout_seconds, _POLL_SECONDS[0]
+        read = _reader(self.store)
+        try:
+            while not (value := _ask_store(lambda: read(key), time.monotonic() + _STORE_SECONDS)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no {key} within {timeout_seconds:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, _SPARE_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise LostProcessError(
+                f"rank 0, or the store{_address(self.store)}, is gone ({error or 'no answer'}); "
+                "look for its message"
+            ) from error
+        return value
+
+    def wait_as_spare(self) -> None:
+        """Return once the ranks that train have ended well. Raises LostProcessError if the store is
+        gone, which ends with the process that keeps it."""
+        self.read(_ENDED, math.inf)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{_ENDED}/{self.place.rank}", "1")
+
+    def release_spares(self, n_training: int) -> None:
+        """End the wait of the ranks from `n_training` on, and return once they have seen it, after
+        _STORE_SECONDS at most: this process may keep the store. Called on rank 0."""
+        answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.place.world_size)]
+        self.store.set(_ENDED, "1")
+        deadline = time.monotonic() + _STORE_SECONDS
+        while answers and not self.store.check(answers) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1])
+
+
+def meet(place: Place, timeout_seconds: float) -> Meeting:
+    """Wait until all processes of `place` have arrived, at most RENDEZVOUS_SECONDS or
+    `timeout_seconds`, and return their Meeting. Collective. Raises the errors of `open_store`:
+    LostProcessError and ConfigError."""
+    if place.source == "torchrun":
+        watch_agent()
+    return Meeting(place, open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds)))
+
+
+def open_store(place: Place, timeout_seconds: float) -> Store:
+    """Open the store through which the processes of `place` meet, wait until all have arrived, and
+    return it, with keys separate from any earlier attempt's. Collective.
+
+    Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
+    and ConfigError if the port is in use; LostProcessError if the launchers of `--nodes` chose it.
+    """
+    import torch.distributed as dist
+
+    if place.world_size == 1:
+        return dist.HashStore()
+    where = place.init_method
+    if where == "env://":
+        where = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format(**os.environ)
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        store = _reach(place, timeout_seconds)
+        name = _agree(store, place, where, deadline)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            taken = f"the port of {where} is in use on this machine"
+            if place.source == "--nodes":  # the next attempt has another
+                raise LostProcessError(taken) from error
+            raise ConfigError(f"{taken}; set MASTER_PORT to another") from error
+        if lost_process(error) is None:
+            raise
+        raise _did_not_come(place, where, timeout_seconds, None) from error
+    return dist.PrefixStore(f"pentameter/{name}", store)
+
+
+def absent_ranks(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float,
+    wait: Wait | None = None,
+) -> tuple[list[int], dict[int, Wait]]:
+    """Report in the store that `rank` misses another process, and return the other ranks among
+    `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang. Also
+    return where the ranks that do report wait, by rank.
+
+    wait: where this rank waits, for the others; None if that is not known.
+
+    Every process that lost another one calls this. Both are empty if the store itself is gone.
+    Raises TimeoutError if the store does not respond: the network to it is cut.
+    """
+    others = [other for other in range(world_size) if other != rank]
+    told = "1" if wait is None else wait.to_json()
+
+    def silent() -> list[int]:
+        return [other for other in others if not store.check([f"misses-another/{other}"])]
+
+    deadline = time.monotonic() + timeout_seconds
+    absent = others
+    with contextlib.suppress(RuntimeError):
+        _ask_store(lambda: store.set(f"misses-another/{rank}", told), deadline)
+        while absent and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1])
+            absent = _ask_store(silent, deadline)
+        heard = [other for other in others if other not in absent]
+        read = _reader(store)
+        texts = _ask_store(lambda: [read(f"misses-another/{each}") for each in heard], deadline)
+        waits = {each: read_wait(text) for each, text in zip(heard, texts, strict=True)}
+        return absent, {each: wait for each, wait in waits.items() if wait is not None}
+    return [], {}
+
+
+def _ask_store(ask: Callable[[], T], deadline: float) -> T:
+    """Call `ask`, a request to a store, in a thread, and return its result. Raises TimeoutError if
+    there is none by `deadline`, in monotonic seconds, or ANSWER_SECONDS from now if that is later.
+
+    A store's `check` and `set` have no timeout. Over a cut link they wait for as long as TCP
+    retransmits, a quarter of an hour, and Python handles no signal meanwhile. The waiting thread is
+    left behind, and ends with the process.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return answer.result(max(ANSWER_SECONDS, deadline - time.monotonic()))
+    except TimeoutError:
+        raise
+    except BaseException:  # a signal: Python may end now, and abort if a thread leaves C++
+        thread.join(ANSWER_SECONDS)
+        raise
+
+
+def _address(store: Store) -> str:
+    """Return ` at HOST:PORT` for the server behind a store, to be put into a message; empty if the
+    store has no server."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
+def _reach(place: Place, timeout_seconds: float) -> Store:
+    """Open the store at `place.init_method`, which the launcher, or rank 0, keeps for all; it may
+    hold an earlier attempt's keys.
+
+    It is opened separately from `init_process_group`, so that an error while waiting can name the
+    missing ranks.
+    """
+    import torch.distributed as dist
+
+    if place.init_method.startswith("file://"):
+        # not by a URL, which a ? or # in the path would end
+        return dist.FileStore(place.init_method.removeprefix("file://"), place.world_size)
+    if place.init_method == "env://":
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    else:
+        host, _, port = place.init_method.removeprefix("tcp://").rpartition(":")
+    kept_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        host.strip("[]"),
+        int(port),
+        is_master=place.rank == 0 and not kept_by_agent,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+    )
+
+
+def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
+    """Wait until all processes of this attempt have arrived, and return a name for the rendezvous
+    that no earlier attempt had. Collective. Raises LostProcessError after `deadline`, in
+    monotonic seconds.
+
+    Each rank writes a random token under its rank. Rank 0 proposes the tokens that it finds, until
+    every rank has confirmed that its own token, and not a dead process's, is among them.
+    """
+    come = _propose if place.rank == 0 else _confirm
+    mine = uuid.uuid4().hex
+    store.set(f"came/{place.rank}", mine)
+    start, pause = time.monotonic(), _POLL_SECONDS[0]
+    has_said = False
+    while True:
+        try:
+            name, missing = _ask_store(lambda: come(store, place, mine), deadline)
+        except TimeoutError as error:
+            raise _did_not_come(place, where, time.monotonic() - start, None) from error
+        if name is not None:
+            return name
+        now = time.monotonic()
+        if now > deadline:
+            raise _did_not_come(place, where, now - start, missing)
+        if place.rank == 0 and now > start + SAY_AFTER_SECONDS and not has_said:
+            has_said = True
+            who = f"{spelled(missing)} of {place.world_size}"
+            print(f"pentameter: waiting for {who} to come to {where}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS[1])
+
+
+def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+    """Take one turn as rank 0: propose the tokens found, `mine` among them. Return the rendezvous's
+    name and [] once all have confirmed, else None and the ranks that have not arrived or
+    confirmed."""
+    others = range(1, place.world_size)
+    read = _reader(store)
+    words = [mine, *(read(f"came/{rank}") for rank in others)]
+    absent = [rank for rank in others if not words[rank]]
+    if absent:
+        return None, absent
+    proposal = json.dumps(words)
+    if read("proposal") != proposal:
+        store.set("proposal", proposal)
+    name = _name(proposal)
+    missing = [rank for rank in others if read(f"agreed/{rank}") != name]
+    if missing:
+        return None, missing
+    store.set(f"begun/{name}", "1")
+    return name, []
+
+
+def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+    """Take one turn as another rank: confirm a proposal that has this rank's token `mine`.
+    Return the rendezvous's name and [] once rank 0 says that all agree, else None and [0], the
+    rank waited for."""
+    read = _reader(store)
+    proposal = read("proposal")
+    words = json.loads(proposal) if proposal else []
+    # An earlier attempt may have had another size.
+    if len(words) != place.world_size or words[place.rank] != mine:
+        return None, [0]
+    name = _name(proposal)
+    if read(f"agreed/{place.rank}") != name:
+        store.set(f"agreed/{place.rank}", name)
+    return (name, []) if store.check([f"begun/{name}"]) else (None, [0])
+
+
+def _reader(store: Store) -> Callable[[str], str]:
+    """Return a function that reads a key's value from the store as text, without waiting; empty if
+    the key is not set."""
+    return lambda key: store.get(key).decode() if store.check([key]) else ""
+
+
+def _name(proposal: str) -> str:
+    return hashlib.sha256(proposal.encode()).hexdigest()[:16]
+
+
+def _did_not_come(
+    place: Place, where: str, seconds: float, missing: list[int] | None
+) -> LostProcessError:
+    which = f" ({spelled(missing)})" if missing and place.rank == 0 else ""
+    return LostProcessError(
+        f"not all of the {place.world_size} processes that {place.source} names came to {where} "
+        f"within {seconds:.3g} s{which}; look for the message of one that did not"
+    )

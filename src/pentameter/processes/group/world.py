@@ -1,0 +1,226 @@
+"""The world of a run: this process's rank, and collectives on small Python values.
+
+Every method that communicates is collective: all ranks call it, in the same order. With one process
+nothing is sent and torch.distributed is never imported.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from pentameter.errors import PentameterError
+from pentameter.processes.failures.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS = 0.001
+_LEAVE_SECONDS = 5.0  # until work that was begun is left to itself, as its disk does not answer
+_LEAVE_LOST_SECONDS = 0.5  # ranks that miss another one are to say so soon
+
+
+class OtherRankError(Exception):
+    """Another rank's error, told by its type and message: it could not be sent as it is."""
+
+
+class _LeftError(Exception):
+    """Nobody waits for this work any more."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank, the number of ranks (`size`; `local_size` on this machine), and small
+    collectives between them over the CPU. The default is a single process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Rank among the processes on this machine; also the index of its GPU."""
+    local_size: int = 1
+    timeout_seconds: float = math.inf
+    """Longest wait for another rank in any process group; infinite without a process group."""
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    """Record of this rank's current step and action (training, saving, …)."""
+    store: Store | None = field(default=None, compare=False, repr=False)
+    """The store through which the processes met; ranks that lost another one report it there. None
+    without a process group."""
+
+    @property
+    def is_main(self) -> bool:
+        """True for rank 0, which prints and writes the run folder."""
+        return self.rank == 0
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return, on every rank, the value that rank `source` passed; it must be picklable.
+        Collective."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]  # type: ignore[return-value]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return, on every rank, the values that all ranks passed, ordered by rank; they must be
+        picklable. Collective."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce_max(self, value: int) -> int:
+        """Return, on every rank, the largest value that a rank passed; cheap enough for every
+        step. Collective."""
+        return self.all_reduce_maxima(value)[0]
+
+    def all_reduce_maxima(self, *values: int) -> Sequence[int]:
+        """Return, for each argument, the largest value that a rank passed for it; all ranks pass
+        equally many, and one message carries them. Collective."""
+        if self.size == 1:
+            return values
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        largest: list[int] = tensor.tolist()
+        return largest
+
+    def barrier(self) -> None:
+        """Return once every rank has reached this call. Collective."""
+        self.all_reduce_max(0)
+
+    def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
+        """Return once `is_busy`, asked every PAUSE_SECONDS on rank 0, returns False. For what takes
+        one rank longer than others may wait in a collective; `doing` and `step` are noted as this
+        rank's progress meanwhile. Collective."""
+        self._await_all(lambda: self.is_main and is_busy(), doing, step)
+
+    def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
+        """Return once `is_busy` returns False on every rank. Collective."""
+        pause = _FIRST_PAUSE_SECONDS
+        while self.all_reduce_maxima(is_busy())[0]:
+            self.progress.note(doing, step, nothing_to_lose=True)
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_SECONDS)
+
+    def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
+        """Run `work` on every rank, and return all results, ordered by rank, on every rank, as
+        `gathered` does, for work that a disk or a network may hold up on one rank for longer than
+        the others may wait in a collective: a thread does it, while all tell each other that they
+        are there. Collective.
+
+        `work` is called with a function that it calls now and then; this raises an exception once
+        the waiting has ended (a signal, a lost rank), and so ends the work. `doing` and `step` are
+        noted as this rank's progress meanwhile.
+        """
+        if self.size == 1:
+            return [work(lambda: None)]
+        has_left = threading.Event()
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def go_on() -> None:
+            if has_left.is_set():
+                raise _LeftError
+
+        # Daemonic: a disk that hangs must not keep the process.
+        worker = threading.Thread(
+            target=lambda: outcome.append(_attempted(lambda: work(go_on))), name=doing, daemon=True
+        )
+        worker.start()
+        try:
+            self._await_all(worker.is_alive, doing, step)
+        except BaseException as error:
+            has_left.set()
+            # What it writes is written before a lock is let go.
+            worker.join(_LEAVE_LOST_SECONDS if isinstance(error, Exception) else _LEAVE_SECONDS)
+            raise
+        return self._exchanged(outcome[0])
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank, and return this rank's result. If it raises on any rank, every
+        rank raises that error. Collective.
+
+        If several ranks fail, PentameterErrors come before any other error, then the lowest rank's.
+        """
+        result, own = _attempted(work)
+        self._raise_first(self.all_gather(_sendable(own)), own)
+        return result  # type: ignore[return-value]
+
+    def gathered(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank, and return all results, ordered by rank, on every rank.
+        Collective.
+
+        If it raises on any rank, every rank raises the same error: a PentameterError before any
+        other, then the lowest rank's. It sends one message; `agreed` and `all_gather` would send
+        two.
+        """
+        return self._exchanged(_attempted(work))
+
+    def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
+        """Return the results of all ranks, of which `outcome` is this one's with its error; raise
+        the first error. Collective."""
+        outcomes = self.all_gather((outcome[0], _sendable(outcome[1])))
+        self._raise_first([error for _, error in outcomes], outcome[1])
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+
+    def _raise_first(
+        self, by_rank: Sequence[BaseException | None], own: BaseException | None
+    ) -> None:
+        """Raise the first error in `by_rank`, which has each rank's error or None, the same on
+        every rank; PentameterErrors come first. If there is none, return.
+
+        own: this rank's error, which is raised with its traceback if it is the first.
+        """
+        failures = [(rank, error) for rank, error in enumerate(by_rank) if error is not None]
+        if failures:
+            ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
+            rank, error = (ours or failures)[0]
+            raise own if own is not None and rank == self.rank else error
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone, and return its result on every rank. If it raises, every
+        rank raises that error. For what takes moments: `patiently_on_main` is for disks.
+        Collective."""
+        result = self.agreed(lambda: action() if self.is_main else None)
+        return self.broadcast(result)  # type: ignore[return-value]
+
+    def patiently_on_main(self, action: Callable[[], T], doing: str, step: int) -> T:
+        """Do what `on_main` does, for an action that a disk or a network may hold up (see
+        `patiently`). Collective."""
+        return self.patiently(lambda _: action() if self.is_main else None, doing, step)[0]  # type: ignore[return-value]
+
+
+def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Call `work`. Return its result and None, or None and the exception that it raises."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """Return `error` if another process can make it again from its pickle, as it cannot one that
+    holds a lock, or whose constructor takes more than a message; else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        if not isinstance(error, PentameterError):
+            return OtherRankError(f"{type(error).__name__}: {error}")
+        told = PentameterError(str(error))
+        told.exit_code = error.exit_code
+        return told
+    return error

@@ -1,0 +1,121 @@
+"""Programs that a launcher starts once for each rank: a command, or a function in a process that is
+forked with torch imported; and the environment variables that say the rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pentameter.machine.child import Child, ChildEndedError, ForkedChild, ForkServer
+from pentameter.machine.cores import environment_of_one
+from pentameter.processes.group.rank import LAUNCH_FOLDER
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return the command line that runs `pentameter ARGUMENTS` with this Python interpreter, which
+    looks for modules in the current folder only if this process does."""
+    # -P: the current folder may hold a user's `numpy.py`. But if this process found its own
+    # modules there, as `python -m` does, its workers may do so, too.
+    safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    return [sys.executable, *safe, "-m", "pentameter", *arguments]
+
+
+class Program(Protocol):
+    """A program that a launcher starts once for each rank."""
+
+    def start(
+        self, environment: Mapping[str, str], folder: Path, output: int | None
+    ) -> Child | ForkedChild:
+        """Start a process with these environment variables. `folder` is the launch folder, which it
+        removes if this process is killed; its stdout and stderr go to the file descriptor `output`,
+        None for this process's. Raises OSError if the system cannot start it."""
+
+
+class Command:
+    """A command line, as a program that a launcher starts."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+
+    def start(
+        self, environment: Mapping[str, str], folder: Path, output: int | None
+    ) -> Child | ForkedChild:
+        """Start the command (see `Program`)."""
+        return Child(self._arguments, environment, folder=folder, stdout=output, stderr=output)
+
+
+class Preloaded:
+    """A function that is called in a process of its own for each start, forked from a server that
+    has imported a module once: importing torch takes seconds."""
+
+    def __init__(self, module: str, function: str, n_processes: int) -> None:
+        """module: what the server imports. function: `module:name`, called with (environment
+        variables, arguments) and returning the exit code. n_processes: how many divide the cores of
+        this machine."""
+        self.arguments: Sequence[str] = ()
+        """Arguments of the processes to start next."""
+        self._module, self._function, self._n_processes = module, function, n_processes
+        self._server: ForkServer | None = None
+
+    def start(
+        self, environment: Mapping[str, str], folder: Path, output: int | None
+    ) -> Child | ForkedChild:
+        """Start a process (see `Program`), and first the fork server, unless it runs."""
+        if self._server is None or self._server.poll() is not None:
+            self.close()
+            # torch's C++ warns of every host without a reverse name, and shows its stack when a
+            # store goes away, which our own message tells.
+            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+            own = environment_of_one(self._n_processes, quiet)
+            self._server = ForkServer(self._module, environment=own, prints=True)
+        request = dict(environment), list(self.arguments)
+        try:
+            return self._server.start(self._function, request, output)
+        except ChildEndedError as error:
+            raise OSError(errno.ECHILD, f"the fork server {error}") from error
+
+    def close(self) -> None:
+        """End the fork server, and every process that it has forked."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A process to start: its rank among `world_size`, and among the `local_size` ones of this
+    machine (None: all are here)."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables; without any, the processes meet on this machine, through its
+    loopback interface."""
+
+
+def worker_environment(
+    process: Launched, folder: Path, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the environment variables for a process: `environ`, torch.distributed's rank
+    variables, the launch folder `folder`, the thread count, and for processes of this machine alone
+    the loopback interface for gloo and NCCL."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    local_rank = process.rank if process.local_rank is None else process.local_rank
+    local_size = process.local_size or process.world_size
+    alone = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {
+        **environment_of_one(local_size, environ),
+        LAUNCH_FOLDER: str(folder),
+        "RANK": str(process.rank),
+        "WORLD_SIZE": str(process.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        **(process.variables or alone),
+    }

@@ -1,0 +1,1 @@
+"""The nodes of a run: who is on the roll, which attempt it is."""

@@ -1,0 +1,1 @@
+"""The record of a run: what it leaves in its folder, written and read."""

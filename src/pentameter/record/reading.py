@@ -1,0 +1,415 @@
+"""A run folder read into a RecordedRun, whatever its state: half a line, half a run, foreign files.
+
+Only regular files with bounded size are read, and no link is followed: the folder may come from
+elsewhere, and its page goes to others. `unread` names the files left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.files.load import LARGEST_FILE_BYTES, parse_toml
+from pentameter.disk.atomic import MissingFileError, open_regular, read_regular, storage_errors
+from pentameter.disk.lock import is_held
+from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
+from pentameter.record.curves import Series
+from pentameter.record.event_reader import (
+    CURVES,
+    NAN,
+    SESSIONS,
+    EventReader,
+    as_table,
+    number,
+    portable,
+    read_events,
+)
+from pentameter.record.sessions import Session, extends, sessions_of
+from pentameter.report.expert_loads import LayerLoads, layer_loads
+
+MAX_SAMPLE_CHARACTERS = 4000
+MAX_LOG_CHARACTERS = 6000
+CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}
+"""Values of start and resume events that a resume may change, each with its unit."""
+RUN_FILES = ("config.toml", "metrics.jsonl")
+"""Files that mark a run folder; one is enough."""
+JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
+SAMPLE_BYTES = 2**20
+LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
+LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values come near 1e308
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics from one evaluation on a split at a step; `loss` in nats per token, NaN if
+    unknown."""
+
+    step: int
+    split: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    accuracy: float = NAN
+    """Fraction of questions answered right; NaN for an evaluation on text."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text sampled after a step; `omitted_characters` were cut off at its end."""
+
+    step: int
+    text: str
+    omitted_characters: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Everything that a run folder records; any field may be empty. `end` is the event that ended
+    the run, None if it goes on or broke off; `last_step`, `tokens`, `loss_tokens` and
+    `training_seconds` are those reached so far; `log_tail` is the end of log.txt."""
+
+    folder: Path
+    start: dict[str, Any]
+    """Values of the latest start or resume event."""
+    starts: tuple[dict[str, Any], ...]
+    """Start and resume events, in order."""
+    sessions: tuple[Session, ...]
+    """The parts of the run from each of them to the next; empty if they do not say when."""
+    train: dict[str, Series]
+    """Curve by name: those in CURVES, `elapsed_seconds`, the training time, and `waited`, the
+    fraction of a step for which the other ranks waited for the slowest one."""
+    slowest_ranks: tuple[tuple[int, str], ...]
+    """(Rank, its machine) that was the slowest one, at each point of `waited`."""
+    expert_loads: tuple[LayerLoads, ...]
+    """The loads of each layer with experts."""
+    evaluations: tuple[Evaluation, ...]
+    marks: tuple[tuple[int, str, str], ...]
+    """(step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for each
+    such event; "layout" is a resume in another layout, "extended" one of a complete run."""
+    checkpoints: tuple[dict[str, Any], ...]
+    end: dict[str, Any] | None
+    last_step: int
+    tokens: int
+    """Tokens seen."""
+    loss_tokens: int
+    """Those that counted in the loss."""
+    training_seconds: float
+    unreadable_lines: int
+    unread: tuple[str, ...]
+    """Reasons for which files were not read, one each."""
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    samples: tuple[Sample, ...]
+    log_tail: str
+    locked: bool
+    """True while a process trains this run."""
+
+    @property
+    def name(self) -> str:
+        """The configuration's name, else the folder's."""
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    @property
+    def validations(self) -> list[Evaluation]:
+        """Evaluations on the validation split, by step."""
+        return [each for each in self.evaluations if each.split == "val"]
+
+    def validation_losses(self) -> Series:
+        """Return the validation losses as a curve."""
+        return _series([(each.step, each.loss) for each in self.validations])
+
+    def best(self) -> Evaluation | None:
+        """Return the evaluation with the lowest validation loss; None without a finite one."""
+        finite = [each for each in self.validations if math.isfinite(each.loss)]
+        return min(finite, key=lambda each: each.loss, default=None)
+
+
+def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
+    """Read everything in a run folder. `events` are those already read from its metrics.jsonl; None
+    reads them.
+
+    Raises:
+        StorageError: the folder does not exist or cannot be read. Missing or damaged files inside
+            are no error.
+    """
+    if not _is_folder(folder):
+        raise StorageError(
+            f"{folder} is not a run folder: there is no such folder{near_run(folder)}"
+        )
+    reader = events or read_events(folder)
+    files = _RunFiles(folder)
+    files.unread += filter(None, [reader.unread])
+    return _recorded(files, reader.all(), reader.n_unreadable)
+
+
+def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
+    """Yield (step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for
+    each such event in `events`. A resume's reason is what it changed: "712 → 1,923 steps"; it is a
+    "layout" if that is among it, and "extended" if the run was complete before."""
+    before: dict[str, Any] = {}
+    for event in events:
+        kind, reason = str(event["event"]), str(event.get("reason") or "")
+        if kind in ("start", "resume"):
+            now = {
+                key: event[key]
+                for key in CHANGED_BY_RESUME
+                if isinstance(event.get(key), int | str)
+            }
+            is_other_layout = before.get("layout") != now.get("layout", before.get("layout"))
+            if kind == "resume" and not reason:
+                reason = ", ".join(
+                    f"{_grouped(before[key])} → {_grouped(value)}{CHANGED_BY_RESUME[key]}"
+                    for key, value in now.items()
+                    if before.get(key, value) != value
+                )
+            if kind == "resume" and is_other_layout:
+                kind = "layout"
+            elif kind == "resume" and extends(event, before.get("steps")):
+                kind = "extended"
+            before |= now
+        if kind in ("resume", "layout", "extended", "skip", "rollback"):
+            yield _integer(event.get("step")), kind, reason
+        if kind == "copy" and event.get("error"):
+            yield _integer(event.get("step")), "copy failed", str(event["error"])
+
+
+def _grouped(value: object) -> str:
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
+    """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
+    skipped."""
+    folder, ranks = files.folder, _latest(events, "ranks")
+    sessions = [e for e in events if e["event"] in SESSIONS]
+    starts = [e for e in sessions if e["event"] != "end"]
+    end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
+    start: dict[str, Any] = {}
+    for event in starts:  # a resume repeats what may have changed: device, precision
+        start.update({k: v for k, v in event.items() if k not in ("event", "step")})
+    train = list(_counted(_latest(events, "train"), _integer(start.get("tokens_per_step"))))
+    evaluations = tuple(
+        Evaluation(
+            event["step"],
+            str(event.get("split") or "val"),
+            *(
+                number(event.get(key))
+                for key in ("loss", "perplexity", "bits_per_byte", "accuracy")
+            ),
+        )
+        for event in _latest(events, "eval", "split")
+    )
+    curves = _curves(train, ranks)
+    elapsed = curves["elapsed_seconds"]
+    seconds = number((end or {}).get("seconds"))  # a run that ended says so itself
+    if not math.isfinite(seconds):
+        seconds = elapsed.values[-1] if len(elapsed) else NAN
+    last_step = max(
+        *(e["step"] for e in train[-1:]),
+        *(e.step for e in evaluations),
+        _integer((end or {}).get("step")),  # the lines of `train` may end before it
+        0,
+    )
+    return RecordedRun(
+        folder=folder,
+        start=start,
+        starts=tuple(starts),
+        sessions=sessions_of(starts, curves["time"], end, last_step),
+        train=curves,
+        slowest_ranks=tuple((_integer(e.get("slowest")), str(e.get("host"))) for e in ranks),
+        expert_loads=layer_loads(_latest(events, "experts", "layer")),
+        evaluations=evaluations,
+        marks=tuple(sorted(_marks(events))),
+        checkpoints=tuple(_checkpoints(folder, events)),
+        end=end,
+        last_step=last_step,
+        tokens=max((_integer(e.get("tokens")) for e in train), default=0),
+        loss_tokens=max((_integer(e.get("loss_tokens")) for e in train), default=0),
+        training_seconds=seconds,
+        unreadable_lines=unreadable,
+        config=files.table("config.toml"),
+        plan=files.table("plan.json"),
+        environment=files.table("environment.json"),
+        samples=tuple(_samples(files)),
+        log_tail=files.tail("log.txt", MAX_LOG_CHARACTERS),
+        locked=end is None and is_held(folder / "run.lock"),
+        unread=tuple(files.unread),
+    )
+
+
+def _counted(train: list[dict[str, Any]], tokens_per_step: int) -> Iterator[dict[str, Any]]:
+    """Yield the `train` events as they are written now. An earlier version's `tokens` were the loss
+    tokens, and its tokens per second counted those; `tokens_per_step` were seen, 0 if unknown."""
+    step, n_learnt = 0, 0
+    for event in train:
+        if "loss_tokens" in event or not tokens_per_step:
+            yield {"loss_tokens": event.get("tokens"), **event}
+        else:
+            learnt, seen = _integer(event.get("tokens")), event["step"] * tokens_per_step
+            share = (learnt - n_learnt) / max(1, (event["step"] - step) * tokens_per_step)
+            rate = number(event.get("tokens_per_second")) / (share if share > 0 else 1.0)
+            counts = {"tokens": seen, "loss_tokens": learnt, "tokens_per_second": rate}
+            yield {
+                **event,
+                **{key: counts[key] for key in counts if key in {"loss_tokens", *event}},
+            }
+        step, n_learnt = event["step"], _integer(event.get("loss_tokens", event.get("tokens")))
+
+
+def _curves(train: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Series]:
+    """Return the curves of `RecordedRun.train` from the `train` and `ranks` events."""
+    return {
+        **{
+            key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
+        },
+        "elapsed_seconds": _elapsed_seconds(train),
+        "waited": _series([(e["step"], number(e.get("waited"))) for e in ranks]),
+    }
+
+
+def holds_run(folder: Path) -> bool:
+    """Return True if a file in RUN_FILES is in `folder`. Raises OSError."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise ConfigError unless the folder holds a run; the message names runs in its sub-folders.
+    Raises StorageError if it cannot be read."""
+    with storage_errors(folder, "read"):
+        if holds_run(folder):
+            return
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder}: there is no such folder{near_run(folder)}; a run is a folder runs/NAME"
+            )
+        inside = sorted(str(child) for child in folder.iterdir() if holds_run(child))
+    hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
+    raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")
+
+
+class _RunFiles:
+    """Reads a run folder's files by name. Missing and damaged files read as empty; a damaged one
+    adds a line to `unread`. Methods raise StorageError if an intact file cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unread: list[str] = []
+
+    def text(self, name: str, max_bytes: int) -> str:
+        """Return a file's text; bytes that are not UTF-8 are replaced. A file larger than
+        `max_bytes` counts as damaged."""
+        with self._collect_errors():
+            content = read_regular(self.folder / name, max_bytes=max_bytes)
+            return content.decode("utf-8", errors="replace")
+        return ""
+
+    def tail(self, name: str, n_characters: int) -> str:
+        """Return a text file's last `n_characters`, whatever its size."""
+        with self._collect_errors(), open_regular(self.folder / name) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * n_characters))  # UTF-8's longest
+            return file.read().decode("utf-8", errors="replace")[-n_characters:]
+        return ""
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return a TOML or JSON file's content as a dict."""
+        is_toml = name.endswith(".toml")
+        text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
+        try:
+            if is_toml:
+                return as_table(portable(parse_toml(text.encode(), name)))
+            return as_table(portable(json.loads(text))) if text else {}
+        except ConfigError as error:
+            self.unread.append(str(error))
+        except (ValueError, RecursionError) as error:
+            self.unread.append(f"{name} is not JSON: {error}")
+        return {}
+
+    @contextmanager
+    def _collect_errors(self) -> Iterator[None]:
+        """A context manager that adds the block's CorruptError to `unread`, and ignores a missing
+        file."""
+        try:
+            yield
+        except MissingFileError:
+            pass
+        except CorruptError as error:
+            self.unread.append(str(error))
+
+
+def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
+    """Return the events named `kind`, sorted by step. If several have the same step and equal
+    values at `keys`, as after a resume, only the last counts."""
+    latest = {
+        (_integer(event["step"]), *(str(event.get(key)) for key in keys)): event
+        for event in events
+        if event["event"] == kind and "step" in event and 0 <= _integer(event["step"]) <= LAST_STEP
+    }
+    return [{**event, "step": step} for (step, *_), event in sorted(latest.items())]
+
+
+def _series(points: list[tuple[int, float]]) -> Series:
+    """Return the curve through (step, value) points, without values that are not finite or beyond
+    LARGEST_DRAWN, which are counted."""
+    finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
+    return Series(
+        tuple(step for step, _ in finite),
+        tuple(value for _, value in finite),
+        len(points) - len(finite),
+    )
+
+
+def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
+    """Return the training time up to each `train` event, in seconds: tokens since the last event ÷
+    tokens per second, accumulated."""
+    points: list[tuple[int, float]] = []
+    total, previous_tokens = 0.0, 0
+    for event in train:
+        tokens, rate = _integer(event.get("tokens")), number(event.get("tokens_per_second"))
+        if tokens > previous_tokens and math.isfinite(rate) and rate > 0:
+            total += (tokens - previous_tokens) / rate
+            points.append((event["step"], total))
+        previous_tokens = max(previous_tokens, tokens)
+    return _series(points)
+
+
+def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the `checkpoint` events, each with its folder's `name` and `kept`: True if it still
+    exists."""
+    for event in _latest(events, "checkpoint"):
+        name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
+        kept = name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
+        yield {**event, "name": name, "kept": kept}
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
+
+
+def _samples(files: _RunFiles) -> Iterator[Sample]:
+    """Yield the texts in samples/, sorted by step, each cut to MAX_SAMPLE_CHARACTERS."""
+    folder = files.folder / "samples"
+    if folder.is_symlink():
+        files.unread.append(f"{folder} is a symbolic link, which could lead anywhere")
+        return
+    for path in sorted(folder.glob("step-*.txt"), key=lambda path: (len(path.name), path.name)):
+        if (step := path.stem.removeprefix("step-")).isdecimal():
+            text = files.text(f"samples/{path.name}", SAMPLE_BYTES)
+            omitted = max(0, len(text) - MAX_SAMPLE_CHARACTERS)
+            yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
+
+
+def _integer(value: object) -> int:
+    if type(value) is int and abs(value) < 2**63:
+        return value
+    as_float = number(value)
+    return int(as_float) if math.isfinite(as_float) else 0

@@ -1,0 +1,127 @@
+"""Sessions of a run: from each start to the next one, on which nodes and in which layout it
+trained, and what was lost in between."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pentameter.record.curves import Series
+from pentameter.record.event_reader import number
+
+MOST_SESSIONS = 200
+"""Most sessions that are shown, the last ones."""
+_LATEST = 1e11  # seconds since 1970, in the year 5138
+_LONGEST_LAYOUT = 100
+
+
+@dataclass(frozen=True)
+class Session:
+    """The part of a run from one start to the next, or to its end. Times are in seconds since the
+    first session began."""
+
+    first_step: int
+    """The step from which it went on: that of its checkpoint, 0 without one."""
+    last_step: int
+    """The last step that it recorded."""
+    begin: float
+    """When it was ready for its first step."""
+    end: float
+    """When it recorded its last event."""
+    n_nodes: int
+    """Number of machines that trained."""
+    n_ranks: int
+    layout: str
+    lost_steps: int = 0
+    """Steps at its end that the next session made again."""
+    lost_from: float = math.inf
+    """Time from which on it made the lost steps; infinite if none was lost."""
+    extends: bool = False
+    """True if the session before had made all the steps that it was to make: then nothing was
+    interrupted."""
+
+    @property
+    def kept_until(self) -> float:
+        """Time until which it made steps that stayed."""
+        return min(self.lost_from, self.end)
+
+
+def pauses(sessions: Sequence[Session]) -> list[float]:
+    """Return the seconds between each session and the next one, in which nothing was trained; NaN
+    where the run was complete and was extended."""
+    return [
+        math.nan if after.extends else after.begin - before.end
+        for before, after in itertools.pairwise(sessions)
+    ]
+
+
+def sessions_of(
+    starts: Sequence[dict[str, Any]], times: Series, end: dict[str, Any] | None, last_step: int
+) -> tuple[Session, ...]:
+    """Return a run's sessions, from its `start` and `resume` events, in order. Those before the
+    first event that says its time are left out: an earlier version wrote them.
+
+    times: when each step was recorded that was not made again, in seconds since 1970.
+    end: the event that ended the run, None without one.
+    last_step: the last step of the last session.
+    """
+    timed = list(itertools.dropwhile(lambda event: not math.isfinite(_time(event)), starts))
+    if not timed:
+        return ()
+    zero = _time(timed[0])
+    newest = max(times.values[-1:], default=zero)
+    latest = _later(newest if newest < _LATEST else zero, _time(end or {}))
+    ended = {"reached_step": last_step, "reached_time": latest}
+    found: list[Session] = []
+    clock, planned = 0.0, None  # a machine's clock may jump back, a session does not
+    for event, following in itertools.pairwise([*timed, ended]):
+        begin = _later(clock, _time(event) - zero)
+        clock = _later(begin, _time(following, "reached_time") - zero)
+        first = _step(event, "step", 0)
+        last = max(first, _step(following, "reached_step", first))
+        went_on = min(last, _step(following, "step", last))
+        session = Session(
+            first, last, begin, clock, max(1, _step(event, "n_nodes", 1)),
+            max(1, _step(event, "world_size", 1)), _layout(event), last - went_on,
+            extends=extends(event, planned),
+        )  # fmt: skip
+        planned = event.get("steps")
+        if session.lost_steps:
+            n_kept = bisect.bisect_right(times.steps, went_on)
+            kept_until = times.values[n_kept - 1] - zero if n_kept else begin
+            lost_from = kept_until if begin <= kept_until <= clock else begin
+            session = replace(session, lost_from=lost_from)
+        found.append(session)
+    return tuple(found)
+
+
+def extends(event: dict[str, Any], planned: object) -> bool:
+    """Return True if a start or resume event goes on where a session had made all of the steps that
+    were `planned` for it, to make more."""
+    return planned is not None and _step(event, "step", 0) == planned
+
+
+def _time(event: dict[str, Any], key: str = "time") -> float:
+    """Return the time at `key`, in seconds since 1970; NaN if the event has none that can be
+    drawn."""
+    seconds = number(event.get(key))
+    return seconds if abs(seconds) < _LATEST else math.nan
+
+
+def _later(first: float, second: float) -> float:
+    """Return the later of two times; the first one if the second is NaN."""
+    return max(first, second) if math.isfinite(second) else first
+
+
+def _step(event: dict[str, Any], key: str, otherwise: int) -> int:
+    value = event.get(key)
+    return value if type(value) is int and value >= 0 else otherwise
+
+
+def _layout(event: dict[str, Any]) -> str:
+    """Return the event's layout as one short line, "" without one."""
+    return " ".join(str(event.get("layout") or "").split())[:_LONGEST_LAYOUT]

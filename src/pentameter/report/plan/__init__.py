@@ -1,0 +1,1 @@
+"""A plan, told as text and as a page."""

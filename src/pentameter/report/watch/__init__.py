@@ -1,0 +1,1 @@
+"""Runs watched as they go on, and compared."""

@@ -1,0 +1,1 @@
+"""Faults met by a run: bad steps, flipped bits, slow ranks."""

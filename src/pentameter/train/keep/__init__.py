@@ -1,0 +1,1 @@
+"""Keeping a run: saving, copying, restoring, resuming."""

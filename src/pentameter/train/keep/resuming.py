@@ -1,0 +1,354 @@
+"""The checks whether a run may resume as requested, and the step at which its schedule begins.
+Nothing is written here.
+
+A step's result is a function of (configuration, seed, step). So a run may resume only if the
+requested configuration would have made the same steps as those already made; its schedule may
+differ in later ones. `--resume extend` begins the schedule anew at the last checkpoint, and then it
+does not cover earlier steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.folders.opening import (
+    Check,
+    Checkpoint,
+    find_checkpoint,
+    is_step_folder,
+    list_checkpoints,
+    read_own_manifest,
+)
+from pentameter.checkpoint.folders.verification import Verification
+from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
+from pentameter.config.files.load import load_config
+from pentameter.config.fingerprint import config_hash, diff_configs
+from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.disk.atomic import decode_json, read_regular
+from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.optim.schedule import learning_rate
+from pentameter.planning.layouts.layout import Layout
+from pentameter.planning.plan import Plan, default_cooldown
+from pentameter.processes.failures.progress import STARTING
+from pentameter.processes.group.world import World
+from pentameter.train.user_components import UserComponents
+
+NEW_FOLDER = "another --run-dir or --name to start anew"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of `Trainer` that say which run to start or resume, and the ranks that run
+    it."""
+
+    config: Config
+    """The configuration as the user wrote it, before missing values are derived."""
+    run_dir: Path
+    resume: str
+    """`auto` (resume a run with the same configuration, else start), `never` (only start), `must`
+    (only resume), `extend` (only resume, and begin the schedule anew) or the path to a checkpoint
+    to branch off from."""
+    init_from: Path | None
+    """The model whose weights a run without a checkpoint begins with; None for random weights."""
+    world: World
+    supplied: UserComponents = field(default_factory=UserComponents)
+    """The user's own model, optimizer and batches, if given."""
+    force: bool = False
+    """True to try a run that is predicted to exceed the memory."""
+    verification: Verification = field(default_factory=Verification)
+    """The checkpoints that the ranks of `world` have verified at this start."""
+
+
+# -- whose folder it is -------------------------------------------------------------------------
+
+
+def shards_read(path: Path) -> list[str]:
+    """Return the names of the folders of token shards that the run in `path` has read; none if
+    there is no run, or plan.json, which records them, is damaged."""
+    plan_file = path / "plan.json"
+    try:
+        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
+    except (CorruptError, StorageError):
+        return []
+    match record.get("data"):
+        case {"shards": list(folders)}:
+            return [Path(str(folder)).name for folder in folders]
+    return []
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """Read the identity of the run in `path` from plan.json: `run_id`, `parent` (the run and step
+    it branched off from, or None) and `init_from` (the model its weights came from, or None).
+    Return None if there is no run. Raises CorruptError if plan.json is missing or damaged."""
+    if not (path / "config.toml").exists():
+        return None
+    try:
+        plan_file = path / "plan.json"
+        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
+        identity = {key: record.get(key) for key in ("run_id", "parent", "init_from")}
+        if not isinstance(identity["run_id"], str):
+            raise TypeError("run_id is not a text")
+        for key in ("parent", "init_from"):
+            if not isinstance(identity[key], Mapping | None):
+                raise TypeError(f"{key} is not an object")
+        if identity["init_from"] is not None:
+            origin = identity["init_from"]
+            texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
+            counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
+            identity["init_from"] = {key: str(origin[key]) for key in texts} | {
+                key: origin[key] for key in counts
+            }
+    except (CorruptError, StorageError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
+            "recognised; continue in a new folder with --run-dir NEW --resume "
+            f"{path}/checkpoints/step-…"
+        ) from error
+    return identity
+
+
+def step_folders(path: Path) -> list[str]:
+    """Return the names in `path`/checkpoints that complete checkpoints can have (step-…),
+    sorted."""
+    names = (entry.name for entry in (path / "checkpoints").glob("step-*"))
+    return sorted(name for name in names if is_step_folder(name))
+
+
+def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError if `path` holds checkpoints of another run than `identity`, the record that
+    `read_identity(path)` returns. If it is None (no config.toml, which marks a run folder), raise
+    ConfigError for any checkpoint, and for a plan.json next to metrics."""
+    names = step_folders(path)
+    branch = f"--run-dir NEW --resume {path}/checkpoints/step-…"
+    if identity is None:
+        metrics = path / "metrics.jsonl"
+        has_plan = (path / "plan.json").exists()
+        if names:
+            raise ConfigError(
+                f"{path} has no config.toml, and holds the checkpoints {_few(names)} of a run; "
+                f"each has a copy: put {path}/checkpoints/{names[-1]}/config.toml back into {path} "
+                f"to continue the run, or give {branch} to branch off, or {NEW_FOLDER}"
+            )
+        if has_plan and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"{path} has no config.toml, and holds plan.json and metrics.jsonl of a run that "
+                f"saved no checkpoint; remove the folder, or give {NEW_FOLDER}"
+            )
+        return
+    foreign = {}
+    for candidate in list_checkpoints(path / "checkpoints"):
+        try:
+            run_id = read_own_manifest(candidate.path).run_id
+        except CorruptError:
+            continue  # it belongs to no run
+        if run_id != identity["run_id"]:
+            foreign[candidate.path.name] = run_id
+    if foreign:
+        others = ", ".join(sorted(set(foreign.values())))
+        raise ConfigError(
+            f"{path} mixes two runs: plan.json is of run {identity['run_id']}, and the checkpoints "
+            f"{_few(sorted(foreign))} are of {others}. Put the plan.json and config.toml of the "
+            f"checkpoints' run back, or move those checkpoints away, or give {branch} to branch "
+            f"off, or {NEW_FOLDER}"
+        )
+
+
+def no_checkpoint(request: RunRequest) -> ConfigError:
+    """Return the error for `--resume must` or `extend` in a run folder without a checkpoint."""
+    return ConfigError(
+        f"--resume {request.resume}: there is no checkpoint in {request.run_dir}; use --resume "
+        "auto to start"
+    )
+
+
+# -- whether its steps are the requested ones ------------------------------------------------------
+
+
+def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
+    """Raise ConfigError, listing the differences, if a run resumed from `checkpoint` would have
+    made other steps so far.
+
+    The config.toml in the run folder `path` and the one in the checkpoint are compared with the
+    configuration in `plan`: only [schedule] may differ, and no learning rate up to the checkpoint.
+    `asked` is the user's configuration, from which `plan` was derived; the message names its keys.
+    Raises ConfigError, too, if the plan has fewer steps than the checkpoint, and CorruptError for a
+    damaged checkpoint.
+    """
+    saved_layout(checkpoint)  # raises if the layout is unknown
+    checkpoint.read("config.toml")  # raises if it is missing or damaged
+    for source in (path / "config.toml", checkpoint.path / "config.toml"):
+        found = load_config(source)
+        if not _made_the_same(found, plan.config, checkpoint.step):
+            raise ConfigError(_refusal(path, source, found, plan, asked, checkpoint.step))
+    if plan.steps < checkpoint.step:
+        raise ConfigError(
+            f"the run in {path} has made {checkpoint.step} steps already, and train.steps="
+            f"{plan.steps} are fewer; leave train.steps as it was, or give {NEW_FOLDER}"
+        )
+
+
+def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:
+    """Raise ConfigError if the run would start before `schedule.start_step`: from an earlier
+    checkpoint, or from step 0 if `checkpoint` is None. `path` is the run folder, named in the
+    message."""
+    start, first = plan.config.schedule.start_step, 0 if checkpoint is None else checkpoint.step
+    if first < start and checkpoint is None:
+        raise ConfigError(
+            f"schedule.start_step={start}, and a new run begins at step 0; leave it out, "
+            "--schedule.start-step 0"
+        )
+    if first < start:
+        raise ConfigError(
+            f"{path} was extended at step {start} (schedule.start_step), and its newest whole "
+            f"checkpoint is step {first}, after which the steps had another schedule; restore a "
+            f"later one, or branch off: --run-dir NEW --resume {path}/checkpoints/step-{first:08d} "
+            "--schedule.start-step 0"
+        )
+
+
+def saved_layout(checkpoint: Checkpoint) -> Layout:
+    """Return the layout (degrees of parallelism) that wrote a checkpoint. Raises CorruptError if
+    this version does not know its keys."""
+    try:
+        return Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise CorruptError(
+            f"{checkpoint.path}/manifest.json is malformed: layout: {error}"
+        ) from error
+
+
+def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
+    """Return True if both configurations make the same first `n_steps` steps: they differ at most
+    in [schedule], and all learning rates up to there are equal."""
+    if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
+        return False
+    if config_hash(found) == config_hash(asked):
+        return True
+    old, new = found.schedule, asked.schedule
+    if not _is_resolved(old):
+        return False
+    return all(
+        learning_rate(step, found.optimizer, old) == learning_rate(step, asked.optimizer, new)
+        for step in range(max(old.start_step, new.start_step), n_steps)
+    )
+
+
+def _is_resolved(schedule: ScheduleConfig) -> bool:
+    """Return True if every key that the schedule's decay needs has a value, as in a run's
+    config.toml; False if one is None, to be derived from the run's length."""
+    return all(getattr(schedule, key) is not None for key in schedule.decay_keys)
+
+
+def _refusal(
+    path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
+) -> str:
+    """Return the error message for a run in `path` whose configuration differs: the differences, by
+    the keys that the user sets, and the remedy. `found` was read from `source`, a config.toml;
+    `asked` is the user's configuration, from which `plan` was derived; `n_steps` steps are made."""
+    differences = _in_user_keys(found, plan.config, asked)
+    where = "" if source.parent == path else f" ({source.parent.name} says so)"
+    remedy = ""
+    if found.schedule.start_step >= plan.steps:
+        remedy = f"The run was extended: --train.steps {found.train.steps} continues it.\n"
+    elif n_steps < plan.steps and all(d.startswith(("schedule.", "train.")) for d in differences):
+        remedy = (
+            f"To train longer: --resume extend goes on from step {n_steps} with a schedule that "
+            "begins anew there. A constant schedule, and wsd before its cool-down, can be "
+            "continued as they are: their rates do not depend on what follows.\n"
+        )
+    listed = "\n  ".join(differences)
+    other_copies = ", with another checkpoint.copy_to" if asked.checkpoint.copy_to else ""
+    return (
+        f"{path} holds a run of another configuration{where}, which differs in\n  {listed}\n"
+        f"{remedy}Use the same values to continue it, or {NEW_FOLDER}{other_copies}"
+    )
+
+
+def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
+    """Return "key: old → new" for each difference between `found` and `planned`. Schedule keys
+    derived from the run's length are replaced by train.steps, which the user set in `asked`."""
+    derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
+    if found.train.steps != planned.train.steps:
+        derived |= _from_length(found) & _from_length(planned)
+    differences = diff_configs(found, planned)
+    told = [each for each in differences if each.partition(":")[0] not in derived]
+    if len(told) == len(differences):
+        return told
+    epochs = asked.train.epochs
+    length = "" if epochs is None else f", train.epochs={epochs}"
+    return [
+        *told,
+        f"train.steps: {found.train.steps} → {planned.train.steps}{length}, and so every learning "
+        f"rate of schedule.name={planned.schedule.name!r}",
+    ]
+
+
+def _from_length(config: Config) -> set[str]:
+    """Return the [schedule] keys whose values were derived from train.steps: decay_steps if it
+    reaches to the last step, and then cooldown_steps if it has its default."""
+    steps, schedule = config.train.steps, config.schedule
+    if steps is None or schedule.decay_steps != steps - schedule.start_step:
+        return set()
+    if schedule.cooldown_steps != default_cooldown(schedule.decay_steps):
+        return {"schedule.decay_steps"}
+    return {"schedule.decay_steps", "schedule.cooldown_steps"}
+
+
+# -- which schedule -----------------------------------------------------------------------------
+
+
+def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
+    """Plan the requested run with `plan_of`, which makes a Plan for a configuration. Its schedule
+    begins at the step at which the run in the folder was extended, or, for `--resume extend`, at
+    that run's last checkpoint. Collective.
+
+    An interrupted extension is recognised from the folder's config.toml, and not made again. Raises
+    ConfigError if there is nothing to extend, or if train.steps is not beyond the last checkpoint;
+    and any error from `plan_of`.
+    """
+    path, config, world = request.run_dir, request.config, request.world
+    extends = request.resume == "extend"
+    plan = plan_of(config)
+    if request.resume not in ("auto", "must", "extend"):
+        return plan
+    source = path / "config.toml"
+    found = world.on_main(lambda: load_config(source) if source.exists() else None)
+    if found is None:
+        if extends:
+            raise no_checkpoint(request)
+        return plan
+    begun = found.schedule.start_step
+    if config.schedule.start_step == 0 and 0 < begun < plan.steps:
+        plan = plan_of(_beginning_at(config, begun))
+    same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
+    if not extends or same:
+        return plan
+    verification = request.verification
+    start = verification.on_main(lambda: _last_step(path, verification.check), STARTING)
+    if start is None:
+        raise no_checkpoint(request)
+    if plan.steps <= start:
+        raise ConfigError(
+            f"--resume extend: the run in {path} has made {start} steps already, and "
+            f"train.steps={plan.steps} is not beyond; say how many there are to be in all"
+        )
+    return plan_of(_beginning_at(config, start))
+
+
+def _last_step(path: Path, check: Check) -> int | None:
+    identity = read_identity(path)
+    assert identity is not None  # config.toml exists
+    checkpoint = find_checkpoint(path / "checkpoints", [], run_id=identity["run_id"], check=check)
+    return None if checkpoint is None else checkpoint.step
+
+
+def _beginning_at(config: Config, step: int) -> Config:
+    schedule = config.schedule.model_copy(update={"start_step": step})
+    return config.model_copy(update={"schedule": schedule})
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

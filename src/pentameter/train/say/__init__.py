@@ -1,0 +1,1 @@
+"""What a run says: on the console, in its events, to trackers."""

@@ -1,0 +1,62 @@
+"""A run's events, written to metrics.jsonl and sent to the trackers (TensorBoard, W&B, trackio)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.processes.group.world import World
+from pentameter.record.log_files import LogFile, event_line
+from pentameter.train.keep.run_folder import RunFolder
+from pentameter.train.say.console import Console
+from pentameter.train.say.trackers import Trackers, open_trackers
+
+
+class EventLog:
+    """metrics.jsonl and the trackers of the run in `folder`. `config.log` names the trackers,
+    `console` prints warnings. On ranks other than 0 nothing is written.
+
+    `step` steps were completed before this start: trackers hide later ones that an earlier start
+    has sent, as they are made again.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, step: int, world: World, console: Console
+    ) -> None:
+        self._is_main, self._folder = world.is_main, folder
+        self._log = LogFile(folder.metrics_path, console.say, folder.check_ours)
+        self._trackers = Trackers({}, console.say)
+        if world.is_main:
+            first_step = 0 if folder.checkpoint is None else step + 1
+            self._trackers = open_trackers(config, folder, first_step, console.say)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append an event to metrics.jsonl, and send it to every tracker; `values` include its
+        `step`. The file also gets the `time`, in seconds since 1970 (UTC). Nothing is written or
+        sent once another process has taken over the run folder."""
+        if self._is_main:
+            self._log.append(event_line(event, {**values, "time": round(time.time(), 3)}))
+            if not self._log.is_closed_for_good:
+                self._trackers.write(event, **values)
+
+    def show_text(self, name: str, text: str, step: int) -> None:
+        """Send a text to the trackers, under `name` at `step`; metrics.jsonl does not get it."""
+        self._trackers.text(name, text, step)
+
+    def sync(self) -> dict[str, Any]:
+        """Sync metrics.jsonl to disk. Return the state that a checkpoint keeps, for
+        `rewind_metrics`: `metrics_bytes`, the size of its complete lines, and `metrics_unwritten`,
+        lines that the disk has refused so far."""
+        n_bytes = self._log.sync()
+        unwritten = [line.decode().rstrip("\n") for line in self._log.unwritten]
+        return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
+
+    def finish(self, *, failed: bool) -> None:
+        """Close the trackers as the run ends; `failed` marks the run as failed there."""
+        self._trackers.finish(failed=failed)
+
+    def close(self) -> None:
+        """Close metrics.jsonl, as the run lets its lock go. A later `write` opens it again, unless
+        another process holds the lock by then."""
+        self._log.close(self._folder.check_not_taken)

@@ -1,0 +1,119 @@
+"""The hook that records a run's events, in metrics.jsonl and in trackers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pentameter.data.corpora.grammar import grammar_entropy_rate
+from pentameter.evaluate.split import EvalMetrics
+from pentameter.record.log_files import EndKind, checkpoint_event
+from pentameter.train.hooks import (
+    CheckpointMetrics,
+    EpochMetrics,
+    ExpertMetrics,
+    RankMetrics,
+    Rollback,
+    RunEnd,
+    SampledText,
+    SkippedStep,
+    StepMetrics,
+    TrainingRun,
+    is_logged,
+)
+from pentameter.train.keep.copying import CopyMetrics
+
+
+class Recorder:
+    """The hook that writes a run's events to metrics.jsonl and to trackers."""
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Write the event `start` for a new run, `resume` for a resumed one, with the run's id,
+        sizes, device and layout, and what was reached before. Nodes are counted by their ranks with
+        local rank 0. Collective."""
+        plan, compute, data = run.plan, run.compute, run.config.data
+        reached = run.folder.reached
+        # The lowest loss that any model can reach, known for one corpus only.
+        entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
+        run.events.write(
+            "start" if run.state.step == 0 else "resume",
+            step=run.state.step,
+            run_id=run.folder.run_id,
+            name=run.config.name,
+            parameters=plan.n_parameters,
+            tokens_per_step=plan.tokens_per_step,
+            steps=plan.steps,
+            flops_per_token=plan.flops_per_token,
+            device=compute.device_name,
+            precision=compute.precision,
+            layout=str(plan.layout),
+            world_size=plan.layout.world_size,
+            n_nodes=run.world.all_gather(run.world.local_rank).count(0),
+            reached_step=None if reached is None else reached.step,
+            reached_time=None if reached is None else reached.time,
+            compiled=compute.compiled,
+            ceiling_flops=compute.ceiling_flops,
+            entropy_rate=entropy_rate,
+        )
+
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """Write the event `train`, with all fields in `step`, every `log.interval` steps, for the
+        first and for the last."""
+        if is_logged(step.step, run.config):
+            run.events.write("train", **asdict(step))
+
+    def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
+        """Write the event `experts`, one for each layer."""
+        run.events.write("experts", **asdict(metrics))
+
+    def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
+        """Write the event `ranks`, with all fields in `metrics`."""
+        run.events.write("ranks", **asdict(metrics))
+
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
+        """Write the event `skip`, with the step and the reason."""
+        run.events.write("skip", **asdict(skip))
+
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        """Write the event `rollback`, with the step, the one rolled back to and the reason."""
+        run.events.write("rollback", **asdict(rollback))
+
+    def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
+        """Write the event `epoch`, with all fields in `metrics`."""
+        run.events.write("epoch", **asdict(metrics))
+
+    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
+        """Write the event `eval`, with all fields in `metrics`."""
+        run.events.write("eval", **asdict(metrics))
+
+    def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
+        """Write the event `checkpoint`, unless the step was saved before and so has one already."""
+        if metrics.again:
+            return
+        run.events.write(
+            "checkpoint",
+            **checkpoint_event(
+                metrics.step, metrics.path, metrics.bytes, metrics.seconds, metrics.stall_seconds
+            ),
+        )
+
+    def on_copy(self, run: TrainingRun, metrics: CopyMetrics) -> None:
+        """Write the event `copy`, with all fields in `metrics`."""
+        run.events.write("copy", **asdict(metrics))
+
+    def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
+        """Send the text to the trackers alone: the run folder has a separate file for each
+        sample."""
+        run.events.show_text("sample", sample.text, sample.step)
+
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
+        """Write the event `end` with step, reason, seconds and kind, and finish the trackers."""
+        run.events.write("end", **asdict(end))
+        run.events.finish(failed=False)
+
+    def on_error(self, run: TrainingRun, error: Exception) -> None:
+        """Write the event `end` with the error as reason, and finish the trackers as failed."""
+        reason = f"error: {error}"
+        run.events.write(
+            "end", step=run.state.step, reason=reason, seconds=None, kind=EndKind.ERROR
+        )
+        run.events.finish(failed=True)
