@@ -1,7 +1,7 @@
 """Runs on several nodes go on after any fault, and give what an undisturbed run gives.
 
-`tests/processes/launch/test_node_launch.py` has the launchers' part of it in the quick tier; `python -m
-tests.nodes` makes many trials.
+`tests/processes/launch/test_node_launch.py` has the launchers' part of it in the quick tier;
+`python -m tests.nodes` makes many trials.
 """
 
 from __future__ import annotations

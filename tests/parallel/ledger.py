@@ -86,9 +86,9 @@ NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrie
 class Ledger(TorchDispatchMode):
     """Counts what this process sends within its `with`, by (dimension, kind).
 
-    Bytes and dimensions are as `pentameter.estimating.bytes.communication` defines them. Groups of one
-    rank send nothing and are left out. The first two steps of DDP are not like the later ones. A
-    group that two meshes share counts for the first one's dimension; `named` maps the names of
+    Bytes and dimensions are as `pentameter.estimating.bytes.communication` defines them. Groups of
+    one rank send nothing and are left out. The first two steps of DDP are not like the later ones.
+    A group that two meshes share counts for the first one's dimension; `named` maps the names of
     other groups to dimensions.
     """
 

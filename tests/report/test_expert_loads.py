@@ -11,7 +11,7 @@ from pentameter.record import event_reader
 from pentameter.record.event_reader import EventReader
 from pentameter.record.reading import read_run
 from pentameter.record.results import results
-from pentameter.report.expert_loads import expert_maps
+from pentameter.report.figures.expert_map import expert_maps
 from pentameter.report.pages.page import render_page
 
 

@@ -92,8 +92,8 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     if not dist.is_initialized():
         raise ConfigError(
             "[parallel] shares tensors out, and this process has no group to do it in; use the "
-            "command line, or pentameter.processes.group.join.joined_world, with always_group=True for "
-            "one process"
+            "command line, or pentameter.processes.group.join.joined_world, with always_group=True "
+            "for one process"
         )
     sharing, placed = activation_ranks(layout, world.rank), placement_ranks(layout, world.rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}

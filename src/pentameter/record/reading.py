@@ -30,8 +30,8 @@ from pentameter.record.event_reader import (
     portable,
     read_events,
 )
+from pentameter.record.expert_loads import LayerLoads, layer_loads
 from pentameter.record.sessions import Session, extends, sessions_of
-from pentameter.report.expert_loads import LayerLoads, layer_loads
 
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000

@@ -12,9 +12,9 @@ from pentameter import formatting
 from pentameter.config.data_schema import RESERVED_SPLITS
 from pentameter.config.urls import last_part
 from pentameter.record.event_reader import NAN, as_table, number
+from pentameter.record.expert_loads import imbalance, mean_z, n_idle, total_exchanged
 from pentameter.record.log_files import EndKind
 from pentameter.record.reading import Evaluation, RecordedRun
-from pentameter.report.expert_loads import imbalance, mean_z, n_idle, total_exchanged
 
 RANDOM_WEIGHTS = "random weights"
 STILL_FALLING = 0.002

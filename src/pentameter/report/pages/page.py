@@ -17,7 +17,7 @@ from pentameter.record.event_reader import NAN, as_table
 from pentameter.record.reading import RecordedRun, check_run_folder, read_run
 from pentameter.record.results import RANDOM_WEIGHTS, beginning, outcome, results
 from pentameter.record.sessions import MOST_SESSIONS, pauses
-from pentameter.report.expert_loads import EDGES, FEW_LAYERS, expert_maps
+from pentameter.report.figures.expert_map import EDGES, FEW_LAYERS, expert_maps
 from pentameter.report.figures.markup import render, write_page
 from pentameter.report.figures.plots import (
     NARROW_INCHES,

@@ -1,7 +1,7 @@
 """A pipeline's schedule as an SVG picture: each rank's forward and backward passes over time.
 
-The passes are those that the run executes (`estimating/seconds/timeline.py`), with predicted durations on
-the cluster's devices.
+The passes are those that the run executes (`estimating/seconds/timeline.py`), with predicted
+durations on the cluster's devices.
 """
 
 from __future__ import annotations

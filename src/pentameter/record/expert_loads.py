@@ -1,0 +1,92 @@
+"""The loads of a mixture's experts, as a run recorded them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pentameter.record.event_reader import number
+
+
+@dataclass(frozen=True)
+class LayerLoads:
+    """Tokens that chose each expert in one layer, at n recorded steps: each step's own number, not
+    a sum over the steps between."""
+
+    layer: int
+    steps: tuple[int, ...]
+    loads: tuple[tuple[float, ...], ...]
+    """(n, experts), 0 or more; no row is 0 throughout."""
+    z: tuple[float, ...]
+    """Mean squared log-sum-exp of the router's logits, (n,); NaN where none is recorded."""
+    logit_rms: tuple[float, ...]
+    """Root mean square of the router's logits, (n,); NaN where none is recorded."""
+    exchanged_bytes: tuple[float, ...]
+    """Bytes that ranks sent one another in the step, (n,); NaN where none are recorded."""
+
+    @property
+    def relative(self) -> np.ndarray:
+        """Loads ÷ the mean over the layer's experts, (n, experts)."""
+        loads = np.asarray(self.loads)
+        relative: np.ndarray = loads / loads.mean(1, keepdims=True)
+        return relative
+
+    @property
+    def recent(self) -> np.ndarray:
+        """Loads ÷ the mean over the layer's experts, (m, experts), in the last m recorded steps: n
+        / 20, at least one."""
+        return self.relative[-max(1, len(self.steps) // 20) :]
+
+
+def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
+    """Return the loads recorded in `experts` events, one result per layer, in the layers' order.
+    The events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left
+    out are events without valid loads, with no load at all, or with another number of experts than
+    their layer's first."""
+    of_layer: dict[int, dict[int, tuple[list[float], Mapping[str, Any]]]] = defaultdict(dict)
+    for event in events:
+        layer, loads = event.get("layer"), event.get("loads")
+        if not isinstance(layer, int) or not isinstance(loads, list):
+            continue
+        values = [number(load) for load in loads]
+        if 0 < sum(values) < np.inf and min(values) >= 0:  # NaN is not
+            of_layer[layer][event["step"]] = values, event
+    found = []
+    for layer, rows in sorted(of_layer.items()):
+        n_experts = len(next(iter(rows.values()))[0])
+        kept = {step: row for step, row in rows.items() if len(row[0]) == n_experts}
+        loads = tuple(tuple(values) for values, _ in kept.values())
+        further = {
+            key: tuple(number(event.get(key)) for _, event in kept.values())
+            for key in ("z", "logit_rms", "exchanged_bytes")
+        }
+        found.append(LayerLoads(layer, tuple(kept), loads, **further))
+    return tuple(found)
+
+
+def imbalance(layers: Sequence[LayerLoads]) -> float:
+    """Return the busiest expert's load ÷ the mean over its layer's experts: 1 if all are equal. It
+    is averaged over layers, and over the last twentieth of the recorded steps; NaN without
+    layers."""
+    return float(np.mean([each.recent.max(1).mean() for each in layers] or np.nan))
+
+
+def n_idle(layers: Sequence[LayerLoads]) -> int | None:
+    """Return how many experts, added over all layers, no token chose at any step in the last
+    twentieth of the recorded ones; None without layers."""
+    return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
+
+
+def mean_z(layers: Sequence[LayerLoads]) -> float:
+    """Return the mean over layers of `z` at the last recorded step; NaN if none is recorded."""
+    return float(np.mean([each.z[-1] for each in layers] or np.nan))
+
+
+def total_exchanged(layers: Sequence[LayerLoads]) -> float:
+    """Return the bytes that ranks sent one another for experts in the last recorded step, all
+    layers together; NaN if none are recorded."""
+    return float(np.sum([each.exchanged_bytes[-1] for each in layers] or np.nan))
