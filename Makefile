@@ -58,6 +58,9 @@ docs: $(INSTALLED)
 	COLUMNS=128 $(BIN)/python -c "from pathlib import Path; \
 	from pentameter.cli.options.commands_page import commands_page; \
 	Path('docs/commands.md').write_text(commands_page(), encoding='utf-8')"
+	$(BIN)/python -c "from pathlib import Path; \
+	from pentameter.record.events_page import events_page; \
+	Path('docs/events.md').write_text(events_page(), encoding='utf-8')"
 
 site: $(INSTALLED_SITE)
 	$(SITE_VENV)/bin/zensical build --strict --clean

@@ -277,8 +277,8 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
 
 def idle_fraction(turns: Sequence[Turn]) -> float:
     """The bubble fraction (`estimating/seconds/timeline.py`) of measured passes: the time in which
-    no thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of gloo's
-    threads, which take the cores that compute; it has its own column."""
+    no thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of
+    gloo's threads, which take the cores that compute; it has its own column."""
     busy = sum(turn.passes_busy for turn in turns)
     background = sum(turn.passes_background for turn in turns)
     return (sum(turn.passes for turn in turns) - busy - background) / busy

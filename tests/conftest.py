@@ -11,6 +11,8 @@ import pytest
 
 from pentameter.machine.cores import has_gpu_file
 
+sys.path.insert(0, str(Path(__file__).with_name("kit")))  # what tests of several folders use
+
 if not has_gpu_file():
     # Triton decides when it is imported whether its kernels run as numpy or are compiled.
     os.environ.setdefault("TRITON_INTERPRET", "1")

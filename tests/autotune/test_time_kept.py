@@ -9,7 +9,7 @@ import tiny_runs
 
 from pentameter.autotune.time_kept import TimeKept
 from pentameter.planning.plan import make_plan
-from pentameter.train.hooks import StepMetrics
+from pentameter.record.events import StepMetrics
 
 STEPS, WARM_UP, COOL_DOWN = 100, 5, 40
 

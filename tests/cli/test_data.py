@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-
 from tiny_runs import fit
 
 from pentameter.cli.data import run

@@ -1,17 +1,12 @@
 """Low-rank adapters: what they compute, what is trained, saved, merged and handed to PEFT."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
-
 from tiny_runs import config, fit
 
 from pentameter.checkpoint.folders.load_model import load_model, open_model

@@ -1,15 +1,11 @@
 """A replayed step is the run's, to the bit; where it is not, the reason is told."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-
 from late_reads import spoil
 from tiny_runs import events, fit
 

@@ -9,6 +9,7 @@ from pages import check_page, text_of
 
 from pentameter.record import event_reader
 from pentameter.record.event_reader import EventReader
+from pentameter.record.events import ExpertMetrics
 from pentameter.record.reading import read_run
 from pentameter.record.results import results
 from pentameter.report.figures.expert_map import expert_maps
@@ -112,7 +113,7 @@ def test_following_a_long_run_keeps_whole_steps(make_run, monkeypatch):
     followed = EventReader(folder)
     while followed.update() or followed.has_more:
         pass
-    assert len(followed.all()) <= 100
+    assert len(followed.of(ExpertMetrics)) <= 100
     layers = read_run(folder, followed).expert_loads
     assert len({layer.steps for layer in layers}) == 1
     assert layers[0].steps[0] == 1

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pentameter.errors import StorageError
 from pentameter.record.event_reader import read_events
+from pentameter.record.events import CheckpointMetrics, EvalMetrics, SkippedStep, StepMetrics
 from pentameter.record.reading import MAX_SAMPLE_CHARACTERS, read_run
 from pentameter.report.pages.page import render_page
 
@@ -18,7 +19,7 @@ def test_a_whole_run(make_run):
     assert record.last_step == 400
     assert record.tokens == 400 * 256
     assert record.training_seconds == 3723.0
-    assert record.start["parameters"] == 10_745_088
+    assert record.start.parameters == 10_745_088
     assert len(record.train["loss"]) == 40
     assert record.best() == min(record.evaluations, key=lambda e: e.loss)
     assert [s.text for s in record.samples] == ["one", "two"]
@@ -61,9 +62,9 @@ def test_a_resumed_run(make_run, run_events, run_end):
     record = read_run(make_run([*events, again, {**repeated, "loss": 1.5}]))
     assert record.end is None
     before = record.starts[0]
-    reason = f"{before['steps']} → 1,000 steps, {before['device']} → Other CPU"
+    reason = f"{before.steps} → 1,000 steps, {before.device} → Other CPU"
     assert record.marks == ((100, "resume", reason),)
-    assert record.start["device"] == "Other CPU"
+    assert record.start.device == "Other CPU"
     loss = record.train["loss"]
     assert list(loss.steps) == sorted(set(loss.steps))
     assert loss.values[loss.steps.index(150)] == 1.5
@@ -151,10 +152,13 @@ def test_what_two_writers_left_double_is_read_once(make_run, run_events, run_end
     more += [{"event": "skip", "step": 130, "reason": "loss nan"}]
     events = sorted([*run_events(400), *more], key=lambda event: event["step"])
     folder = make_run([*events, run_end])
-    once = read_events(folder).events
+    kinds = (StepMetrics, EvalMetrics, CheckpointMetrics, SkippedStep)
+    once = read_events(folder)
     ahead, behind = events[: len(events) // 2], events[len(events) // 2 :]
     late = [each for pair in zip(behind, ahead[1:], strict=False) for each in pair]
     double = [*ahead, *late, *behind, run_end]
     lines = "".join(json.dumps(event) + "\n" for event in double)
     (folder / "metrics.jsonl").write_text(lines)
-    assert read_events(folder).events == once
+    found = read_events(folder)
+    assert [found.of(kind) for kind in kinds] == [once.of(kind) for kind in kinds]
+    assert found.sessions() == once.sessions()

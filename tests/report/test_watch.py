@@ -19,6 +19,7 @@ from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError
 from pentameter.record import event_reader
 from pentameter.record.event_reader import EventReader
+from pentameter.record.events import EvalMetrics, StepMetrics
 from pentameter.record.reading import read_run
 from pentameter.report.watch import board
 from pentameter.report.watch.board import SPARK_POINTS, Board, check_runs_folder
@@ -120,8 +121,8 @@ def test_what_is_kept_of_a_long_run_is_bounded_and_no_spike_is_lost(make_run, mo
     folder = make_run([{"event": "train", "step": i, "loss": v} for i, v in enumerate(losses)])
     followed = EventReader(folder)
     while followed.update() or followed.has_more:
-        assert len(followed.all()) <= 100
-    kept = [event["loss"] for event in followed.all()]
+        assert len(followed.of(StepMetrics)) <= 100
+    kept = [event.loss for event in followed.of(StepMetrics)]
     assert (max(kept), min(kept)) == (9.0, 0.5)
     assert (kept[0], kept[-1]) == (losses[0], losses[-1])
 
@@ -139,11 +140,11 @@ def test_each_split_of_a_long_run_keeps_its_curve(make_run, monkeypatch):
     followed = EventReader(folder)
     while followed.update() or followed.has_more:
         pass
-    kept = {split: [e for e in followed.all() if e["split"] == split] for split in losses}
+    kept = {split: [e for e in followed.of(EvalMetrics) if e.split == split] for split in losses}
     for split, events in kept.items():
         assert len(events) >= 15
-        assert (events[0]["step"], events[-1]["step"]) == (0, 499)
-        assert min(event["loss"] for event in events) == losses[split]
+        assert (events[0].step, events[-1].step) == (0, 499)
+        assert min(event.loss for event in events) == losses[split]
 
 
 def test_a_metrics_file_of_another_kind_is_told_once(make_run, monkeypatch):

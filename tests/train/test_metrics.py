@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,11 @@ from tiny_runs import events, fit
 
 from pentameter.config.files.load import load_config
 from pentameter.processes.group.world import World
+from pentameter.record.events import CheckpointMetrics, OtherEvent
 from pentameter.record.log_files import Reached, rewind_metrics
 from pentameter.train.say.event_log import EventLog
+
+SAVED = CheckpointMetrics(2, Path("step-00000002"), 7)
 
 
 def read(path):
@@ -33,7 +38,7 @@ def recorder(path):
 
 def test_non_finite_numbers_become_null(tmp_path):
     log = recorder(tmp_path / "metrics.jsonl")
-    log.write("train", step=1, loss=float("nan"), grad_norm=float("inf"))
+    log.write(OtherEvent(1, "train", {"loss": math.nan, "grad_norm": math.inf}))
     log.close()
     path = tmp_path / "metrics.jsonl"
     assert read(path) == [{"event": "train", "step": 1, "loss": None, "grad_norm": None}]
@@ -43,7 +48,7 @@ def test_non_finite_numbers_become_null(tmp_path):
 def test_an_event_says_when_it_was_written(tmp_path):
     log = recorder(tmp_path / "metrics.jsonl")
     before = time.time()
-    log.write("train", step=1)
+    log.write(OtherEvent(1, "train", {}))
     log.close()
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert before - 0.001 <= event["time"] <= time.time() + 0.001  # to a millisecond
@@ -52,15 +57,15 @@ def test_an_event_says_when_it_was_written(tmp_path):
 def test_rewind_cuts_what_will_be_written_again_and_keeps_the_checkpoints_own_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = recorder(path)
-    log.write("train", step=1)
-    log.write("train", step=2)
+    log.write(OtherEvent(1, "train", {}))
+    log.write(OtherEvent(2, "train", {}))
     size = log.sync()["metrics_bytes"]
-    log.write("checkpoint", step=2, seconds=0.5)
-    log.write("train", step=3)
+    log.write(OtherEvent(2, "checkpoint", {"seconds": 0.5}))
+    log.write(OtherEvent(3, "train", {}))
     log.close()
     with path.open("a") as file:
         file.write('{"event": "train", "st')  # killed while writing
-    rewind_metrics(path, n_bytes=size, checkpoint={"step": 2, "seconds": None})
+    rewind_metrics(path, n_bytes=size, checkpoint=SAVED)
     assert read(path) == [
         {"event": "train", "step": 1},
         {"event": "train", "step": 2},
@@ -72,8 +77,12 @@ def test_rewind_adds_the_checkpoints_line_when_a_kill_prevented_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "train", "step": 2}\n')
     size = path.stat().st_size
-    rewind_metrics(path, n_bytes=size, checkpoint={"step": 2, "seconds": None})
-    assert read(path)[1:] == [{"event": "checkpoint", "step": 2, "seconds": None}]
+    rewind_metrics(path, n_bytes=size, checkpoint=SAVED)
+    (added,) = read(path)[1:]
+    assert added == {
+        "event": "checkpoint", "step": 2, "path": "checkpoints/step-00000002", "bytes": 7,
+        "seconds": None, "stall_seconds": None,
+    }  # fmt: skip
 
 
 def test_a_resume_that_the_disk_refused_at_first_is_kept_once(tmp_path):
@@ -85,9 +94,7 @@ def test_a_resume_that_the_disk_refused_at_first_is_kept_once(tmp_path):
     )
     path.write_text(f"{start}\n{resume}\n{saved}\n")
     for _ in range(2):
-        rewind_metrics(
-            path, n_bytes=len(start) + 1, unwritten=[resume], checkpoint=json.loads(saved)
-        )
+        rewind_metrics(path, n_bytes=len(start) + 1, unwritten=[resume], checkpoint=SAVED)
         assert path.read_text().splitlines() == [start, resume, saved]
 
 
@@ -99,7 +106,7 @@ def test_rewind_keeps_earlier_resumes_and_tells_what_was_reached(tmp_path):
             file.writelines(json.dumps(event) + "\n" for event in events)
 
     def rewind():
-        return rewind_metrics(path, n_bytes=size, checkpoint=saved)
+        return rewind_metrics(path, n_bytes=size, checkpoint=SAVED)
 
     append({"event": "start", "step": 0, "time": 1.0}, {"event": "train", "step": 2, "time": 2.0})
     size = path.stat().st_size
@@ -118,7 +125,7 @@ def test_rewind_keeps_earlier_resumes_and_tells_what_was_reached(tmp_path):
 def test_rewind_tells_nothing_of_files_without_times(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "train", "step": 1}\n[1]\n{"event": "train", "step": "two"}\n')
-    assert rewind_metrics(path, n_bytes=0, checkpoint={"step": 1}) is None
+    assert rewind_metrics(path, n_bytes=0, checkpoint=SAVED) is None
 
 
 def test_rewind_to_the_start_empties_the_file(tmp_path):
@@ -136,7 +143,11 @@ def test_rewind_survives_a_file_that_lost_its_end(tmp_path):
 
 
 def test_rewind_without_a_file_does_nothing(tmp_path):
-    rewind_metrics(tmp_path / "metrics.jsonl", n_bytes=100, checkpoint={"step": 3})
+    rewind_metrics(
+        tmp_path / "metrics.jsonl",
+        n_bytes=100,
+        checkpoint=SAVED,
+    )
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

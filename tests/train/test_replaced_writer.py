@@ -63,7 +63,7 @@ def start():
     started = []
 
     def begin(folder: Path, host: str, interval: int, slow: float = 0.0) -> subprocess.Popen[str]:
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[1] / "kit")
         arguments = [here, str(folder), host, str(interval), str(slow)]
         process = subprocess.Popen(
             [sys.executable, "-c", RUN, *arguments],

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from pentameter.autotune.time_budget import TimeBudget
-from pentameter.evaluate.split import EvalMetrics
 from pentameter.formatting import duration
-from pentameter.train.hooks import RunEnd, StepMetrics, TrainingRun
+from pentameter.record.events import EvalMetrics, RunEnd, StepMetrics
+from pentameter.train.hooks import TrainingRun
 
 TOLERANCE = 0.06
 """Fraction of the time by which a run may miss it before its end is moved."""

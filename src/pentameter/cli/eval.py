@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
-    from pentameter.record.log_files import strict
+    from pentameter.record.events import strict
 
     print(json.dumps(strict(values)) if parsed.json else line)
     return 0

@@ -26,31 +26,13 @@ from pentameter.config.messages import shown
 from pentameter.data.batches.step import padded_batch
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.evaluate.split import EvalMetrics, perplexity
+from pentameter.evaluate.split import perplexity
 from pentameter.parallel.engine import Engine
+from pentameter.record.events import ChoiceMetrics
 
 Floats = npt.NDArray[np.float64]
 
 FORMS = '"ctx", "endings", "label" (HellaSwag), or "context", "choices", "answer"'
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceMetrics(EvalMetrics):
-    """Metrics from a pass over questions.
-
-    The loss is that of the right choices given their contexts, in nats per token; `tokens` and
-    bits_per_byte count those choices. Accuracies are fractions of questions whose right choice is
-    the likeliest, by three measures; among equally likely choices the first is taken.
-    """
-
-    examples: int
-    """Number of questions."""
-    accuracy: float
-    """Fraction right by log-probability, summed over the choice's tokens."""
-    accuracy_per_token: float
-    """Fraction right by log-probability per token in the choice."""
-    accuracy_per_byte: float
-    """Fraction right by log-probability per UTF-8 byte in the choice."""
 
 
 def evaluate_multiple_choice(

@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,24 +16,9 @@ from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.plan import Plan
+from pentameter.record.events import EvalMetrics
 
 EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a machine idle
-
-
-@dataclass(frozen=True)
-class EvalMetrics:
-    """Metrics from a pass over a whole split after `step` optimizer steps: loss in nats per token,
-    loss tokens (`tokens`, those that counted), and seconds taken. `best` marks a run's best loss so
-    far."""
-
-    step: int
-    split: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-    seconds: float
-    best: bool = False
 
 
 def evaluate(

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import bisect
-import json
-import math
 import os
 from collections.abc import Sequence
 from io import BufferedReader
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pentameter.config.files.load import DEEPEST
 from pentameter.disk.atomic import MissingFileError, open_regular
 from pentameter.errors import CorruptError
+from pentameter.record.events import (
+    EvalMetrics,
+    Event,
+    ExpertMetrics,
+    OtherEvent,
+    RunEnd,
+    RunStart,
+    StepMetrics,
+    read_line,
+)
 
-NAN = math.nan
-CURVES = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
-    "tokens", "loss_tokens", "eta_seconds", "time",
-)  # fmt: skip
-"""Fields of `train` events that are kept: curves to draw or to sum up."""
-SESSIONS = ("start", "resume", "end")
-EVENTS = (
-    *SESSIONS, "train", "experts", "ranks", "eval", "checkpoint", "copy", "skip", "rollback",
-)  # fmt: skip
-"""Kinds of events that are kept; hooks may record others."""
-ONCE_A_STEP = {
-    "train": (), "experts": ("layer",), "ranks": (), "eval": ("split",), "checkpoint": (),
-    "skip": (), "rollback": (),
-}  # fmt: skip
-"""Kinds of events that a run records once for each step, and for each value of these fields."""
+E = TypeVar("E", bound=Event)
+
+SESSION = "session"
+"""Word under which starts, resumes and ends are kept, in one list."""
 MOST_BYTES = 2**29
 """Largest metrics.jsonl that is read all at once: well over a million lines."""
 LONGEST_LINE_BYTES = 2**20
@@ -70,7 +66,7 @@ class EventReader:
     def _forget(self) -> None:
         self.has_more = False
         """True if the last update stopped at READ_BYTES, so that there may be more to read."""
-        self.events: dict[str, list[dict[str, Any]]] = {}
+        self._kept: dict[str, list[Any]] = {}
         self.n_unreadable = 0
         self._offset = 0  # complete lines up to here were read
         self._before = b""  # the last bytes before it
@@ -78,12 +74,13 @@ class EventReader:
         self._refused = -1  # inode of a file that is another kind of file
         self._skips = False  # inside a line that is too long
 
-    def all(self) -> list[dict[str, Any]]:
-        """Return the events kept: first start, resume and end in file order, then each other kind
-        in order."""
-        sessions = self.events.get("session", [])
-        others = (events for kind, events in self.events.items() if kind != "session")
-        return [*sessions, *(event for events in others for event in events)]
+    def sessions(self) -> list[RunStart | RunEnd]:
+        """Return the starts, resumes and ends of the run, in file order."""
+        return self._kept.get(SESSION, [])
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Return the events of another kind that are kept, in order."""
+        return self._kept.get(kind.EVENT, [])
 
     def update(self) -> bool:
         """Read up to READ_BYTES more from the file; begin anew if it was rewound or replaced.
@@ -146,111 +143,59 @@ class EventReader:
     def _add(self, line: bytes) -> None:
         if not line.strip():
             return
-        event = _event(line) if len(line) <= LONGEST_LINE_BYTES else None
+        event = read_line(line) if len(line) <= LONGEST_LINE_BYTES else None
         if event is None:
             self.n_unreadable += 1
             if self.n_unreadable > MOST_UNREADABLE:
                 name = self.path.name
                 raise CorruptError(f"{name} has over {MOST_UNREADABLE:,} unreadable lines")
             return
-        kind = event["event"]
-        if kind not in EVENTS:
+        if isinstance(event, OtherEvent):
             return
-        kept = self.events.setdefault("session" if kind in SESSIONS else kind, [])
+        is_session = isinstance(event, RunStart | RunEnd)
+        kept = self._kept.setdefault(SESSION if is_session else event.EVENT, [])
         kept[_position(kept, event)] = [event]
         if self._follows and len(kept) > MOST_EVENTS:
             kept[:] = _thinned(kept)
 
 
-def _position(kept: Sequence[dict[str, Any]], event: dict[str, Any]) -> slice:
+def _position(kept: Sequence[Event], event: Event) -> slice:
     """Return which of `kept`, the events of its kind by step, an event replaces; an empty slice
     where it is to be inserted: at the end. But two processes of an earlier version may have written
     a run's events beside each other; then it belongs to its step, and replaces what says the
     same."""
-    fields, step = ONCE_A_STEP.get(event["event"]), _step(event)
-    if fields is None or not kept or not step <= _step(kept[-1]):
+    fields, step = event.ONCE, event.step
+    if fields is None or not kept or not step <= kept[-1].step:
         return slice(len(kept), len(kept))
-    end = bisect.bisect_right(kept, step, key=_step)
+    end = bisect.bisect_right(kept, step, key=attrgetter("step"))
     for index in range(end - 1, -1, -1):
-        if _step(kept[index]) != step:
+        if kept[index].step != step:
             break
-        if all(event.get(field) == kept[index].get(field) for field in fields):
+        if all(getattr(event, name) == getattr(kept[index], name) for name in fields):
             return slice(index, index + 1)
     return slice(end, end)
 
 
-def _step(event: dict[str, Any]) -> float:
-    return number(event.get("step"))
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """Return a metrics.jsonl line's event, None if it has none; `train` events with only the fields
-    in CURVES."""
-    try:
-        event = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    if event["event"] == "train":  # of which there may be a million: only what is drawn stays
-        return {key: event[key] for key in ("event", "step", *CURVES) if key in event}
-    return as_table(portable(event))
-
-
-def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thinned(events: Sequence[Any]) -> list[Any]:
     """Return about half the events (all one kind). From every four `train` events in a row, or
     `eval` events of one split, those with the lowest and the highest loss stay, so that no spike
     and no best is lost; of `experts` those of every second step; other kinds lose their older half.
     The first and the last event always stay, of `eval` those of each split, of `experts` those of
     their steps."""
-    if events[0]["event"] == "experts":
-        steps = list(dict.fromkeys(event.get("step") for event in events))
+    if isinstance(events[0], ExpertMetrics):
+        steps = list(dict.fromkeys(event.step for event in events))
         stay = {*steps[::2], steps[-1]}
-        return [event for event in events if event.get("step") in stay]
-    if events[0]["event"] not in ("train", "eval"):
+        return [event for event in events if event.step in stay]
+    if not isinstance(events[0], StepMetrics | EvalMetrics):
         return [events[0], *events[len(events) // 2 :]]
     curves: dict[str, list[int]] = {}
     for index, event in enumerate(events):
-        curves.setdefault(str(event.get("split")), []).append(index)
+        curves.setdefault(getattr(event, "split", ""), []).append(index)
     kept: set[int] = set()
     for curve in curves.values():
         kept |= {curve[0], curve[-1]}
         for first in range(1, len(curve) - 1, 4):
             four = curve[first : min(first + 4, len(curve) - 1)]
-            order = sorted(four, key=lambda index: number(events[index].get("loss")))
+            order = sorted(four, key=lambda index: events[index].loss)
             kept |= {order[0], order[-1]}
     return [events[index] for index in sorted(kept)]
-
-
-def portable(value: object, n_levels: int = DEEPEST) -> Any:
-    """Return a value from TOML or JSON in a form that any page or JSON reader can hold: integers
-    beyond 64 bits become floats, dates text, and tables below `n_levels` levels "…"."""
-    if isinstance(value, dict | list) and not n_levels:
-        return "…"
-    if isinstance(value, dict):
-        return {str(key): portable(each, n_levels - 1) for key, each in value.items()}
-    if isinstance(value, list):
-        return [portable(each, n_levels - 1) for each in value]
-    if value is None or isinstance(value, bool | float | str):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 2**63 else number(value)
-    return str(value)
-
-
-def as_table(value: object) -> dict[str, Any]:
-    """Return `value` if it is a dict, else an empty one: files may be damaged."""
-    return value if isinstance(value, dict) else {}
-
-
-def number(value: object) -> float:
-    """Return `value` as a float; NaN if it is no number or numeric text (JSON has "NaN" and "inf"
-    as text)."""
-    if type(value) is float:  # nearly all are: a long run has a million of them
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return NAN
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return NAN

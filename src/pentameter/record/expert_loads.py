@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from pentameter.record.event_reader import number
+from pentameter.record.events import ExpertMetrics
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,30 @@ class LayerLoads:
         return self.relative[-max(1, len(self.steps) // 20) :]
 
 
-def layer_loads(events: Sequence[Mapping[str, Any]]) -> tuple[LayerLoads, ...]:
-    """Return the loads recorded in `experts` events, one result per layer, in the layers' order.
-    The events are dicts with `step`, `layer` and `loads` (tokens per expert), sorted by step. Left
-    out are events without valid loads, with no load at all, or with another number of experts than
-    their layer's first."""
-    of_layer: dict[int, dict[int, tuple[list[float], Mapping[str, Any]]]] = defaultdict(dict)
+def layer_loads(events: Sequence[ExpertMetrics]) -> tuple[LayerLoads, ...]:
+    """Return the loads recorded in `experts` events, sorted by step: one result per layer, in the
+    layers' order. Left out are events without valid loads, with no load at all, or with another
+    number of experts than their layer's first."""
+    of_layer: dict[int, list[ExpertMetrics]] = defaultdict(list)
     for event in events:
-        layer, loads = event.get("layer"), event.get("loads")
-        if not isinstance(layer, int) or not isinstance(loads, list):
-            continue
-        values = [number(load) for load in loads]
-        if 0 < sum(values) < np.inf and min(values) >= 0:  # NaN is not
-            of_layer[layer][event["step"]] = values, event
+        if (
+            event.layer >= 0 and 0 < sum(event.loads) < np.inf and min(event.loads) >= 0
+        ):  # NaN is not
+            of_layer[event.layer].append(event)
     found = []
-    for layer, rows in sorted(of_layer.items()):
-        n_experts = len(next(iter(rows.values()))[0])
-        kept = {step: row for step, row in rows.items() if len(row[0]) == n_experts}
-        loads = tuple(tuple(values) for values, _ in kept.values())
-        further = {
-            key: tuple(number(event.get(key)) for _, event in kept.values())
-            for key in ("z", "logit_rms", "exchanged_bytes")
-        }
-        found.append(LayerLoads(layer, tuple(kept), loads, **further))
+    for layer, all_events in sorted(of_layer.items()):
+        n_experts = len(all_events[0].loads)
+        kept = [each for each in all_events if len(each.loads) == n_experts]
+        found.append(
+            LayerLoads(
+                layer,
+                steps=tuple(each.step for each in kept),
+                loads=tuple(each.loads for each in kept),
+                z=tuple(each.z for each in kept),
+                logit_rms=tuple(each.logit_rms for each in kept),
+                exchanged_bytes=tuple(each.exchanged_bytes for each in kept),
+            )
+        )
     return tuple(found)
 
 

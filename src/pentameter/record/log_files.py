@@ -10,18 +10,15 @@ they are not made again.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pentameter.disk.atomic import (
     no_check,
@@ -33,23 +30,18 @@ from pentameter.disk.atomic import (
     write_atomic,
 )
 from pentameter.errors import RunFolderInUseError, StorageError
+from pentameter.record.events import (
+    UNKNOWN,
+    CheckpointMetrics,
+    CopyMetrics,
+    Event,
+    RunResume,
+    line_of,
+    read_line,
+)
 
 MAX_METRICS_BYTES = 2**32  # ten million lines
 MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest are lost
-
-
-class EndKind(StrEnum):
-    """The kinds of end of a run, recorded in the event `end` next to its `reason` in words."""
-
-    COMPLETED = "completed"
-    """All steps are done."""
-    PATIENCE = "patience"
-    """`train.patience` evaluations in a row brought no new best loss."""
-    HOOK = "hook"
-    """A hook called `stop` with its own reason."""
-    SIGNAL = "signal"
-    """A stop signal, whose name is the reason; the same command resumes the run."""
-    ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,7 @@ def rewind_metrics(
     *,
     n_bytes: int,
     unwritten: Sequence[str] = (),
-    checkpoint: Mapping[str, Any] | None,
+    checkpoint: CheckpointMetrics | None,
 ) -> Reached | None:
     """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
     checkpoint's own event, later `resume` events, and later `copy` events of checkpoints up to it.
@@ -201,8 +193,8 @@ def rewind_metrics(
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
-    checkpoint: the checkpoint event's values, which are added as a line if a kill prevented that;
-        None to rewind to the run's start.
+    checkpoint: that checkpoint's event, which is added as a line if a kill prevented that; None to
+        rewind to the run's start.
 
     Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
     """
@@ -213,13 +205,13 @@ def rewind_metrics(
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
     later = list(_events(raw[len(kept) :]))
     kept += "".join(f"{line}\n" for line in unwritten).encode()
-    if checkpoint is not None and not _find_checkpoint(_events(kept), checkpoint["step"]):
+    if checkpoint is not None and not _find_checkpoint(_events(kept), checkpoint.step):
         # A checkpoint that was saved again already has its line in `kept`.
-        line = _find_checkpoint(later, checkpoint["step"])
-        kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
+        line = _find_checkpoint(later, checkpoint.step)
+        kept += line or f"{line_of(checkpoint, None)}\n".encode()
     if checkpoint is not None:
         refused = {f"{line}\n".encode() for line in unwritten}  # written since, or just now
-        stays = partial(_stays, step=checkpoint["step"])
+        stays = partial(_stays, step=checkpoint.step)
         kept += b"".join(line for line, event in later if stays(event) and line not in refused)
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
@@ -229,70 +221,34 @@ def rewind_metrics(
     return _reached(later) or _reached(_events(kept[kept.rfind(b"\n", 0, -1) + 1 :]))
 
 
-def _stays(event: Mapping[str, Any], step: int) -> bool:
+def _stays(event: Event, step: int) -> bool:
     """Return True for an event that was recorded after the save at `step`, and is none of a later
     step."""
-    kind, of_step = event["event"], event.get("step")
-    return kind == "resume" or (kind == "copy" and isinstance(of_step, int) and of_step <= step)
+    return isinstance(event, RunResume) or (isinstance(event, CopyMetrics) and event.step <= step)
 
 
-def checkpoint_event(
-    step: int,
-    path: Path,
-    n_bytes: int,
-    seconds: float | None = None,
-    stall_seconds: float | None = None,
-) -> dict[str, Any]:
-    """Return the values of a `checkpoint` event: `n_bytes` is the checkpoint's size, `seconds` the
-    time until it was on disk, `stall_seconds` the time that training waited (None: not known). The
-    checkpoint's path is made relative to the run folder, which may be moved."""
-    return {
-        "step": step,
-        "path": f"checkpoints/{path.name}",
-        "bytes": n_bytes,
-        "seconds": seconds,
-        "stall_seconds": stall_seconds,
-    }
-
-
-def _reached(events: Iterable[tuple[bytes, dict[str, Any]]]) -> Reached | None:
+def _reached(events: Iterable[tuple[bytes, Event]]) -> Reached | None:
     """Return the highest step and the last time of lines with their events; None if none has
     both."""
     found = [
-        Reached(event["step"], event["time"])
+        Reached(event.step, event.time)
         for _, event in events
-        if isinstance(event.get("step"), int) and isinstance(event.get("time"), int | float)
+        if event.step != UNKNOWN and not math.isnan(event.time)
     ]
     return Reached(max(each.step for each in found), found[-1].time) if found else None
 
 
-def _find_checkpoint(events: Iterable[tuple[bytes, dict[str, Any]]], step: int) -> bytes | None:
+def _find_checkpoint(events: Iterable[tuple[bytes, Event]], step: int) -> bytes | None:
     """Return the line with the `checkpoint` event for `step` among lines with their events, newline
     included; None without one."""
     for line, event in events:
-        if event["event"] == "checkpoint" and event.get("step") == step:
+        if isinstance(event, CheckpointMetrics) and event.step == step:
             return line
     return None
 
 
-def _events(lines: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _events(lines: bytes) -> Iterator[tuple[bytes, Event]]:
     """Yield each complete line that holds an event, newline included, with the event."""
     for line in lines.splitlines(keepends=True):
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and "event" in record and line.endswith(b"\n"):
-                yield line, record
-
-
-def event_line(event: str, values: Mapping[str, Any]) -> str:
-    """Return an event as a line of JSON for metrics.jsonl, without newline; NaN and infinity become
-    null."""
-    return json.dumps({"event": event, **strict(values)}, ensure_ascii=False, default=str)
-
-
-def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` for strict JSON, which every reader accepts: NaN and infinity become null."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+        if line.endswith(b"\n") and (event := read_line(line)) is not None:
+            yield line, event

@@ -11,28 +11,43 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pentameter.config.files.load import LARGEST_FILE_BYTES, parse_toml
+from pentameter.config.files.load import DEEPEST, LARGEST_FILE_BYTES, parse_toml
 from pentameter.disk.atomic import MissingFileError, open_regular, read_regular, storage_errors
 from pentameter.disk.lock import is_held
 from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
 from pentameter.record.curves import Series
-from pentameter.record.event_reader import (
-    CURVES,
+from pentameter.record.event_reader import EventReader, read_events
+from pentameter.record.events import (
     NAN,
-    SESSIONS,
-    EventReader,
-    as_table,
+    UNKNOWN,
+    CheckpointMetrics,
+    CopyMetrics,
+    EvalMetrics,
+    Event,
+    ExpertMetrics,
+    RankMetrics,
+    Rollback,
+    RunEnd,
+    RunResume,
+    RunStart,
+    SkippedStep,
+    StepMetrics,
     number,
-    portable,
-    read_events,
 )
 from pentameter.record.expert_loads import LayerLoads, layer_loads
 from pentameter.record.sessions import Session, extends, sessions_of
 
+E = TypeVar("E", bound=Event)
+
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
+    "tokens", "loss_tokens", "eta_seconds", "time",
+)  # fmt: skip
+"""Fields of `train` events that are drawn, or summed up."""
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
 CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}
@@ -43,20 +58,6 @@ JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
 SAMPLE_BYTES = 2**20
 LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
 LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values come near 1e308
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Metrics from one evaluation on a split at a step; `loss` in nats per token, NaN if
-    unknown."""
-
-    step: int
-    split: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    accuracy: float = NAN
-    """Fraction of questions answered right; NaN for an evaluation on text."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ class RecordedRun:
     `training_seconds` are those reached so far; `log_tail` is the end of log.txt."""
 
     folder: Path
-    start: dict[str, Any]
-    """Values of the latest start or resume event."""
-    starts: tuple[dict[str, Any], ...]
-    """Start and resume events, in order."""
+    start: RunStart
+    """The latest start or resume, with what earlier ones say where it does not."""
+    starts: tuple[RunStart, ...]
+    """Starts and resumes, in order."""
     sessions: tuple[Session, ...]
     """The parts of the run from each of them to the next; empty if they do not say when."""
     train: dict[str, Series]
@@ -88,12 +89,14 @@ class RecordedRun:
     """(Rank, its machine) that was the slowest one, at each point of `waited`."""
     expert_loads: tuple[LayerLoads, ...]
     """The loads of each layer with experts."""
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[EvalMetrics, ...]
     marks: tuple[tuple[int, str, str], ...]
     """(step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for each
     such event; "layout" is a resume in another layout, "extended" one of a complete run."""
-    checkpoints: tuple[dict[str, Any], ...]
-    end: dict[str, Any] | None
+    checkpoints: tuple[CheckpointMetrics, ...]
+    kept_checkpoints: tuple[int, ...]
+    """Steps of those whose folders are still there."""
+    end: RunEnd | None
     last_step: int
     tokens: int
     """Tokens seen."""
@@ -117,7 +120,7 @@ class RecordedRun:
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
-    def validations(self) -> list[Evaluation]:
+    def validations(self) -> list[EvalMetrics]:
         """Evaluations on the validation split, by step."""
         return [each for each in self.evaluations if each.split == "val"]
 
@@ -125,7 +128,7 @@ class RecordedRun:
         """Return the validation losses as a curve."""
         return _series([(each.step, each.loss) for each in self.validations])
 
-    def best(self) -> Evaluation | None:
+    def best(self) -> EvalMetrics | None:
         """Return the evaluation with the lowest validation loss; None without a finite one."""
         finite = [each for each in self.validations if math.isfinite(each.loss)]
         return min(finite, key=lambda each: each.loss, default=None)
@@ -146,75 +149,63 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
     reader = events or read_events(folder)
     files = _RunFiles(folder)
     files.unread += filter(None, [reader.unread])
-    return _recorded(files, reader.all(), reader.n_unreadable)
+    return _recorded(files, reader)
 
 
-def _marks(events: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, str]]:
+def _marks(events: EventReader) -> Iterator[tuple[int, str, str]]:
     """Yield (step, "resume", "layout", "extended", "skip", "rollback" or "copy failed", reason) for
-    each such event in `events`. A resume's reason is what it changed: "712 → 1,923 steps"; it is a
-    "layout" if that is among it, and "extended" if the run was complete before."""
+    each such event. A resume's reason is what it changed: "712 → 1,923 steps"; it is a "layout" if
+    that is among it, and "extended" if the run was complete before."""
     before: dict[str, Any] = {}
-    for event in events:
-        kind, reason = str(event["event"]), str(event.get("reason") or "")
-        if kind in ("start", "resume"):
-            now = {
-                key: event[key]
-                for key in CHANGED_BY_RESUME
-                if isinstance(event.get(key), int | str)
-            }
-            is_other_layout = before.get("layout") != now.get("layout", before.get("layout"))
-            if kind == "resume" and not reason:
-                reason = ", ".join(
-                    f"{_grouped(before[key])} → {_grouped(value)}{CHANGED_BY_RESUME[key]}"
-                    for key, value in now.items()
-                    if before.get(key, value) != value
-                )
-            if kind == "resume" and is_other_layout:
+    for start in starts_of(events):
+        values = {key: getattr(start, key) for key in CHANGED_BY_RESUME}
+        now = {key: value for key, value in values.items() if value is not None}
+        changed = {key: now[key] for key in now if before.get(key, now[key]) != now[key]}
+        if isinstance(start, RunResume):
+            reason = start.reason or ", ".join(
+                f"{_grouped(before[key])} → {_grouped(value)}{CHANGED_BY_RESUME[key]}"
+                for key, value in changed.items()
+            )
+            kind = "extended" if extends(start, before.get("steps")) else "resume"
+            if now.get("layout", before.get("layout")) != before.get("layout"):
                 kind = "layout"
-            elif kind == "resume" and extends(event, before.get("steps")):
-                kind = "extended"
-            before |= now
-        if kind in ("resume", "layout", "extended", "skip", "rollback"):
-            yield _integer(event.get("step")), kind, reason
-        if kind == "copy" and event.get("error"):
-            yield _integer(event.get("step")), "copy failed", str(event["error"])
+            yield max(0, start.step), kind, reason
+        before |= now
+    for skip in events.of(SkippedStep):
+        yield max(0, skip.step), skip.EVENT, skip.reason
+    for rollback in events.of(Rollback):
+        yield max(0, rollback.step), rollback.EVENT, rollback.reason
+    for copy in events.of(CopyMetrics):
+        if copy.error:
+            yield max(0, copy.step), "copy failed", copy.error
+
+
+def starts_of(events: EventReader) -> list[RunStart]:
+    """Return the starts and resumes among a run's events, in order."""
+    return [each for each in events.sessions() if isinstance(each, RunStart)]
 
 
 def _grouped(value: object) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
-    """Build a RecordedRun from a run's files and events; `unreadable` metrics.jsonl lines were
-    skipped."""
-    folder, ranks = files.folder, _latest(events, "ranks")
-    sessions = [e for e in events if e["event"] in SESSIONS]
-    starts = [e for e in sessions if e["event"] != "end"]
-    end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
-    start: dict[str, Any] = {}
-    for event in starts:  # a resume repeats what may have changed: device, precision
-        start.update({k: v for k, v in event.items() if k not in ("event", "step")})
-    train = list(_counted(_latest(events, "train"), _integer(start.get("tokens_per_step"))))
-    evaluations = tuple(
-        Evaluation(
-            event["step"],
-            str(event.get("split") or "val"),
-            *(
-                number(event.get(key))
-                for key in ("loss", "perplexity", "bits_per_byte", "accuracy")
-            ),
-        )
-        for event in _latest(events, "eval", "split")
-    )
+def _recorded(files: _RunFiles, events: EventReader) -> RecordedRun:
+    """Build a RecordedRun from a run's files and events."""
+    folder, start = files.folder, _joined(starts_of(events))
+    train = list(_counted(_latest(events.of(StepMetrics)), start.tokens_per_step or 0))
+    ranks, evaluations = _latest(events.of(RankMetrics)), _latest(events.of(EvalMetrics))
+    checkpoints = _latest(events.of(CheckpointMetrics))
+    starts, sessions = starts_of(events), events.sessions()
+    end = sessions[-1] if sessions and isinstance(sessions[-1], RunEnd) else None
     curves = _curves(train, ranks)
     elapsed = curves["elapsed_seconds"]
-    seconds = number((end or {}).get("seconds"))  # a run that ended says so itself
+    seconds = NAN if end is None else end.seconds  # a run that ended says so itself
     if not math.isfinite(seconds):
         seconds = elapsed.values[-1] if len(elapsed) else NAN
     last_step = max(
-        *(e["step"] for e in train[-1:]),
-        *(e.step for e in evaluations),
-        _integer((end or {}).get("step")),  # the lines of `train` may end before it
+        *(each.step for each in (*train[-1:], *evaluations)),
+        0 if end is None else end.step,  # the lines of `train` may end before it
+        0,
         0,
     )
     return RecordedRun(
@@ -223,17 +214,18 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         starts=tuple(starts),
         sessions=sessions_of(starts, curves["time"], end, last_step),
         train=curves,
-        slowest_ranks=tuple((_integer(e.get("slowest")), str(e.get("host"))) for e in ranks),
-        expert_loads=layer_loads(_latest(events, "experts", "layer")),
-        evaluations=evaluations,
+        slowest_ranks=tuple((each.slowest, each.host) for each in ranks),
+        expert_loads=layer_loads(_latest(events.of(ExpertMetrics))),
+        evaluations=tuple(evaluations),
         marks=tuple(sorted(_marks(events))),
-        checkpoints=tuple(_checkpoints(folder, events)),
+        checkpoints=tuple(checkpoints),
+        kept_checkpoints=tuple(each.step for each in checkpoints if _is_kept(folder, each)),
         end=end,
         last_step=last_step,
-        tokens=max((_integer(e.get("tokens")) for e in train), default=0),
-        loss_tokens=max((_integer(e.get("loss_tokens")) for e in train), default=0),
+        tokens=max((each.tokens for each in train), default=0),
+        loss_tokens=max((each.loss_tokens for each in train), default=0),
         training_seconds=seconds,
-        unreadable_lines=unreadable,
+        unreadable_lines=events.n_unreadable,
         config=files.table("config.toml"),
         plan=files.table("plan.json"),
         environment=files.table("environment.json"),
@@ -244,33 +236,41 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
     )
 
 
-def _counted(train: list[dict[str, Any]], tokens_per_step: int) -> Iterator[dict[str, Any]]:
+def _joined(starts: Sequence[RunStart]) -> RunStart:
+    """Return the latest of `starts`, with the values of earlier ones where it has None."""
+    joined = RunStart(step=0)
+    for start in starts:
+        said = {each.name: getattr(start, each.name) for each in fields(RunStart)}
+        joined = replace(joined, **{key: v for key, v in said.items() if v is not None})
+    return joined
+
+
+def _counted(train: Sequence[StepMetrics], tokens_per_step: int) -> Iterator[StepMetrics]:
     """Yield the `train` events as they are written now. An earlier version's `tokens` were the loss
     tokens, and its tokens per second counted those; `tokens_per_step` were seen, 0 if unknown."""
     step, n_learnt = 0, 0
     for event in train:
-        if "loss_tokens" in event or not tokens_per_step:
-            yield {"loss_tokens": event.get("tokens"), **event}
+        is_earlier = event.loss_tokens == UNKNOWN
+        n_loss = event.tokens if is_earlier else event.loss_tokens
+        if is_earlier and tokens_per_step:
+            share = (n_loss - n_learnt) / max(1, (event.step - step) * tokens_per_step)
+            rate = event.tokens_per_second / (share if share > 0 else 1.0)
+            seen = event.step * tokens_per_step
+            yield replace(event, tokens=seen, loss_tokens=n_loss, tokens_per_second=rate)
         else:
-            learnt, seen = _integer(event.get("tokens")), event["step"] * tokens_per_step
-            share = (learnt - n_learnt) / max(1, (event["step"] - step) * tokens_per_step)
-            rate = number(event.get("tokens_per_second")) / (share if share > 0 else 1.0)
-            counts = {"tokens": seen, "loss_tokens": learnt, "tokens_per_second": rate}
-            yield {
-                **event,
-                **{key: counts[key] for key in counts if key in {"loss_tokens", *event}},
-            }
-        step, n_learnt = event["step"], _integer(event.get("loss_tokens", event.get("tokens")))
+            yield replace(event, loss_tokens=n_loss) if is_earlier else event
+        step, n_learnt = event.step, n_loss
 
 
-def _curves(train: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, Series]:
+def _curves(train: Sequence[StepMetrics], ranks: Sequence[RankMetrics]) -> dict[str, Series]:
     """Return the curves of `RecordedRun.train` from the `train` and `ranks` events."""
     return {
         **{
-            key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
+            key: _series([(each.step, number(getattr(each, key))) for each in train])
+            for key in CURVES
         },
         "elapsed_seconds": _elapsed_seconds(train),
-        "waited": _series([(e["step"], number(e.get("waited"))) for e in ranks]),
+        "waited": _series([(each.step, each.waited) for each in ranks]),
     }
 
 
@@ -343,15 +343,15 @@ class _RunFiles:
             self.unread.append(str(error))
 
 
-def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
-    """Return the events named `kind`, sorted by step. If several have the same step and equal
-    values at `keys`, as after a resume, only the last counts."""
+def _latest(events: Sequence[E]) -> list[E]:
+    """Return the events, all of a kind, sorted by step. If several say the same of a step, as after
+    a resume, only the last counts."""
     latest = {
-        (_integer(event["step"]), *(str(event.get(key)) for key in keys)): event
+        (event.step, *(getattr(event, name) for name in event.ONCE or ())): event
         for event in events
-        if event["event"] == kind and "step" in event and 0 <= _integer(event["step"]) <= LAST_STEP
+        if 0 <= event.step <= LAST_STEP
     }
-    return [{**event, "step": step} for (step, *_), event in sorted(latest.items())]
+    return [latest[key] for key in sorted(latest)]
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
@@ -365,27 +365,24 @@ def _series(points: list[tuple[int, float]]) -> Series:
     )
 
 
-def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
+def _elapsed_seconds(train: Sequence[StepMetrics]) -> Series:
     """Return the training time up to each `train` event, in seconds: tokens since the last event ÷
     tokens per second, accumulated."""
     points: list[tuple[int, float]] = []
     total, previous_tokens = 0.0, 0
     for event in train:
-        tokens, rate = _integer(event.get("tokens")), number(event.get("tokens_per_second"))
+        tokens, rate = event.tokens, event.tokens_per_second
         if tokens > previous_tokens and math.isfinite(rate) and rate > 0:
             total += (tokens - previous_tokens) / rate
-            points.append((event["step"], total))
+            points.append((event.step, total))
         previous_tokens = max(previous_tokens, tokens)
     return _series(points)
 
 
-def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the `checkpoint` events, each with its folder's `name` and `kept`: True if it still
-    exists."""
-    for event in _latest(events, "checkpoint"):
-        name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
-        kept = name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
-        yield {**event, "name": name, "kept": kept}
+def _is_kept(folder: Path, checkpoint: CheckpointMetrics) -> bool:
+    """Return True if the checkpoint's folder is still there."""
+    name = checkpoint.path.name
+    return name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
 
 
 def _is_folder(path: Path) -> bool:
@@ -408,8 +405,22 @@ def _samples(files: _RunFiles) -> Iterator[Sample]:
             yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
 
 
-def _integer(value: object) -> int:
-    if type(value) is int and abs(value) < 2**63:
+def portable(value: object, n_levels: int = DEEPEST) -> Any:
+    """Return a value from TOML or JSON in a form that any page or JSON reader can hold: integers
+    beyond 64 bits become floats, dates text, and tables below `n_levels` levels "…"."""
+    if isinstance(value, dict | list) and not n_levels:
+        return "…"
+    if isinstance(value, dict):
+        return {str(key): portable(each, n_levels - 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [portable(each, n_levels - 1) for each in value]
+    if value is None or isinstance(value, bool | float | str):
         return value
-    as_float = number(value)
-    return int(as_float) if math.isfinite(as_float) else 0
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else number(value)
+    return str(value)
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """Return `value` if it is a dict, else an empty one: files may be damaged."""
+    return value if isinstance(value, dict) else {}

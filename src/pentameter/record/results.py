@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pentameter import formatting
 from pentameter.config.data_schema import RESERVED_SPLITS
 from pentameter.config.urls import last_part
-from pentameter.record.event_reader import NAN, as_table, number
+from pentameter.record.events import NAN, ChoiceMetrics, EndKind, EvalMetrics, number
 from pentameter.record.expert_loads import imbalance, mean_z, n_idle, total_exchanged
-from pentameter.record.log_files import EndKind
-from pentameter.record.reading import Evaluation, RecordedRun
+from pentameter.record.reading import RecordedRun, as_table
 
 RANDOM_WEIGHTS = "random weights"
 STILL_FALLING = 0.002
@@ -72,15 +71,17 @@ class Results:
     device: str
 
 
-def _further(record: RecordedRun, best: Evaluation | None) -> dict[str, float]:
+def _further(record: RecordedRun, best: EvalMetrics | None) -> dict[str, float]:
     named = [each for each in record.evaluations if each.split not in RESERVED_SPLITS]
     step = max((each.step for each in named), default=0) if best is None else best.step
     found = {}
     for each in named:
-        has_accuracy = math.isfinite(each.accuracy)
-        title = f"{each.split} accuracy" if has_accuracy else f"{each.split} loss"
-        if each.step == step:
-            found[title] = each.accuracy if has_accuracy else each.loss
+        if each.step != step:
+            continue
+        if isinstance(each, ChoiceMetrics) and math.isfinite(each.accuracy):
+            found[f"{each.split} accuracy"] = each.accuracy
+        else:
+            found[f"{each.split} loss"] = each.loss
     return found
 
 
@@ -90,7 +91,7 @@ def results(record: RecordedRun) -> Results:
     loss = record.train["loss"].values
     memory = record.train["peak_memory_bytes"].values
     planned_model = as_table(record.plan.get("model"))
-    parameters = record.start.get("parameters") or planned_model.get("parameters")
+    parameters = record.start.parameters or planned_model.get("parameters")
     return Results(
         best_loss=NAN if best is None else best.loss,
         best_step=None if best is None else best.step,
@@ -145,13 +146,13 @@ def beginning(record: RecordedRun) -> str:
 def _history(record: RecordedRun, key: str) -> str:
     """Return the value at `key` in start and resume events, changes in turn: "data=2,zero=3 →
     data=1"."""
-    values = [str(start[key]) for start in record.starts if start.get(key)]
+    values = [str(value) for start in record.starts if (value := getattr(start, key))]
     return " → ".join(value for value, _ in itertools.groupby(values))
 
 
 def planned_steps(record: RecordedRun) -> int | None:
     """Return the step count that the run is to reach, None if unknown."""
-    planned = record.start.get("steps") or record.plan.get("steps")
+    planned = record.start.steps or record.plan.get("steps")
     return planned if isinstance(planned, int) else None
 
 
@@ -182,9 +183,8 @@ def outcome(record: RecordedRun) -> RunOutcome:
     at = f"step {made}"
     if record.end is None:
         return _unfinished(record, at)
-    reason = " ".join(str(record.end.get("reason") or "completed").split())
+    reason, kind = " ".join(record.end.reason.split()), record.end.kind
     also = _best(record)
-    kind = _end_kind(record.end.get("kind"), reason)
     if kind == EndKind.COMPLETED:
         took = formatting.duration(record.training_seconds)
         done = f"Completed {made} steps"
@@ -201,18 +201,6 @@ def outcome(record: RecordedRun) -> RunOutcome:
     return RunOutcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")
 
 
-def _end_kind(kind: object, reason: str) -> EndKind:
-    """Return how a run ended; for a run by an earlier version, which did not record it, derive it
-    from `reason`."""
-    if kind in list(EndKind):
-        return EndKind(str(kind))
-    if reason == "completed":
-        return EndKind.COMPLETED
-    words = {"error": EndKind.ERROR, "SIG": EndKind.SIGNAL, "no better": EndKind.PATIENCE}
-    begun = (words[word] for word in words if reason.startswith(word))
-    return next(begun, EndKind.HOOK)
-
-
 def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
     also = _best(record)
     if record.locked:
@@ -223,7 +211,7 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
         return RunOutcome("running", "live", f"Running: {at}{to_go}{also}.")
     if not record.last_step:
         return RunOutcome("not started", "", "No step has been logged yet.")
-    kept = [checkpoint["step"] for checkpoint in record.checkpoints if checkpoint["kept"]]
+    kept = record.kept_checkpoints
     then = f"continues from step {max(kept):,}" if kept else "starts it again"
     return RunOutcome(
         "interrupted",

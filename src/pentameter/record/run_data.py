@@ -16,8 +16,7 @@ from pentameter.data.shards.stream import NoSource, is_stream, open_stream
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.record.event_reader import as_table
-from pentameter.record.reading import check_run_folder
+from pentameter.record.reading import as_table, check_run_folder
 
 
 @dataclass(frozen=True)

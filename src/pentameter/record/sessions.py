@@ -8,10 +8,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pentameter.record.curves import Series
-from pentameter.record.event_reader import number
+from pentameter.record.events import RunEnd, RunStart
 
 MOST_SESSIONS = 200
 """Most sessions that are shown, the last ones."""
@@ -60,7 +59,7 @@ def pauses(sessions: Sequence[Session]) -> list[float]:
 
 
 def sessions_of(
-    starts: Sequence[dict[str, Any]], times: Series, end: dict[str, Any] | None, last_step: int
+    starts: Sequence[RunStart], times: Series, end: RunEnd | None, last_step: int
 ) -> tuple[Session, ...]:
     """Return a run's sessions, from its `start` and `resume` events, in order. Those before the
     first event that says its time are left out: an earlier version wrote them.
@@ -69,27 +68,28 @@ def sessions_of(
     end: the event that ended the run, None without one.
     last_step: the last step of the last session.
     """
-    timed = list(itertools.dropwhile(lambda event: not math.isfinite(_time(event)), starts))
+    timed = list(itertools.dropwhile(lambda start: not math.isfinite(_time(start.time)), starts))
     if not timed:
         return ()
-    zero = _time(timed[0])
+    zero = _time(timed[0].time)
     newest = max(times.values[-1:], default=zero)
-    latest = _later(newest if newest < _LATEST else zero, _time(end or {}))
-    ended = {"reached_step": last_step, "reached_time": latest}
+    latest = newest if newest < _LATEST else zero
+    latest = _later(latest, math.nan if end is None else _time(end.time))
+    ended = RunStart(last_step, reached_step=last_step, reached_time=latest)
     found: list[Session] = []
     clock, planned = 0.0, None  # a machine's clock may jump back, a session does not
-    for event, following in itertools.pairwise([*timed, ended]):
-        begin = _later(clock, _time(event) - zero)
-        clock = _later(begin, _time(following, "reached_time") - zero)
-        first = _step(event, "step", 0)
-        last = max(first, _step(following, "reached_step", first))
-        went_on = min(last, _step(following, "step", last))
+    for start, following in itertools.pairwise([*timed, ended]):
+        begin = _later(clock, _time(start.time) - zero)
+        clock = _later(begin, _time(following.reached_time) - zero)
+        first = max(0, start.step)
+        last = max(first, first if following.reached_step is None else following.reached_step)
+        went_on = min(last, following.step) if following.step >= 0 else last
         session = Session(
-            first, last, begin, clock, max(1, _step(event, "n_nodes", 1)),
-            max(1, _step(event, "world_size", 1)), _layout(event), last - went_on,
-            extends=extends(event, planned),
+            first, last, begin, clock, max(1, start.n_nodes or 1), max(1, start.world_size or 1),
+            " ".join((start.layout or "").split())[:_LONGEST_LAYOUT], last - went_on,
+            extends=extends(start, planned),
         )  # fmt: skip
-        planned = event.get("steps")
+        planned = start.steps
         if session.lost_steps:
             n_kept = bisect.bisect_right(times.steps, went_on)
             kept_until = times.values[n_kept - 1] - zero if n_kept else begin
@@ -99,29 +99,17 @@ def sessions_of(
     return tuple(found)
 
 
-def extends(event: dict[str, Any], planned: object) -> bool:
-    """Return True if a start or resume event goes on where a session had made all of the steps that
-    were `planned` for it, to make more."""
-    return planned is not None and _step(event, "step", 0) == planned
+def extends(start: RunStart, planned: int | None) -> bool:
+    """Return True if a start or resume goes on where a session had made all of the steps that were
+    `planned` for it, to make more."""
+    return planned is not None and start.step == planned
 
 
-def _time(event: dict[str, Any], key: str = "time") -> float:
-    """Return the time at `key`, in seconds since 1970; NaN if the event has none that can be
-    drawn."""
-    seconds = number(event.get(key))
-    return seconds if abs(seconds) < _LATEST else math.nan
+def _time(seconds: float | None) -> float:
+    """Return `seconds` since 1970; NaN if there are none, or none that can be drawn."""
+    return math.nan if seconds is None or not abs(seconds) < _LATEST else seconds
 
 
 def _later(first: float, second: float) -> float:
     """Return the later of two times; the first one if the second is NaN."""
     return max(first, second) if math.isfinite(second) else first
-
-
-def _step(event: dict[str, Any], key: str, otherwise: int) -> int:
-    value = event.get(key)
-    return value if type(value) is int and value >= 0 else otherwise
-
-
-def _layout(event: dict[str, Any]) -> str:
-    """Return the event's layout as one short line, "" without one."""
-    return " ".join(str(event.get("layout") or "").split())[:_LONGEST_LAYOUT]

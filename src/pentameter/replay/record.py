@@ -24,8 +24,9 @@ from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.disk.atomic import decode_json, read_regular
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.layouts.layout import parse_parallel
-from pentameter.record.event_reader import as_table, number, read_events
-from pentameter.record.reading import check_run_folder
+from pentameter.record.event_reader import read_events
+from pentameter.record.events import UNKNOWN, Rollback, SkippedStep, StepMetrics, number
+from pentameter.record.reading import as_table, check_run_folder
 from pentameter.train.keep.resuming import read_identity
 
 
@@ -217,16 +218,10 @@ def read_record(folder: Path) -> RunRecord:
     config = load_config(folder / "config.toml")
     identity = read_identity(folder)
     assert identity is not None  # there is a config.toml
-    events = read_events(folder).events
-    skipped, logged, returned = (
-        [each for each in events.get(kind, []) if type(each.get("step")) is int]
-        for kind in ("skip", "train", "rollback")  # a hook's event of that name may have no step
-    )
-    skips = {each["step"]: str(each.get("reason")) for each in skipped}
-    numbers = {
-        each["step"]: StepNumbers(number(each.get("loss")), number(each.get("grad_norm")))
-        for each in logged
-    }
+    events = read_events(folder)
+    logged = [each for each in events.of(StepMetrics) if each.step != UNKNOWN]
+    skips = {each.step: each.reason for each in events.of(SkippedStep) if each.step != UNKNOWN}
+    numbers = {each.step: StepNumbers(each.loss, each.grad_norm) for each in logged}
     numbers.update({step: StepNumbers(float("nan"), float("nan"), made=False) for step in skips})
     return RunRecord(
         folder=folder,
@@ -236,11 +231,11 @@ def read_record(folder: Path) -> RunRecord:
         numbers=numbers,
         skips=skips,
         rollbacks={
-            each["step"]: to_step
-            for each in returned
-            if type(to_step := each.get("to_step")) is int and to_step < each["step"]
+            each.step: each.to_step
+            for each in events.of(Rollback)
+            if UNKNOWN != each.to_step < each.step
         },
-        rates={each["step"]: number(each.get("learning_rate")) for each in logged},
+        rates={each.step: each.learning_rate for each in logged},
         checkpoints=tuple(sorted(set(_own_checkpoints(folder, identity["run_id"])))),
         starts=_starts(folder),
         plan=_json(folder / "plan.json"),

@@ -14,7 +14,7 @@ from pentameter.errors import CorruptError
 from pentameter.planning.layouts.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
-from pentameter.record.log_files import strict
+from pentameter.record.events import strict
 from pentameter.record.run_data import open_run_data
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
 from pentameter.replay.record import Route, RunRecord, read_record, schedules_of

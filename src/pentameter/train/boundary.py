@@ -15,9 +15,9 @@ from functools import partial
 from pentameter.disk.lock import BEAT_SECONDS
 from pentameter.errors import CorruptError, StorageError
 from pentameter.generation.loop import sample_text
-from pentameter.record.log_files import EndKind
+from pentameter.record.events import EndKind, RunEnd
 from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
-from pentameter.train.hooks import Hooks, RunEnd, SampledText, TrainingRun
+from pentameter.train.hooks import Hooks, SampledText, TrainingRun
 from pentameter.train.keep.saving import RunCheckpoints, failure_ends_run
 from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 

@@ -21,7 +21,8 @@ from pentameter.evaluate.multiple_choice import (
     evaluate_multiple_choice,
     read_questions,
 )
-from pentameter.evaluate.split import EvalMetrics, evaluate, evaluation_batch_size
+from pentameter.evaluate.split import evaluate, evaluation_batch_size
+from pentameter.record.events import EvalMetrics
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.user_components import CustomBatches
 

@@ -11,7 +11,6 @@ ends the run like any other error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.world import World
-from pentameter.record.log_files import EndKind
+from pentameter.record.events import OtherEvent
 from pentameter.train.compute import Compute
 from pentameter.train.keep.copying import CheckpointCopies
 from pentameter.train.keep.run_folder import RunFolder
@@ -100,132 +99,10 @@ class TrainingRun:
     def record(self, event: str, **values: float | str | None) -> None:
         """Append an event of your own to metrics.jsonl, and send it to the trackers. `values` must
         include `step`; the file's `time` is the run's own. On ranks other than 0, do nothing."""
-        self.events.write(event, **values)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of an optimizer step that has just completed. `step` counts from 1; `tokens` are all
-    tokens seen so far, padding included, and `loss_tokens` those that counted in the loss; `loss`
-    is in nats per loss token; `grad_norm` is the norm before clipping; `step_seconds` is the step's
-    time, with reading its batch; `tokens_per_second` counts tokens seen, on all ranks; `mfu` is a
-    fraction, None if unknown; `peak_memory_bytes` is this process's peak; `eta_seconds` is the
-    predicted time left."""
-
-    step: int
-    tokens: int
-    loss_tokens: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float | None
-    peak_memory_bytes: int
-    eta_seconds: float
-
-
-@dataclass(frozen=True)
-class ExpertMetrics:
-    """One layer of experts in a step that has just completed; `layer` counts from 0, `step` from
-    1. A load is the number of tokens that chose an expert."""
-
-    step: int
-    layer: int
-    max_over_mean: float
-    """The largest load ÷ the mean load; 1 if all experts got equally many tokens."""
-    entropy: float
-    """Entropy of the loads as fractions of their sum, in nats; ln(experts) if all are equal."""
-    idle: int
-    """Experts that no token chose."""
-    z: float
-    """Mean over tokens of the squared log-sum-exp of the router's logits, which `router_z_loss`
-    makes small."""
-    logit_rms: float
-    """Root mean square of the router's logits."""
-    exchanged_bytes: int
-    """Bytes of rows, outputs and their gradients that ranks sent one another for this layer."""
-    loads: tuple[int, ...]
-    """Tokens of each expert, over the whole step, also those left out for want of capacity."""
-
-    @classmethod
-    def of_totals(
-        cls, step: int, layer: int, totals: Sequence[float], n_chosen: int
-    ) -> ExpertMetrics:
-        """Return the metrics for a layer's row of `ExpertLoads.total`, with at least one load
-        above 0. Each token chooses `n_chosen` experts."""
-        *counts, squared_sums, squares, n_bytes = totals
-        loads = tuple(map(round, counts))
-        total, n = sum(loads), len(loads)
-        n_tokens = total / n_chosen
-        return cls(
-            step,
-            layer,
-            max_over_mean=max(loads) * n / total,
-            entropy=sum(load / total * math.log(total / load) for load in loads if load),
-            idle=loads.count(0),
-            z=squared_sums / n_tokens,
-            logit_rms=math.sqrt(squares / (n_tokens * n)),
-            exchanged_bytes=round(n_bytes),
-            loads=loads,
-        )
-
-
-@dataclass(frozen=True)
-class RankMetrics:
-    """The slowest rank over the `n_steps` steps up to `step`, counted from 1: its number and its
-    machine's name. Times are means over these steps."""
-
-    step: int
-    n_steps: int
-    slowest: int
-    host: str
-    own_seconds: float
-    """Seconds of a step in which the rank computes or reads its batch, and does not wait for
-    others."""
-    others_seconds: float
-    """The same of the other ranks that do the same work, their median."""
-    waited: float
-    """Fraction of a step for which the others wait for this rank: the difference ÷ the step's
-    time."""
-    alike: bool = True
-    """False if no other rank does the same work, in a pipeline with one rank per stage: then
-    `others_seconds` is what the plan expects, by the other stages' times."""
-
-
-@dataclass(frozen=True)
-class SkippedStep:
-    """A step whose update was not applied, as loss or gradient norm was not finite, or a spike:
-    `step` counts from 1, `reason` says in words which it was."""
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """A rollback after step `step`: weights and optimizer state are those after step `to_step`
-    again, and the updates of the steps since are undone. `reason` says in words why."""
-
-    step: int
-    to_step: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class EpochMetrics:
-    """An epoch that has just completed, counted from 1, at the end of step `step`. `perplexity` is
-    exp(`loss`). `loss` is the mean over its loss tokens, nats per token, each measured at the step
-    that trained on it. `loss_tokens`, `steps` and `seconds` are this epoch's, without skipped
-    steps."""
-
-    epoch: int
-    step: int
-    loss: float
-    perplexity: float
-    loss_tokens: int
-    steps: int
-    seconds: float
+        step = values.pop("step", None)
+        if not isinstance(step, int):
+            raise TypeError(f"record({event!r}, step={step!r}): an event has the number of a step")
+        self.events.write(OtherEvent(step, event, values))
 
 
 @dataclass(frozen=True)
@@ -235,33 +112,6 @@ class SampledText:
 
     step: int
     text: str
-
-
-@dataclass(frozen=True)
-class CheckpointMetrics:
-    """A checkpoint that is now on disk: its step, its folder (`path`), and the size in bytes of all
-    ranks' files."""
-
-    step: int
-    path: Path
-    bytes: int
-    seconds: float
-    """Seconds from the decision to save until the checkpoint was on disk."""
-    stall_seconds: float
-    """Seconds, included in `seconds`, for which training waited."""
-    again: bool = False
-    """True if it replaces a checkpoint saved earlier at the same step."""
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """The end of a run: its last step, the training seconds over all starts, the kind, and `reason`
-    in words (a hook's, or a signal's name)."""
-
-    step: int
-    reason: str
-    seconds: float
-    kind: EndKind
 
 
 def is_logged(step: int, config: Config) -> bool:

@@ -26,22 +26,12 @@ from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.processes.group.join import lone_world, loss_behind
 from pentameter.processes.group.world import World
-from pentameter.record.log_files import EndKind
+from pentameter.record.events import EndKind, EpochMetrics, ExpertMetrics, RunEnd, StepMetrics
 from pentameter.train.boundary import Boundary
 from pentameter.train.faults.guard import Guard
 from pentameter.train.faults.pace import RankPace
 from pentameter.train.faults.skipping import skip
-from pentameter.train.hooks import (
-    EpochMetrics,
-    ExpertMetrics,
-    Hooks,
-    RunEnd,
-    StepMetrics,
-    TrainingRun,
-    check_hook,
-    is_logged,
-    records_loads,
-)
+from pentameter.train.hooks import Hooks, TrainingRun, check_hook, is_logged, records_loads
 from pentameter.train.keep.resuming import RunRequest
 from pentameter.train.keep.saving import RunCheckpoints
 from pentameter.train.proved_graphs import refuse_wrong_graphs
@@ -384,7 +374,7 @@ class _Loop:
         if sums.n_targets:
             loss = sums.loss / sums.n_targets
             metrics = EpochMetrics(
-                epoch, step, loss, perplexity(loss), sums.n_targets, sums.n_steps, sums.seconds
+                step, epoch, loss, perplexity(loss), sums.n_targets, sums.n_steps, sums.seconds
             )
             self._hooks.call("on_epoch", run, metrics)
         state.epoch = EpochSums()

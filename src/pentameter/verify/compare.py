@@ -16,7 +16,7 @@ from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.record.log_files import strict
+from pentameter.record.events import strict
 from pentameter.verify.cases import MOST_PROCESSES, Case
 from pentameter.verify.jobs import Float64, Job, StepNumbers
 from pentameter.verify.sent_model import SentModel

@@ -23,7 +23,7 @@ from pentameter.disk import remote_folder
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
+sys.path.insert(0, str(Path(__file__).parents[2] / "faults"))  # for `object_store`
 
 from object_store import emptied, running_store
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from pentameter.cli.main import VERBS
 from pentameter.cli.options.commands_page import commands_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 
 
 def test_the_page_of_commands_is_up_to_date(monkeypatch):

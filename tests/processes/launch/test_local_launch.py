@@ -19,7 +19,7 @@ from pentameter.processes.failures.failure import Failure, WorkerFailedError, fi
 from pentameter.processes.launch.local_launch import _relay, respawn, run_local
 from pentameter.processes.launch.program import Command, Launched, worker_environment
 
-LAUNCHED = Path(__file__).with_name("launched.py")
+LAUNCHED = Path(__file__).parents[1] / "launched.py"
 N_CORES = n_usable_cores()
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

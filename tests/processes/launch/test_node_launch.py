@@ -14,7 +14,7 @@ import pytest
 from pentameter.disk.lock import RunLock
 from pentameter.processes.nodes.attempts import Attempt, write_attempt
 
-NODE = Path(__file__).with_name("node.py")
+NODE = Path(__file__).parents[1] / "node.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its interfaces")
 

@@ -10,8 +10,8 @@ from pentameter.config.schema import Config
 from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import make_plan
 from pentameter.processes.group.world import World
+from pentameter.record.events import RankMetrics
 from pentameter.train.faults.pace import SLOW_STEPS, OwnTime, RankPace, SlowRank
-from pentameter.train.hooks import RankMetrics
 
 TRAIN = {"steps": 100, "batch_size": 8, "precision": "fp32"}
 MODEL = {"vocab_size": 13, "context_length": 8, "n_layers": 4, "n_heads": 2, "d_model": 8}

@@ -17,10 +17,8 @@ from rich.cells import cell_len
 
 from pentameter.config.files.load import load_config
 from pentameter.errors import TrainingFailedError
-from pentameter.evaluate.multiple_choice import ChoiceMetrics
-from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.group.world import World
-from pentameter.train.hooks import EpochMetrics, StepMetrics
+from pentameter.record.events import ChoiceMetrics, EpochMetrics, EvalMetrics, StepMetrics
 from pentameter.train.say.console import Console
 from pentameter.train.say.run_lines import RunLines
 from pentameter.train.state import TrainState
@@ -232,7 +230,7 @@ def test_the_live_line_says_what_is_waited_for(trainer, compiled):
 def test_epochs_shorter_than_the_log_interval_are_not_said(trainer, capsys):
     with console_of(trainer) as (_, lines):
         for n_steps in (9, 10):
-            lines.on_epoch(trainer, EpochMetrics(1, n_steps, 2.5, 12.2, 640, n_steps, 1.0))
+            lines.on_epoch(trainer, EpochMetrics(n_steps, 1, 2.5, 12.2, 640, n_steps, 1.0))
     assert capsys.readouterr().out.count("epoch ") == 1
 
 

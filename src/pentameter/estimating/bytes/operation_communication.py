@@ -1,7 +1,7 @@
 """Communication in a micro-batch, added up over the collectives that each operation lists.
 
-Bytes are counted as in `communication.py`. The 2-D, 2.5-D and 3-D tensor modes use other collectives
-(`grid_communication.py`).
+Bytes are counted as in `communication.py`. The 2-D, 2.5-D and 3-D tensor modes use other
+collectives (`grid_communication.py`).
 """
 
 from __future__ import annotations

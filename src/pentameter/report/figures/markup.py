@@ -17,9 +17,9 @@ from markupsafe import Markup, escape
 
 from pentameter import formatting
 from pentameter.disk.atomic import write_atomic
-from pentameter.record.event_reader import number
+from pentameter.record.events import number
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 
 # Control characters become their pictures (U+2400 …); half of a surrogate pair, which JSON and file
 # names may contain and UTF-8 may not, becomes U+FFFD.

@@ -22,8 +22,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentF
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError
 from pentameter.record.curves import Series, envelope, limits, settled_limits, smoothed, thinned
-from pentameter.record.event_reader import as_table
-from pentameter.record.reading import LARGEST_DRAWN, RecordedRun
+from pentameter.record.reading import LARGEST_DRAWN, RecordedRun, as_table
 from pentameter.report.figures.markup import visible
 
 WIDE_INCHES = (8.4, 3.5)
@@ -267,7 +266,7 @@ def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
     """Return the keys in AXES over which to plot the runs: steps; tokens, if the runs differ in
     tokens per step; training time, if known for all."""
     found = ["step"]
-    if len({record.start.get("tokens_per_step") for _, record in runs}) > 1:
+    if len({record.start.tokens_per_step for _, record in runs}) > 1:
         found.append("tokens")
     found.append("elapsed_seconds")
     return [
@@ -385,8 +384,8 @@ def _note_hidden_start(axes: Axes, highest: float, palette: Palette) -> None:
 def entropy_rate(record: RecordedRun) -> float | None:
     """Return the data's entropy rate, the lowest possible loss in nats per token; None if
     unknown."""
-    rate = record.start.get("entropy_rate")
-    return float(rate) if isinstance(rate, int | float) and 0 < rate <= LARGEST_DRAWN else None
+    rate = record.start.entropy_rate
+    return rate if rate is not None and 0 < rate <= LARGEST_DRAWN else None
 
 
 def _clip_norm(record: RecordedRun) -> float | None:

@@ -24,7 +24,8 @@ from pentameter.config.urls import last_part
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
-from pentameter.record.reading import Evaluation, RecordedRun, holds_run, read_run
+from pentameter.record.events import EvalMetrics
+from pentameter.record.reading import RecordedRun, holds_run, read_run
 from pentameter.report.figures.markup import TEMPLATES
 from pentameter.report.figures.plots import loss_figure
 
@@ -180,7 +181,7 @@ def _numbers(record: RecordedRun, step: int) -> Iterator[tuple[str, str, str, st
     """Yield (split, loss, perplexity, bits per byte), as text, for each evaluation at the model's
     step; those at other steps had other weights."""
 
-    def shown(each: Evaluation) -> tuple[str, str, str, str]:
+    def shown(each: EvalMetrics) -> tuple[str, str, str, str]:
         return (
             _code(PLACES.get(each.split, each.split)),
             formatting.fixed(each.loss),

@@ -13,8 +13,8 @@ from typing import Any
 from pentameter import formatting
 from pentameter.config.urls import last_part
 from pentameter.record.curves import evenly, spikes
-from pentameter.record.event_reader import NAN, as_table
-from pentameter.record.reading import RecordedRun, check_run_folder, read_run
+from pentameter.record.events import NAN
+from pentameter.record.reading import RecordedRun, as_table, check_run_folder, read_run
 from pentameter.record.results import RANDOM_WEIGHTS, beginning, outcome, results
 from pentameter.record.sessions import MOST_SESSIONS, pauses
 from pentameter.report.figures.expert_map import EDGES, FEW_LAYERS, expert_maps
@@ -104,7 +104,7 @@ def _subtitle(record: RecordedRun) -> str:
         words.append(str(data.get("data.corpus") or last_part(str(data["data.path"]))))
     elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
         words.append(f"a blend of {n_sources}")
-    words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
+    words += filter(None, (record.start.device, record.start.precision))
     if (began := beginning(record)) not in ("", RANDOM_WEIGHTS):
         words.append(f"began with {began}")
     return " · ".join(words)
@@ -115,9 +115,9 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
     found, floor = results(record), entropy_rate(record) or NAN
     step = f"at step {formatting.whole(found.best_step)}"
     planned = f"of {found.planned_steps:,}" if found.planned_steps else ""
-    tokens, ceiling = (record.start.get(key) for key in ("tokens_per_step", "ceiling_flops"))
-    per_step = f"{tokens:,} per step" if isinstance(tokens, int) else ""
-    of_peak = f" of {formatting.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
+    tokens, ceiling = record.start.tokens_per_step, record.start.ceiling_flops
+    per_step = "" if tokens is None else f"{tokens:,} per step"
+    of_peak = "" if ceiling is None else f" of {formatting.flops(ceiling)}"
     is_masked = 0 < found.loss_tokens < 0.99 * found.tokens
     share = f"{formatting.percent(found.loss_tokens / max(1, found.tokens))} of those seen"
     above_floor = formatting.fixed(found.best_loss - floor)

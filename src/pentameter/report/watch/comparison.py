@@ -13,7 +13,7 @@ from typing import Any
 from pentameter import formatting
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.errors import ConfigError
-from pentameter.record.log_files import strict
+from pentameter.record.events import strict
 from pentameter.record.reading import RecordedRun, check_run_folder, read_run
 from pentameter.record.results import progress
 from pentameter.report.figures.markup import render

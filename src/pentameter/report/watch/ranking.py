@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pentameter.config.choices import PRECISIONS
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
-from pentameter.record.event_reader import as_table
-from pentameter.record.reading import RecordedRun
+from pentameter.record.reading import RecordedRun, as_table
 from pentameter.record.results import Results, RunOutcome, outcome, results
 from pentameter.report.pages.settings import Settings, default_of, settings
 

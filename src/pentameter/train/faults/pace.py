@@ -17,7 +17,7 @@ from pentameter.estimating.bytes.costs import pass_seconds
 from pentameter.estimating.bytes.plan_estimates import step_of
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.world import World
-from pentameter.train.hooks import RankMetrics
+from pentameter.record.events import RankMetrics
 
 SLOW = 1.2
 """A rank's own time ÷ the others' from which it counts as slow."""

@@ -18,9 +18,10 @@ import math
 from typing import NoReturn
 
 from pentameter.data.batches.step import TrainingBatches
+from pentameter.record.events import Rollback, SkippedStep
 from pentameter.train.faults.guard import initial_history, spike_limits
 from pentameter.train.faults.row_losses import highest_rows
-from pentameter.train.hooks import Hooks, Rollback, SkippedStep, TrainingRun
+from pentameter.train.hooks import Hooks, TrainingRun
 from pentameter.train.keep.saving import RunCheckpoints, load_tensors
 from pentameter.train.state import EpochSums, GuardState, saved_state
 from pentameter.train.update import Update

@@ -31,6 +31,7 @@ from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
 from pentameter.errors import CorruptError, PentameterError, StorageError
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import PAUSE_SECONDS, World
+from pentameter.record.events import CopyMetrics
 from pentameter.record.log_files import MAX_METRICS_BYTES
 from pentameter.train.keep.run_folder import RunFolder
 
@@ -41,18 +42,6 @@ MOST_TIMES_SAVED = 5
 """Times that a checkpoint may be saved again at its step while it is copied."""
 _READINGS = 5  # of a manifest, PAUSE_SECONDS apart
 _GRACE_SECONDS = 1.0  # for the thread that copies to give up by itself
-
-
-@dataclass(frozen=True)
-class CopyMetrics:
-    """A copy of the checkpoint at `step` in `checkpoint.copy_to` that was made, or has failed:
-    `bytes` written, and seconds since it was asked for."""
-
-    step: int
-    bytes: int
-    seconds: float
-    error: str | None
-    """Why it failed; None for a copy that is there and was read back."""
 
 
 @dataclass(frozen=True)

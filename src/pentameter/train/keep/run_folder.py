@@ -49,7 +49,8 @@ from pentameter.estimating.bytes.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import World
-from pentameter.record.log_files import Reached, checkpoint_event, rewind_metrics
+from pentameter.record.events import CheckpointMetrics
+from pentameter.record.log_files import Reached, rewind_metrics
 from pentameter.train.keep.resuming import (
     RunRequest,
     check_same_run,
@@ -419,7 +420,7 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> Reached | None:
         last_step, record, event = -1, None, None
     else:
         last_step = checkpoint.step
-        event = checkpoint_event(checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes)
+        event = CheckpointMetrics(checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes)
     record = record or SavedRun()
     reached = rewind_metrics(
         folder.metrics_path,

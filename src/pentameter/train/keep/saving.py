@@ -65,9 +65,10 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.world import World
+from pentameter.record.events import CheckpointMetrics
 from pentameter.train.compute import Compute
 from pentameter.train.faults.checking import FaultChecks
-from pentameter.train.hooks import CheckpointMetrics, TrainingRun
+from pentameter.train.hooks import TrainingRun
 from pentameter.train.keep.run_folder import hash_of_read
 
 ROLLBACK_CHECKPOINTS = 2

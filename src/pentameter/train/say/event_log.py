@@ -7,7 +7,8 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.processes.group.world import World
-from pentameter.record.log_files import LogFile, event_line
+from pentameter.record.events import Event, line_of
+from pentameter.record.log_files import LogFile
 from pentameter.train.keep.run_folder import RunFolder
 from pentameter.train.say.console import Console
 from pentameter.train.say.trackers import Trackers, open_trackers
@@ -31,14 +32,13 @@ class EventLog:
             first_step = 0 if folder.checkpoint is None else step + 1
             self._trackers = open_trackers(config, folder, first_step, console.say)
 
-    def write(self, event: str, **values: Any) -> None:
-        """Append an event to metrics.jsonl, and send it to every tracker; `values` include its
-        `step`. The file also gets the `time`, in seconds since 1970 (UTC). Nothing is written or
-        sent once another process has taken over the run folder."""
+    def write(self, event: Event) -> None:
+        """Append an event to metrics.jsonl, with the time, and send it to every tracker. Nothing is
+        written or sent once another process has taken over the run folder."""
         if self._is_main:
-            self._log.append(event_line(event, {**values, "time": round(time.time(), 3)}))
+            self._log.append(line_of(event, time.time()))
             if not self._log.is_closed_for_good:
-                self._trackers.write(event, **values)
+                self._trackers.write(event)
 
     def show_text(self, name: str, text: str, step: int) -> None:
         """Send a text to the trackers, under `name` at `step`; metrics.jsonl does not get it."""

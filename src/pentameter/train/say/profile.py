@@ -18,7 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
+from pentameter.record.events import RunEnd, SkippedStep, StepMetrics
+from pentameter.train.hooks import TrainingRun
 
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10

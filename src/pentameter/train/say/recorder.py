@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
 
 from pentameter.data.corpora.grammar import grammar_entropy_rate
-from pentameter.evaluate.split import EvalMetrics
-from pentameter.record.log_files import EndKind, checkpoint_event
-from pentameter.train.hooks import (
+from pentameter.record.events import (
     CheckpointMetrics,
+    CopyMetrics,
+    EndKind,
     EpochMetrics,
+    EvalMetrics,
     ExpertMetrics,
     RankMetrics,
     Rollback,
     RunEnd,
-    SampledText,
+    RunResume,
+    RunStart,
     SkippedStep,
     StepMetrics,
-    TrainingRun,
-    is_logged,
 )
-from pentameter.train.keep.copying import CopyMetrics
+from pentameter.train.hooks import SampledText, TrainingRun, is_logged
 
 
 class Recorder:
@@ -34,8 +34,8 @@ class Recorder:
         reached = run.folder.reached
         # The lowest loss that any model can reach, known for one corpus only.
         entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
-        run.events.write(
-            "start" if run.state.step == 0 else "resume",
+        kind = RunStart if run.state.step == 0 else RunResume
+        start = kind(
             step=run.state.step,
             run_id=run.folder.run_id,
             name=run.config.name,
@@ -54,51 +54,47 @@ class Recorder:
             ceiling_flops=compute.ceiling_flops,
             entropy_rate=entropy_rate,
         )
+        run.events.write(start)
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Write the event `train`, with all fields in `step`, every `log.interval` steps, for the
         first and for the last."""
         if is_logged(step.step, run.config):
-            run.events.write("train", **asdict(step))
+            run.events.write(step)
 
     def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
         """Write the event `experts`, one for each layer."""
-        run.events.write("experts", **asdict(metrics))
+        run.events.write(metrics)
 
     def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
         """Write the event `ranks`, with all fields in `metrics`."""
-        run.events.write("ranks", **asdict(metrics))
+        run.events.write(metrics)
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Write the event `skip`, with the step and the reason."""
-        run.events.write("skip", **asdict(skip))
+        run.events.write(skip)
 
     def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
         """Write the event `rollback`, with the step, the one rolled back to and the reason."""
-        run.events.write("rollback", **asdict(rollback))
+        run.events.write(rollback)
 
     def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
         """Write the event `epoch`, with all fields in `metrics`."""
-        run.events.write("epoch", **asdict(metrics))
+        run.events.write(metrics)
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
         """Write the event `eval`, with all fields in `metrics`."""
-        run.events.write("eval", **asdict(metrics))
+        run.events.write(metrics)
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
         """Write the event `checkpoint`, unless the step was saved before and so has one already."""
         if metrics.again:
             return
-        run.events.write(
-            "checkpoint",
-            **checkpoint_event(
-                metrics.step, metrics.path, metrics.bytes, metrics.seconds, metrics.stall_seconds
-            ),
-        )
+        run.events.write(metrics)
 
     def on_copy(self, run: TrainingRun, metrics: CopyMetrics) -> None:
         """Write the event `copy`, with all fields in `metrics`."""
-        run.events.write("copy", **asdict(metrics))
+        run.events.write(metrics)
 
     def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
         """Send the text to the trackers alone: the run folder has a separate file for each
@@ -107,13 +103,11 @@ class Recorder:
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Write the event `end` with step, reason, seconds and kind, and finish the trackers."""
-        run.events.write("end", **asdict(end))
+        run.events.write(end)
         run.events.finish(failed=False)
 
     def on_error(self, run: TrainingRun, error: Exception) -> None:
         """Write the event `end` with the error as reason, and finish the trackers as failed."""
         reason = f"error: {error}"
-        run.events.write(
-            "end", step=run.state.step, reason=reason, seconds=None, kind=EndKind.ERROR
-        )
+        run.events.write(RunEnd(run.state.step, reason, seconds=math.nan, kind=EndKind.ERROR))
         run.events.finish(failed=True)

@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
-from pentameter.evaluate.multiple_choice import ChoiceMetrics
-from pentameter.evaluate.split import EvalMetrics, perplexity
+from pentameter.evaluate.split import perplexity
 from pentameter.formatting import duration, rough_duration, size, sparkline
-from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
-from pentameter.train.faults.pace import SlowRank
-from pentameter.train.hooks import (
+from pentameter.record.events import (
     CheckpointMetrics,
+    ChoiceMetrics,
+    CopyMetrics,
     EpochMetrics,
+    EvalMetrics,
     ExpertMetrics,
     RankMetrics,
     Rollback,
     RunEnd,
     SkippedStep,
     StepMetrics,
-    TrainingRun,
-    is_logged,
 )
-from pentameter.train.keep.copying import CopyMetrics
+from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
+from pentameter.train.faults.pace import SlowRank
+from pentameter.train.hooks import TrainingRun, is_logged
 
 SLOW_STEP_SECONDS = 0.5
 """Seconds of a step from which its line shows them, next to the tokens per second."""

@@ -17,9 +17,10 @@ from pentameter.machine.cores import BusyTime
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan
+from pentameter.record.events import StepMetrics
 from pentameter.train.compute import Compute
 from pentameter.train.faults.pace import OwnTime
-from pentameter.train.hooks import StepMetrics, TrainingRun
+from pentameter.train.hooks import TrainingRun
 
 WINDOW_STEPS = 20
 """Number of latest steps whose median time predicts the remaining ones."""

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config, LogConfig
 from pentameter.errors import ConfigError
+from pentameter.record.events import Event, RunEnd, RunStart
 from pentameter.train.keep.run_folder import RunFolder
 
 T = TypeVar("T")
 
 FINISH_SECONDS = 8.0  # a stop signal promises to be gone within ten
-UNTOLD = ("start", "resume", "end")
+UNTOLD = (RunStart, RunEnd)
 """Events that trackers do not receive: they display the start and end of a run by themselves."""
 
 
@@ -120,13 +121,15 @@ class Trackers:
             if tracker is not None:
                 self._trackers[name] = tracker
 
-    def write(self, event: str, step: int = 0, **values: Any) -> None:
+    def write(self, event: Event) -> None:
         """Send an event to every tracker: its finite numbers as curves EVENT/KEY, an evaluation's
         as SPLIT/KEY, those of a layer as EVENT/layer-LAYER/KEY. Strings are sent as texts, such as
         the reason of a skipped step, except a checkpoint's path. Events in UNTOLD are not sent."""
-        if event in UNTOLD:
+        if isinstance(event, UNTOLD):
             return
-        group = str(values.pop("split", event))
+        values, step = event.values(), event.step
+        del values["step"]
+        group = str(values.pop("split", event.event))
         if (layer := values.pop("layer", None)) is not None:
             group += f"/layer-{layer}"
         numbers = {

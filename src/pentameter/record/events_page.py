@@ -1,0 +1,58 @@
+"""The reference page docs/events.md, made from the events' classes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from dataclasses import fields
+
+from pentameter.record import events
+
+HEAD = """\
+# Events
+
+<!-- Written by `make docs` from src/pentameter/record/events.py; do not edit. -->
+
+For programs that read what a run has recorded. A run's `metrics.jsonl` has a JSON object a line:
+its kind under `event`, the values below, and the `time` at which it was written, in seconds since
+1970 (UTC). NaN and infinity are `null`. A hook's own kinds stand beside these. In Python,
+`read_events(folder).of(StepMetrics)` of `pentameter.record.event_reader` gives the objects.
+"""
+
+
+def events_page() -> str:
+    """Return the Markdown text for docs/events.md: each kind of event with its keys, their types
+    and meanings."""
+    parts = [HEAD, _section("`start` and `resume`", events.RunStart)]
+    for word, kind in events.KINDS.items():
+        if kind not in (events.RunStart, events.RunResume):
+            parts.append(_section(f"`{word}`", kind))
+        if kind is events.EvalMetrics:
+            parts.append(_section(f"`{word}`, of questions", events.ChoiceMetrics))
+    return "\n".join(parts)
+
+
+def _section(title: str, kind: type[events.Event]) -> str:
+    """Return the part of the page on one kind of event."""
+    rows = ["| key | type | meaning |", "| --- | --- | --- |"]
+    meanings = _meanings(kind)
+    for each in fields(kind):
+        if each.name != "time" and not each.metadata.get("earlier"):
+            words = (
+                str(each.type).replace(" | None", " or null").replace("tuple[float, ...]", "list")
+            )
+            rows.append(f"| `{each.name}` | {words} | {meanings.get(each.name, '')} |")
+    return "\n".join([f"## {title}", "", " ".join((kind.__doc__ or "").split()), "", *rows, ""])
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return the docstring of each field, by its name: the string below it in the source."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(each)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return found
