@@ -355,7 +355,8 @@ def test_two_machines_say_where_they_stand_and_every_process_keeps_a_log(tmp_pat
     assert [process.returncode for process in processes] == [0, 0], said
     main, other = (out for out, _ in said)
     assert "sample at step 4:" in main
-    assert "rank 1" not in main
+    told = re.sub(r"(?m)^warning: .*", "", main)  # of a busy machine, which may be rank 1's
+    assert "rank 1" not in told
     lines = [re.sub(r" ·.*", "", line) for line in other.splitlines()]
     assert lines == ["rank 1: grammar", *(f"rank 1: step {step}/4" for step in (1, 2, 4))]
     log = (tmp_path / "run" / "logs" / "rank-00001.txt").read_text()
