@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,11 @@ ROOMS = {
     },
 }  # fmt: skip
 """Package → its rooms and the files beside them, each with its layer within the package."""
+
+MOST_FILES = 12
+"""Most files of a folder's own, without its rooms; `cli` has one for each verb."""
+READERS = {"record", "report"}
+"""Packages that know a run by what it has recorded, and not by what trains it."""
 
 FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "estimating", "data"}
 FREE_OF_ESTIMATES = {
@@ -258,6 +264,12 @@ def test_rooms_import_from_those_below(package):
     assert rooms == set(layer)
 
 
+def test_a_folder_has_few_files_of_its_own():
+    counts = Counter(path.parent for path in files() if path.stem != "__init__")
+    full = {str(folder.relative_to(SOURCE)) for folder, n in counts.items() if n > MOST_FILES}
+    assert full == {"cli"}, "give files that belong together a room"
+
+
 def test_no_files_import_each_other_in_a_circle():
     found = [
         [str(path.relative_to(SOURCE)) for path in circle] for circle in circles(file_imports())
@@ -271,8 +283,9 @@ def test_no_files_import_each_other_in_a_circle():
         (FREE_OF_TORCH, "torch"),
         (FREE_OF_DISTRIBUTED, "torch.distributed"),
         (FREE_OF_ESTIMATES, "pentameter.estimating"),
+        (READERS, "pentameter.train"),
     ],
-    ids=["torch", "torch.distributed", "estimates"],
+    ids=["torch", "torch.distributed", "estimates", "training"],
 )
 def test_packages_stay_free_of(packages, module):
     wrong = [

@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import config, events, fit
 
 from pentameter.record.events import ExpertMetrics
-from pentameter.train.hooks import records_loads
+from pentameter.train.run import records_loads
 from pentameter.train.say.run_lines import RunLines
 
 MIXTURE = {"n_experts": 4, "d_expert": 8, "n_layers": 2, "dense_layers": 1}

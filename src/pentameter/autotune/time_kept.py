@@ -17,7 +17,7 @@ from statistics import median
 from pentameter.autotune.time_budget import TimeBudget
 from pentameter.formatting import duration
 from pentameter.record.events import EvalMetrics, RunEnd, StepMetrics
-from pentameter.train.hooks import TrainingRun
+from pentameter.train.run import TrainingRun
 
 TOLERANCE = 0.06
 """Fraction of the time by which a run may miss it before its end is moved."""

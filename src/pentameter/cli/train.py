@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pentameter.cli.options.time_option import TimedRun
     from pentameter.config.schema import Config
     from pentameter.processes.group.join import Meeting
-    from pentameter.train.hooks import TrainingRun
+    from pentameter.train.run import TrainingRun
     from pentameter.train.say.profile import Profile
 
 

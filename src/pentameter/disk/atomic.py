@@ -34,6 +34,9 @@ _MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in me
 
 LIMIT_BYTES = 1 << 28
 """Maximum size in bytes when another program's file is read whole."""
+MAX_JSON_BYTES = 64 * 2**20
+"""Maximum size in bytes of a JSON file of our own: they are small; more is an attack or a mistake.
+"""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 
@@ -279,6 +282,12 @@ def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     larger than `limit_bytes`, StorageError if it cannot be read.
     """
     return decode_json(_read_foreign(path, limit_bytes), path)
+
+
+def read_own_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that this package wrote; no link is followed. Raises
+    CorruptError if it is missing or damaged, StorageError if it cannot be read."""
+    return decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
 
 
 def decode_json(data: bytes, path: Path) -> dict[str, Any]:

@@ -18,16 +18,15 @@ from pentameter.checkpoint.folders.opening import (
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.disk.atomic import decode_json, read_regular
+from pentameter.disk.atomic import read_own_json
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.layouts.layout import parse_parallel
 from pentameter.record.event_reader import read_events
 from pentameter.record.events import UNKNOWN, Rollback, SkippedStep, StepMetrics, number
+from pentameter.record.identity import RunIdentity, read_identity
 from pentameter.record.reading import as_table, check_run_folder
-from pentameter.train.keep.resuming import read_identity
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def read_record(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        run_id=identity["run_id"],
+        run_id=identity.run_id,
         begins_with=_begins_with(identity),
         numbers=numbers,
         skips=skips,
@@ -236,9 +235,9 @@ def read_record(folder: Path) -> RunRecord:
             if UNKNOWN != each.to_step < each.step
         },
         rates={each.step: each.learning_rate for each in logged},
-        checkpoints=tuple(sorted(set(_own_checkpoints(folder, identity["run_id"])))),
+        checkpoints=tuple(sorted(set(_own_checkpoints(folder, identity.run_id)))),
         starts=_starts(folder),
-        plan=_json(folder / "plan.json"),
+        plan=read_own_json(folder / "plan.json"),
     )
 
 
@@ -281,11 +280,11 @@ def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
     return None
 
 
-def _begins_with(identity: Mapping[str, Any]) -> str | None:
+def _begins_with(identity: RunIdentity) -> str | None:
     """Return in words what a run with this identity began with; None for random weights."""
-    if identity["init_from"] is not None:
-        return f"the weights of {identity['init_from']['path']}"
-    parent = identity["parent"]
+    if identity.init_from is not None:
+        return f"the weights of {identity.init_from['path']}"
+    parent = identity.parent
     return None if parent is None else f"step {parent.get('step')} of run {parent.get('run_id')}"
 
 
@@ -301,11 +300,7 @@ def _starts(folder: Path) -> list[Mapping[str, Any]]:
     """Return what environment.json records of each start, oldest first; none if it is missing or
     damaged, as only people read it otherwise."""
     with suppress(CorruptError, StorageError):
-        latest = _json(folder / "environment.json")
+        latest = read_own_json(folder / "environment.json")
         earlier = latest.pop("earlier_starts", [])
         return [*map(as_table, earlier if isinstance(earlier, list) else []), latest]
     return []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)

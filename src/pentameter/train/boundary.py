@@ -17,8 +17,9 @@ from pentameter.errors import CorruptError, StorageError
 from pentameter.generation.loop import sample_text
 from pentameter.record.events import EndKind, RunEnd
 from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
-from pentameter.train.hooks import Hooks, SampledText, TrainingRun
+from pentameter.train.hooks import Hooks, SampledText
 from pentameter.train.keep.saving import RunCheckpoints, failure_ends_run
+from pentameter.train.run import TrainingRun
 from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 

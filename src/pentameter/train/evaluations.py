@@ -23,7 +23,7 @@ from pentameter.evaluate.multiple_choice import (
 )
 from pentameter.evaluate.split import evaluate, evaluation_batch_size
 from pentameter.record.events import EvalMetrics
-from pentameter.train.hooks import TrainingRun
+from pentameter.train.run import TrainingRun
 from pentameter.train.user_components import CustomBatches
 
 VALIDATION, TRAIN, TEST = "val", "train", "test"

@@ -26,15 +26,16 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
+from pentameter.record.identity import shards_read
 from pentameter.train.compute import Compute, check_device_memory, choose_compute
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.faults.health import check_health
-from pentameter.train.hooks import TrainingRun
 from pentameter.train.keep.copying import open_copies
 from pentameter.train.keep.restoring import restore_newer_copy
-from pentameter.train.keep.resuming import RunRequest, plan_run, shards_read
+from pentameter.train.keep.resuming import RunRequest, plan_run
 from pentameter.train.keep.run_folder import RunFolder, open_run_folder
 from pentameter.train.keep.saving import RunCheckpoints, load_tensors
+from pentameter.train.run import TrainingRun
 from pentameter.train.say.console import Console
 from pentameter.train.say.event_log import EventLog
 from pentameter.train.say.introduction import introduction

@@ -14,13 +14,13 @@ from typing import Any
 
 from pentameter.checkpoint.format.manifest import (
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     Manifest,
     read_manifest,
 )
 from pentameter.checkpoint.format.tensor_reader import StoredTensors
 from pentameter.config.urls import shown_url, was_url
 from pentameter.disk.atomic import (
+    MAX_JSON_BYTES,
     check_files,
     decode_json,
     is_temporary,

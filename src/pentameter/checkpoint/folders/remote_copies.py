@@ -28,7 +28,6 @@ from pentameter.checkpoint.folders.opening import read_own_manifest, step_folder
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.manifest import (
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     Manifest,
     checked_step,
     decode_versioned,
@@ -36,7 +35,7 @@ from pentameter.checkpoint.format.manifest import (
     parse_records,
     sealed_json,
 )
-from pentameter.disk.atomic import FileRecord, check_hash, write_hashed
+from pentameter.disk.atomic import MAX_JSON_BYTES, FileRecord, check_hash, write_hashed
 from pentameter.disk.owner import Owner, current_owner
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.disk.atomic import (
+    MAX_JSON_BYTES,
     FileRecord,
     decode_json,
     read_regular,
@@ -23,7 +24,6 @@ from pentameter.errors import CorruptError
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 MAX_STEP = 2**31 - 1  # steps are indexed by 32-bit words everywhere
-MAX_JSON_BYTES = 64 * 2**20  # manifests and states are small; more is an attack or a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pentameter.autotune.time_kept import TimeKept
     from pentameter.config.schema import Config
     from pentameter.data.progress import Progress
-    from pentameter.train.hooks import TrainingRun
+    from pentameter.train.run import TrainingRun
 
 SECONDS = {"h": 3600, "m": 60, "s": 1}
 LONGEST_SECONDS = 366 * 86_400
@@ -173,12 +173,12 @@ class TimedRun:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the recorded choice in the file `path`; None if it is missing. Raises CorruptError if
     it is damaged."""
-    from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
-    from pentameter.disk.atomic import decode_json, read_regular
+
+    from pentameter.disk.atomic import read_own_json
 
     if not path.exists():
         return None
-    record = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+    record = read_own_json(path)
     try:
         float(record["asked"]["seconds"])
         dict(record["chosen"])

@@ -36,7 +36,7 @@ from pentameter.parallel.engine import keeping_buffers
 from pentameter.parallel.local_shards import local_shard
 from pentameter.planning.layouts.layout import Layout
 from pentameter.processes.failures.failure import spelled
-from pentameter.train.hooks import TrainingRun
+from pentameter.train.run import TrainingRun
 
 Hashes = tuple[int, ...]
 """A hash of each rank's gradients, in rank order."""

@@ -21,8 +21,9 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.record.events import Rollback, SkippedStep
 from pentameter.train.faults.guard import initial_history, spike_limits
 from pentameter.train.faults.row_losses import highest_rows
-from pentameter.train.hooks import Hooks, TrainingRun
+from pentameter.train.hooks import Hooks
 from pentameter.train.keep.saving import RunCheckpoints, load_tensors
+from pentameter.train.run import TrainingRun
 from pentameter.train.state import EpochSums, GuardState, saved_state
 from pentameter.train.update import Update
 

@@ -23,10 +23,9 @@ from pathlib import Path
 
 from pentameter.checkpoint.folders.opening import read_own_manifest, step_folder_name
 from pentameter.checkpoint.folders.remote_copies import RemoteCopies
-from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
 from pentameter.config.schema import CheckpointConfig
 from pentameter.config.urls import shown_url
-from pentameter.disk.atomic import read_regular
+from pentameter.disk.atomic import MAX_JSON_BYTES, read_regular
 from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
 from pentameter.errors import CorruptError, PentameterError, StorageError
 from pentameter.processes.failures.progress import STARTING

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pentameter.checkpoint.folders.opening import find_checkpoint
 from pentameter.checkpoint.folders.remote_copies import (
     Copy,
     RemoteCopies,
@@ -16,8 +15,8 @@ from pentameter.checkpoint.folders.remote_copies import (
     read_run_file,
 )
 from pentameter.checkpoint.folders.store import CheckpointStore
-from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
 from pentameter.disk.atomic import (
+    MAX_JSON_BYTES,
     check_free_space,
     decode_json,
     make_folder,
@@ -31,8 +30,9 @@ from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, RunFolderInUseError, StorageError
 from pentameter.formatting import size
 from pentameter.processes.group.world import World
+from pentameter.record.identity import RunIdentity
 from pentameter.train.keep.copying import COPIED_FILES, SAMPLES_NAME
-from pentameter.train.keep.resuming import RunRequest, read_identity, refuse_foreign
+from pentameter.train.keep.resuming import RunRequest, newest_of_run, refuse_foreign
 from pentameter.train.keep.run_folder import RESUME_WORDS, refuse_links
 from pentameter.train.say.console import Console
 
@@ -66,12 +66,7 @@ def _newest_there(request: RunRequest) -> tuple[str, int] | None:
     """Return the run's id and the step of its newest whole checkpoint in the run folder; None
     without one."""
     with suppress(CorruptError):  # what is damaged here is no reason not to bring it back
-        identity = read_identity(request.run_dir)
-        if identity is not None:
-            folder, run_id = request.run_dir / "checkpoints", str(identity["run_id"])
-            check = request.verification.check
-            found = find_checkpoint(folder, [], run_id=run_id, check=check)
-            return None if found is None else (run_id, found.step)
+        return newest_of_run(request.run_dir, request.verification.check)
     return None
 
 
@@ -153,7 +148,7 @@ class _Restoring(threading.Thread):
         """Restore the newest of the copies in `newer` (newest first) that is whole."""
         assert copies.run_id is not None  # there are copies
         refuse_links(self._path)
-        refuse_foreign(self._path, {"run_id": copies.run_id})
+        refuse_foreign(self._path, RunIdentity(copies.run_id))
         store = CheckpointStore(
             self._path / "checkpoints",
             run_id=copies.run_id,

@@ -9,10 +9,9 @@ does not cover earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pentameter.checkpoint.folders.opening import (
     Check,
@@ -23,17 +22,16 @@ from pentameter.checkpoint.folders.opening import (
     read_own_manifest,
 )
 from pentameter.checkpoint.folders.verification import Verification
-from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
 from pentameter.config.files.load import load_config
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.disk.atomic import decode_json, read_regular
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import World
+from pentameter.record.identity import RunIdentity, read_identity
 from pentameter.train.user_components import UserComponents
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
@@ -65,51 +63,6 @@ class RunRequest:
 # -- whose folder it is -------------------------------------------------------------------------
 
 
-def shards_read(path: Path) -> list[str]:
-    """Return the names of the folders of token shards that the run in `path` has read; none if
-    there is no run, or plan.json, which records them, is damaged."""
-    plan_file = path / "plan.json"
-    try:
-        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
-    except (CorruptError, StorageError):
-        return []
-    match record.get("data"):
-        case {"shards": list(folders)}:
-            return [Path(str(folder)).name for folder in folders]
-    return []
-
-
-def read_identity(path: Path) -> dict[str, Any] | None:
-    """Read the identity of the run in `path` from plan.json: `run_id`, `parent` (the run and step
-    it branched off from, or None) and `init_from` (the model its weights came from, or None).
-    Return None if there is no run. Raises CorruptError if plan.json is missing or damaged."""
-    if not (path / "config.toml").exists():
-        return None
-    try:
-        plan_file = path / "plan.json"
-        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
-        identity = {key: record.get(key) for key in ("run_id", "parent", "init_from")}
-        if not isinstance(identity["run_id"], str):
-            raise TypeError("run_id is not a text")
-        for key in ("parent", "init_from"):
-            if not isinstance(identity[key], Mapping | None):
-                raise TypeError(f"{key} is not an object")
-        if identity["init_from"] is not None:
-            origin = identity["init_from"]
-            texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
-            counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
-            identity["init_from"] = {key: str(origin[key]) for key in texts} | {
-                key: origin[key] for key in counts
-            }
-    except (CorruptError, StorageError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(
-            f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
-            "recognised; continue in a new folder with --run-dir NEW --resume "
-            f"{path}/checkpoints/step-…"
-        ) from error
-    return identity
-
-
 def step_folders(path: Path) -> list[str]:
     """Return the names in `path`/checkpoints that complete checkpoints can have (step-…),
     sorted."""
@@ -117,7 +70,7 @@ def step_folders(path: Path) -> list[str]:
     return sorted(name for name in names if is_step_folder(name))
 
 
-def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
+def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:
     """Raise ConfigError if `path` holds checkpoints of another run than `identity`, the record that
     `read_identity(path)` returns. If it is None (no config.toml, which marks a run folder), raise
     ConfigError for any checkpoint, and for a plan.json next to metrics."""
@@ -144,16 +97,26 @@ def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
             run_id = read_own_manifest(candidate.path).run_id
         except CorruptError:
             continue  # it belongs to no run
-        if run_id != identity["run_id"]:
+        if run_id != identity.run_id:
             foreign[candidate.path.name] = run_id
     if foreign:
         others = ", ".join(sorted(set(foreign.values())))
         raise ConfigError(
-            f"{path} mixes two runs: plan.json is of run {identity['run_id']}, and the checkpoints "
+            f"{path} mixes two runs: plan.json is of run {identity.run_id}, and the checkpoints "
             f"{_few(sorted(foreign))} are of {others}. Put the plan.json and config.toml of the "
             f"checkpoints' run back, or move those checkpoints away, or give {branch} to branch "
             f"off, or {NEW_FOLDER}"
         )
+
+
+def newest_of_run(path: Path, check: Check) -> tuple[str, int] | None:
+    """Return the id of the run in the folder `path`, and the step of its newest checkpoint that is
+    whole by `check`; None without one. Raises CorruptError if plan.json is damaged."""
+    identity = read_identity(path)
+    if identity is None:
+        return None
+    found = find_checkpoint(path / "checkpoints", [], run_id=identity.run_id, check=check)
+    return None if found is None else (identity.run_id, found.step)
 
 
 def no_checkpoint(request: RunRequest) -> ConfigError:
@@ -327,22 +290,16 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
     if not extends or same:
         return plan
     verification = request.verification
-    start = verification.on_main(lambda: _last_step(path, verification.check), STARTING)
-    if start is None:
+    found_last = verification.on_main(lambda: newest_of_run(path, verification.check), STARTING)
+    if found_last is None:
         raise no_checkpoint(request)
+    start = found_last[1]
     if plan.steps <= start:
         raise ConfigError(
             f"--resume extend: the run in {path} has made {start} steps already, and "
             f"train.steps={plan.steps} is not beyond; say how many there are to be in all"
         )
     return plan_of(_beginning_at(config, start))
-
-
-def _last_step(path: Path, check: Check) -> int | None:
-    identity = read_identity(path)
-    assert identity is not None  # config.toml exists
-    checkpoint = find_checkpoint(path / "checkpoints", [], run_id=identity["run_id"], check=check)
-    return None if checkpoint is None else checkpoint.step
 
 
 def _beginning_at(config: Config, step: int) -> Config:

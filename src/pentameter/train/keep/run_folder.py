@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -23,7 +23,6 @@ from pentameter.checkpoint.folders.opening import (
 )
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.folders.verification import VISIBLE_SECONDS, Verification
-from pentameter.checkpoint.format.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.state.initial_weights import (
     InitialWeights,
     check_origin,
@@ -34,9 +33,10 @@ from pentameter.config.fingerprint import config_hash
 from pentameter.data.shards.dataset import Dataset
 from pentameter.data.shards.stream import tokens_for
 from pentameter.disk.atomic import (
-    decode_json,
+    MAX_JSON_BYTES,
     is_temporary,
     make_folder,
+    read_own_json,
     read_regular,
     remove_tree,
     storage_errors,
@@ -50,13 +50,13 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import World
 from pentameter.record.events import CheckpointMetrics
+from pentameter.record.identity import RunIdentity, read_identity
 from pentameter.record.log_files import Reached, rewind_metrics
 from pentameter.train.keep.resuming import (
     RunRequest,
     check_same_run,
     check_start_step,
     no_checkpoint,
-    read_identity,
     refuse_foreign,
     step_folders,
 )
@@ -166,7 +166,7 @@ def _earlier_starts(path: Path) -> list[Any]:
     """Return the starts recorded in environment.json, oldest first; an empty list if it is missing
     or damaged, since only people read it."""
     with suppress(CorruptError, StorageError, RecursionError):
-        before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+        before = read_own_json(path)
         starts = before.pop("earlier_starts", [])
         json.dumps([starts, before], indent=2)  # too deep to be written again?
         return [*(starts if isinstance(starts, list) else []), before]
@@ -229,7 +229,7 @@ def _holds(path: Path, run_id: str) -> bool:
         identity = read_identity(path)
     except (CorruptError, OSError):  # a network file system may show half of it yet
         return False
-    return identity is not None and identity["run_id"] == run_id
+    return identity is not None and identity.run_id == run_id
 
 
 def refuse_links(path: Path) -> None:
@@ -264,10 +264,10 @@ def _open(
         identity = None  # it failed before its first checkpoint: there is nothing to resume
     parent = None if given is None else {"run_id": given.manifest.run_id, "step": given.step}
     if identity is None:
-        identity = {"run_id": uuid.uuid4().hex, "parent": parent, "init_from": None}
+        identity = RunIdentity(uuid.uuid4().hex, parent)
     else:
         _check_resumes(request, identity, parent)
-    run_id = str(identity["run_id"])
+    run_id = identity.run_id
     store = CheckpointStore(
         path / "checkpoints",
         run_id=run_id,
@@ -282,7 +282,7 @@ def _open(
         checkpoint = given
         if init_from is not None:  # also for a run that died in its first save
             weights = initial_weights(init_from, plan.config, dataset.tokenizer, check)
-            identity["init_from"] = weights.origin
+            identity = replace(identity, init_from=weights.origin)
             # The other ranks take this one, whatever the run there saves meanwhile.
             begins_with = init_from if weights.stored.checkpoint is None else weights.stored.path
     else:
@@ -300,8 +300,8 @@ def _open(
         "batches": request.supplied.record(plan)["batches"],
         "own_keys": own_keys,
     }
-    _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
-    base_model = (identity["init_from"] or {}).get("base_model")
+    _write_identity(path, plan, {**asdict(identity), "data": data}, store.warnings, is_new=is_new)
+    base_model = (identity.init_from or {}).get("base_model")
     own_store = store.with_verification(Verification())
     folder = RunFolder(
         path, run_id, own_store, checkpoint, None, base_model, own_keys=own_keys, fence=fence
@@ -324,7 +324,7 @@ def _check_data(path: Path, dataset: Dataset, plan: Plan, checkpoint: Checkpoint
 
 
 def _check_resumes(
-    request: RunRequest, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
+    request: RunRequest, identity: RunIdentity, parent: Mapping[str, Any] | None
 ) -> None:
     """Raise ConfigError if the run in the folder, identified by `identity`, may not resume:
     `--resume never` was given, or the run began from other weights, or `parent` (the checkpoint to
@@ -335,12 +335,12 @@ def _check_resumes(
             f"--resume never: {path} already holds a run; give another --run-dir or --name, "
             "or remove the folder"
         )
-    if parent is not None and identity.get("parent") != parent:
+    if parent is not None and identity.parent != parent:
         raise ConfigError(
             f"--resume {request.resume}: {path} already holds a run that did not start from that "
             "checkpoint; give another --run-dir to branch off from it"
         )
-    check_origin(identity["init_from"], request.init_from, path, request.verification.check)
+    check_origin(identity.init_from, request.init_from, path, request.verification.check)
 
 
 def _open_given(resume: str, init_from: Path | None, check: Check) -> Checkpoint:

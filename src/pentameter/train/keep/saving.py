@@ -68,8 +68,8 @@ from pentameter.processes.group.world import World
 from pentameter.record.events import CheckpointMetrics
 from pentameter.train.compute import Compute
 from pentameter.train.faults.checking import FaultChecks
-from pentameter.train.hooks import TrainingRun
 from pentameter.train.keep.run_folder import hash_of_read
+from pentameter.train.run import TrainingRun
 
 ROLLBACK_CHECKPOINTS = 2
 """Checkpoints that are kept for rollbacks: of a run that fails again at once the first of them was

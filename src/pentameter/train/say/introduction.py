@@ -9,8 +9,8 @@ from pentameter.data.corpora.registry import corpus_of
 from pentameter.formatting import size
 from pentameter.planning.plan import Plan
 from pentameter.train.evaluations import begins_with_evaluation
-from pentameter.train.hooks import TrainingRun
 from pentameter.train.keep.resuming import saved_layout
+from pentameter.train.run import TrainingRun
 
 
 def introduction(run: TrainingRun) -> list[str]:

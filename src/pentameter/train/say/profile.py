@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pentameter.errors import ConfigError, StorageError
 from pentameter.record.events import RunEnd, SkippedStep, StepMetrics
-from pentameter.train.hooks import TrainingRun
+from pentameter.train.run import TrainingRun
 
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10

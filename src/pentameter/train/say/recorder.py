@@ -20,7 +20,8 @@ from pentameter.record.events import (
     SkippedStep,
     StepMetrics,
 )
-from pentameter.train.hooks import SampledText, TrainingRun, is_logged
+from pentameter.train.hooks import SampledText
+from pentameter.train.run import TrainingRun, is_logged
 
 
 class Recorder:

@@ -24,7 +24,7 @@ from pentameter.record.events import (
 )
 from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
 from pentameter.train.faults.pace import SlowRank
-from pentameter.train.hooks import TrainingRun, is_logged
+from pentameter.train.run import TrainingRun, is_logged
 
 SLOW_STEP_SECONDS = 0.5
 """Seconds of a step from which its line shows them, next to the tokens per second."""

@@ -20,7 +20,7 @@ from pentameter.planning.plan import Plan
 from pentameter.record.events import StepMetrics
 from pentameter.train.compute import Compute
 from pentameter.train.faults.pace import OwnTime
-from pentameter.train.hooks import TrainingRun
+from pentameter.train.run import TrainingRun
 
 WINDOW_STEPS = 20
 """Number of latest steps whose median time predicts the remaining ones."""

@@ -1,0 +1,63 @@
+"""The identity of a run: what its plan.json says of whose folder it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.disk.atomic import read_own_json
+from pentameter.errors import CorruptError, StorageError
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Which run a folder holds, and what it began with."""
+
+    run_id: str
+    parent: Mapping[str, Any] | None = None
+    """The run (`run_id`) and `step` from which it branched off; None if it did not."""
+    init_from: Mapping[str, Any] | None = None
+    """The model whose weights it began with; None for random weights."""
+
+
+def read_identity(path: Path) -> RunIdentity | None:
+    """Read the identity of the run in the folder `path` from plan.json; None if there is no run,
+    which is marked by a config.toml. Raises CorruptError if plan.json is missing or damaged."""
+    if not (path / "config.toml").exists():
+        return None
+    try:
+        record = read_own_json(path / "plan.json")
+        run_id, parent, origin = (record.get(key) for key in ("run_id", "parent", "init_from"))
+        if not isinstance(run_id, str):
+            raise TypeError("run_id is not a text")
+        if not isinstance(parent, Mapping | None) or not isinstance(origin, Mapping | None):
+            raise TypeError("parent or init_from is not an object")
+        return RunIdentity(run_id, parent, None if origin is None else _origin(origin))
+    except (CorruptError, StorageError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
+            "recognised; continue in a new folder with --run-dir NEW --resume "
+            f"{path}/checkpoints/step-…"
+        ) from error
+
+
+def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `init_from` says of a model: texts, and numbers where it has them."""
+    texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
+    counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
+    return {key: str(origin[key]) for key in texts} | {key: origin[key] for key in counts}
+
+
+def shards_read(path: Path) -> list[str]:
+    """Return the names of the folders of token shards that the run in `path` has read; none if
+    there is no run, or plan.json, which records them, is damaged."""
+    try:
+        record = read_own_json(path / "plan.json")
+    except (CorruptError, StorageError):
+        return []
+    match record.get("data"):
+        case {"shards": list(folders)}:
+            return [Path(str(folder)).name for folder in folders]
+    return []
