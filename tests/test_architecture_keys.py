@@ -19,7 +19,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
 )
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.state import initial_weights
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig

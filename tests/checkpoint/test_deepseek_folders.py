@@ -17,7 +17,7 @@ from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import from_their_config
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import INDEX, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.config.files.load import load_config

@@ -14,7 +14,7 @@ from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.hugging_face.config_json import choose_family, from_their_config
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.packed_experts import _dequantized, form_of, pack, unpack
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap

@@ -20,7 +20,7 @@ from pentameter.checkpoint.hugging_face.expert_rules import (
     SCORES_SUM_TO_ONE,
     SHARED_EXPERT_WITH_A_GATE,
 )
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.state.state_dicts import model_state

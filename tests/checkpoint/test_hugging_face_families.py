@@ -28,7 +28,7 @@ from their_models import (
 
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.hugging_face import folder as folder_module
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate

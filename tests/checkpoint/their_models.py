@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.data.tokenizers.bpe import train_bpe
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES, NOT_OURS
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.messages import shown

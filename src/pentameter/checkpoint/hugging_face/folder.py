@@ -29,7 +29,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     simplest,
     to_their_config,
 )
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.family import Family, StoredForm
 from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.folders.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import choose_family
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pentameter import formatting
 from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.hugging_face.config_json import choose_family
-from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
 from pentameter.config.fields import values_of
 from pentameter.config.schema import Config

@@ -1,0 +1,27 @@
+"""Mistral."""
+
+from __future__ import annotations
+
+from pentameter.checkpoint.hugging_face.families.entries import (
+    OF_LLAMA,
+    ONE_WINDOW,
+    with_defaults,
+)
+from pentameter.checkpoint.hugging_face.family import (
+    Family,
+)
+from pentameter.checkpoint.hugging_face.rotary_rules import (
+    WHOLE_HEADS_TURN,
+)
+
+MISTRAL = Family(
+    label="Mistral",
+    architecture="MistralForCausalLM",
+    written={
+        **with_defaults(OF_LLAMA, context_length=131072, d_ff=14336, n_kv_heads=8),
+        "sliding_window": ("sliding_window", 4096),
+    },
+    rules=(WHOLE_HEADS_TURN,),
+    differs={"sliding_window_pattern": ONE_WINDOW},
+    not_ours={"layer_types": ONE_WINDOW},
+)
