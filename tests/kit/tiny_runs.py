@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 from pentameter.checkpoint.folders.opening import open_checkpoint
+from pentameter.checkpoint.format.manifest import FileRecord, read_manifest
 from pentameter.config.schema import Config
 from pentameter.train.loop import Trainer
 
@@ -57,3 +60,20 @@ def hashes(run: Path, step: int) -> dict[str, str]:
     """The sha256 of each file of tensors in a checkpoint."""
     manifest = open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest
     return {f.name: f.sha256 for f in manifest.files if f.name.endswith(".safetensors")}
+
+
+def seal(checkpoint, **changes):
+    """Write state.json with `changes` (None removes a key), and a manifest that agrees with it."""
+    path = checkpoint / "state.json"
+    state = {**json.loads(path.read_text()), **changes}
+    data = json.dumps({k: v for k, v in state.items() if v != "absent"}).encode()
+    path.write_bytes(data)
+    manifest = read_manifest(checkpoint)
+    files = tuple(
+        FileRecord(each.name, len(data), hashlib.sha256(data).hexdigest())
+        if each.name == "state.json"
+        else each
+        for each in manifest.files
+    )
+    sealed = dataclasses.replace(manifest, files=files)
+    (checkpoint / "manifest.json").write_bytes(sealed.to_bytes())

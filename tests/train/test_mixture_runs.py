@@ -4,8 +4,7 @@ import functools
 import json
 
 import pytest
-from test_resuming import seal
-from tiny_runs import config, events, fit
+from tiny_runs import config, events, fit, seal
 
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset

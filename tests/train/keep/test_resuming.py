@@ -2,18 +2,16 @@
 
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import shutil
 import signal
 
 import pytest
-from tiny_runs import config, events, fit
+from tiny_runs import config, events, fit, seal
 
 from pentameter.checkpoint.folders.opening import read_manifest
 from pentameter.config.files.load import load_config
-from pentameter.disk.atomic import FileRecord
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.train.loop import Trainer
 
@@ -55,23 +53,6 @@ def refused(run, match, error=ConfigError, **arguments):
         fit(run, **arguments)
     assert content(run) == before
     return str(caught.value)
-
-
-def seal(checkpoint, **changes):
-    """Write state.json with `changes` (None removes a key), and a manifest that agrees with it."""
-    path = checkpoint / "state.json"
-    state = {**json.loads(path.read_text()), **changes}
-    data = json.dumps({k: v for k, v in state.items() if v != "absent"}).encode()
-    path.write_bytes(data)
-    manifest = read_manifest(checkpoint)
-    files = tuple(
-        FileRecord(each.name, len(data), hashlib.sha256(data).hexdigest())
-        if each.name == "state.json"
-        else each
-        for each in manifest.files
-    )
-    sealed = dataclasses.replace(manifest, files=files)
-    (checkpoint / "manifest.json").write_bytes(sealed.to_bytes())
 
 
 # -- whose folder it is -------------------------------------------------------------------------
