@@ -34,8 +34,8 @@ from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
+from pentameter.estimating.bytes.fit import Verdict, memory_verdict
 from pentameter.estimating.bytes.plan_estimates import step_of
-from pentameter.estimating.fit import Verdict, memory_verdict
 from pentameter.estimating.search.candidates import LayoutCandidate
 from pentameter.estimating.search.search import Allowed, search
 from pentameter.estimating.seconds.cluster import Cluster, parse_cluster

@@ -298,6 +298,19 @@ def test_packages_stay_free_of(packages, module):
     assert not wrong, places(wrong)
 
 
+def test_training_knows_of_estimates_their_bytes_alone():
+    """Whether a run fits is asked before it starts; seconds are a plan's, of whoever plans."""
+    wrong = [
+        (path, item.line, f"imports {item.module}")
+        for path in files()
+        if package_of(path) == "train"
+        for item in imports(path)
+        if is_or_inside(item.module, "pentameter.estimating")
+        and not is_or_inside(item.module, "pentameter.estimating.bytes")
+    ]
+    assert not wrong, places(wrong)
+
+
 def test_cli_imports_nothing_heavy_at_the_top():
     heavy = ("torch", "numpy", "pydantic", "matplotlib", "tokenizers", "safetensors")
     wrong = [

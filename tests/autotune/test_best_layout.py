@@ -12,7 +12,7 @@ from pentameter.autotune.best_layout import best_layout, choose_together
 from pentameter.config.files.load import load_config
 from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
-from pentameter.estimating.fit import MEMORY_MARGIN
+from pentameter.estimating.bytes.fit import MEMORY_MARGIN
 from pentameter.estimating.search.search import all_candidates
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.processes.group.join import Meeting

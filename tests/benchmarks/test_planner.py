@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.files.load import load_config
-from pentameter.estimating.fit import MEMORY_MARGIN
+from pentameter.estimating.bytes.fit import MEMORY_MARGIN
 from pentameter.estimating.seconds.cluster import known_devices, parse_cluster
 from pentameter.estimating.seconds.estimate import make_estimate
 

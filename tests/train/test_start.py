@@ -11,8 +11,8 @@ from tiny_runs import config as tiny_config
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
+from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 from pentameter.estimating.bytes.plan_estimates import plan_memory
-from pentameter.estimating.seconds.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.record.reading import read_run
 from pentameter.train import compute, start

@@ -4,6 +4,7 @@ figures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ from pentameter.estimating.seconds.cluster import (
     parse_cluster,
     read_devices,
 )
+from pentameter.estimating.seconds.estimate import Estimate
+from pentameter.estimating.seconds.step_time import StepTime
 from pentameter.machine.cores import host_memory_bytes
+from pentameter.planning.plan import Plan
 
 if TYPE_CHECKING:
     from pentameter.machine.capabilities import Capabilities
@@ -54,6 +58,56 @@ def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
         (device,) = read_devices(measured).values()
         return Cluster(device_key="this machine", device=device, **shape), True
     return Cluster(device_key="cpu", device=typical_cpu(capabilities), **shape), False
+
+
+SLOW = 1.3
+"""Ratio of measured to planned step time above which steps count as slow."""
+SlowStepWarning = Callable[[float, float], str | None]
+"""What warns of steps that took so many seconds, of which so many waited for their batch."""
+
+
+def slow_step_warning(
+    plan: Plan, precision: str, device_type: str, local_size: int
+) -> SlowStepWarning | None:
+    """Return what warns of a run's steps if they take more than SLOW × their predicted time, in
+    `precision` on a device of `device_type` (cpu, cuda), `local_size` processes on each machine;
+    None if the devices' speed is neither known nor measured."""
+    cluster, is_known = this_cluster(plan.layout.world_size, local_size)
+    device, products = cluster.device, (precision, plan.config.train.matmul_precision)
+    is_known = is_known and plan.built_by is None  # operations unknown
+    if not is_known or device_type != ("cpu" if device.shared else "cuda"):
+        return None
+    if device.peak_flops(*products) is None:
+        return None
+    planned = Estimate(plan, cluster, precision).time
+    return lambda took, waited: (
+        slow_step(planned, took, waited) if took > SLOW * planned.seconds else None
+    )
+
+
+def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
+    """Return the warning's text for steps that are slower than predicted.
+
+    planned: the predicted step time in seconds, with its parts: compute, communication, bubble.
+    took: the measured seconds per step (a median).
+    waited_for_input: the measured seconds per step, included in `took`, spent reading the batch.
+
+    The text blames the batch if reading it takes more than half the excess, else compute or
+    communication.
+    """
+    late = took - planned.seconds
+    waiting = sum(planned.exposed.values())
+    said = (
+        f"a step takes {took:.3g} s, {took / planned.seconds - 1:.0%} more than the "
+        f"{planned.seconds:.3g} s planned ({planned.compute:.3g} s compute, "
+        f"{waiting:.3g} s communication"
+    )
+    if planned.bubble:
+        said += f", {planned.bubble:.3g} s of the pipeline's bubble"
+    if waited_for_input > late / 2:
+        return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
+    part = "compute or communication" if waiting else "compute"
+    return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"
 
 
 def measured_cluster() -> Cluster | None:

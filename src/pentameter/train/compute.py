@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from pentameter.errors import ConfigError
+from pentameter.estimating.bytes.changes import settings_that_fit
+from pentameter.estimating.bytes.fit import CONTEXT_BYTES, Verdict, memory_verdict
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_bytes
-from pentameter.estimating.fit import Verdict, memory_verdict
-from pentameter.estimating.search.search import settings_that_fit
-from pentameter.estimating.seconds.cluster import CONTEXT_BYTES
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.estimating.bytes.fit import MEMORY_MARGIN, memory_verdict
 from pentameter.estimating.bytes.memory import step_memory
 from pentameter.estimating.bytes.plan_estimates import plan_memory
-from pentameter.estimating.fit import MEMORY_MARGIN, memory_verdict
 from pentameter.estimating.search.candidates import Candidates
 from pentameter.estimating.search.search import (
     first_change,

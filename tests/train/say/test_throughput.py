@@ -9,10 +9,12 @@ import torch
 from pentameter.config.files.load import load_config
 from pentameter.estimating.seconds.cluster import parse_cluster
 from pentameter.estimating.seconds.step_time import StepTime
+from pentameter.machine import this_cluster
 from pentameter.machine.ceilings import Ceiling
+from pentameter.machine.this_cluster import slow_step
 from pentameter.planning.plan import make_plan
 from pentameter.train.say import throughput
-from pentameter.train.say.throughput import PlannedPace, Throughput, slow_step
+from pentameter.train.say.throughput import PlannedPace, Throughput
 
 
 def mfu_of_steps(monkeypatch, seconds, ceiling_flops, again):
@@ -67,7 +69,7 @@ def test_a_slow_step_names_its_part():
 def test_pace_is_compared_once_after_it_settled(monkeypatch):
     said = []
     cluster = parse_cluster("h100-80gb:1x1").resized(1)
-    monkeypatch.setattr(throughput, "this_cluster", lambda *sizes: (cluster, True))
+    monkeypatch.setattr(this_cluster, "this_cluster", lambda *sizes: (cluster, True))
     plan = make_plan(load_config("gpt2-124m", {"train.micro_batch_size": 16}))
     run = SimpleNamespace(
         plan=plan,

@@ -17,6 +17,7 @@ from typing import Any
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError, divisors
+from pentameter.estimating.bytes.changes import CHECKPOINTS
 from pentameter.estimating.bytes.communication import Communication
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
 from pentameter.estimating.bytes.memory import optimizer_slots, step_memory
@@ -44,7 +45,6 @@ LONG_CONTEXT = 8192
 MOST_VIRTUAL_STAGES = 8
 """Maximum pipeline stages per rank that are tried; more would cost proportionally more messages for
 ever smaller savings in idle time."""
-CHECKPOINTS = (None, "selective", "full")
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from pentameter.config.schema import Config, ParallelConfig
-from pentameter.errors import ConfigError, divisors
-from pentameter.estimating.bytes.plan_estimates import plan_memory
-from pentameter.estimating.fit import Verdict, memory_verdict
-from pentameter.estimating.search.candidates import CHECKPOINTS, Candidates, LayoutCandidate
+from pentameter.estimating.bytes.changes import as_options, changed, single_changes
+from pentameter.estimating.bytes.fit import memory_verdict
+from pentameter.estimating.search.candidates import Candidates, LayoutCandidate
 from pentameter.estimating.seconds.cluster import Cluster
 from pentameter.estimating.seconds.estimate import Estimate, best_precision
 from pentameter.estimating.seconds.step_time import step_time
@@ -28,9 +26,6 @@ from pentameter.planning.plan import Plan, make_plan
 MOST_TIMED = 200
 """Maximum number of fitting candidates that are timed in full: those with the lowest bounds. A
 count rather than a time limit, so that a busy machine finds the same layouts."""
-
-Change = tuple[str, object]
-"""A setting's dotted path ("train.micro_batch_size"), and its new value."""
 
 
 Allowed = Callable[[LayoutCandidate], bool]
@@ -234,40 +229,14 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
     return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
 
 
-def settings_that_fit(
-    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
-) -> list[tuple[str, Verdict]]:
-    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then those with which
-    they are tight, each as command-line options ("--train.micro-batch-size 1") with its verdict:
-    single changes first, then full recomputation with micro-batches of one sequence, then these
-    with ZeRO 3. `precision` is the matmul precision (None: `train.precision`, with fp32 for
-    `auto`); with `fused_dropout`, attention dropout does not write out the weights."""
-    ways = [[change] for change in _single_changes(plan)]
-    smallest: list[Change] = [
-        ("train.micro_batch_size", 1),
-        ("train.activation_checkpoint", "full"),
-    ]
-    ways += [smallest, [*smallest, ("parallel.zero", 3)]]
-    found: list[tuple[str, Verdict]] = []
-    for changes in ways:
-        other = _changed(plan, changes)
-        if other is None:
-            continue
-        memory = plan_memory(other, precision, fused_dropout=fused_dropout)
-        verdict = memory_verdict(memory.total_bytes, usable_bytes)
-        if verdict != "does not fit":
-            found.append((_as_options(changes), verdict))
-    return sorted(found, key=lambda each: each[1] == "tight")
-
-
 def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
     """Return the single change that makes a step fastest and fits, as command-line options, with
     its Estimate; None if no fitting change gains 1 %."""
-    for words, changed in _changes(estimate):
-        if changed.time.seconds > 0.99 * estimate.time.seconds:
+    for words, other in _changes(estimate):
+        if other.time.seconds > 0.99 * estimate.time.seconds:
             return None
-        if changed.fits:
-            return words, changed
+        if other.fits:
+            return words, other
     return None
 
 
@@ -275,50 +244,11 @@ def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
     """Return, for each possible change of one setting, its command-line options and the changed
     Estimate, the fastest first."""
     found = []
-    for change in _single_changes(estimate.plan):
-        other = _changed(estimate.plan, [change])
+    for change in single_changes(estimate.plan):
+        other = changed(estimate.plan, [change])
         if other is not None:
-            changed = replace(estimate, plan=other)
-            found.append((_as_options([change]), changed))
+            found.append((as_options([change]), replace(estimate, plan=other)))
     return sorted(found, key=lambda each: each[1].time.seconds)
-
-
-def _single_changes(plan: Plan) -> list[Change]:
-    """Return changes of one setting to another value: the micro-batch size doubled or reduced to
-    one of the next smaller sizes that divide a rank's sequences, activation checkpointing, ZeRO
-    stage, sequence parallelism, pipeline schedule."""
-    rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
-    smaller = [size for size in reversed(divisors(rows)) if size < micro]
-    sizes = [*([micro * 2] if rows % (micro * 2) == 0 else []), *smaller]
-    ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
-    ways += [("train.activation_checkpoint", how) for how in CHECKPOINTS]
-    ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3) if plan.layout.data > 1]
-    ways += [("parallel.sequence", True)] if plan.layout.tensor > 1 else []
-    if plan.layout.pipeline > 1:
-        ways += [("parallel.schedule", name) for name in ("1f1b", "zero-bubble")]
-    return [way for way in ways if attrgetter(way[0])(plan.config) != way[1]]
-
-
-def _changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
-    """Return the Plan with these settings changed; None if that configuration is invalid."""
-    tree = plan.portable_config.model_dump()
-    for key, value in changes:
-        section, _, name = key.partition(".")
-        tree[section][name] = value
-    try:
-        config = Config.model_validate(tree)
-        return make_plan(
-            config, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
-        )
-    except (ConfigError, ValueError):
-        return None
-
-
-def _as_options(changes: Sequence[Change]) -> str:
-    return " ".join(
-        f"--{key.replace('_', '-')} {'none' if value is None else str(value).lower()}"
-        for key, value in changes
-    )
 
 
 def all_candidates(

@@ -23,10 +23,7 @@ from pentameter.config.messages import shown
 from pentameter.config.schema import MatmulPrecision
 from pentameter.config.section import Positive, Section, Switch
 from pentameter.errors import ConfigError, either, listed, nearest, printable
-
-CONTEXT_BYTES = 1.5e9
-"""GPU bytes that no run can use: the driver's context, libraries, communication buffers. An A100
-and an H100 show 0.5 GB for the context; NCCL's and cuBLAS's buffers take the rest."""
+from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 
 MEASURED_FILE = "machine.toml"
 """The file in the cache folder in which `doctor --measure` describes this machine."""

@@ -14,9 +14,9 @@ from pentameter.estimating.bytes.communication import (
     StepCommunication,
     communication_of_stages,
 )
+from pentameter.estimating.bytes.fit import MEMORY_MARGIN, Verdict, memory_verdict
 from pentameter.estimating.bytes.memory import Memory
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record, step_of
-from pentameter.estimating.fit import MEMORY_MARGIN, Verdict, memory_verdict
 from pentameter.estimating.seconds.cluster import (
     PLANNED_ONLY,
     UNKNOWN_SPREAD,

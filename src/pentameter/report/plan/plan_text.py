@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pentameter.estimating.fit import Verdict
+from pentameter.estimating.bytes.fit import Verdict
 from pentameter.estimating.search.scaling import ScalePoint
 from pentameter.estimating.search.search import Found, reasons
 from pentameter.estimating.seconds.estimate import Estimate

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Self
 
-from pentameter.estimating.seconds.estimate import Estimate
-from pentameter.estimating.seconds.step_time import StepTime
 from pentameter.machine.cores import BusyTime
-from pentameter.machine.this_cluster import this_cluster
+from pentameter.machine.this_cluster import SlowStepWarning, slow_step_warning
 from pentameter.planning.mfu import model_flops
 from pentameter.planning.plan import Plan
 from pentameter.record.events import StepMetrics
@@ -31,8 +29,6 @@ if longer (near the end half the time left)."""
 MOST_MEASUREMENTS = 3
 """Largest number of new measurements of the matmul rate in a run; each takes 0.3 s."""
 
-SLOW = 1.3
-"""Ratio of measured to planned step time above which steps count as slow."""
 SETTLING_STEPS, COMPARED_STEPS = 5, 20
 
 
@@ -186,7 +182,7 @@ class PlannedPace:
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
-        self._planned: StepTime | None = None
+        self._warning: SlowStepWarning | None = None
         self._steps: list[float] = []
         self._inputs: list[float] = []
 
@@ -194,51 +190,23 @@ class PlannedPace:
         """On rank 0, predict a step's time on this cluster's devices, if their speed is known."""
         if not run.world.is_main:
             return
-        cluster, is_known = this_cluster(run.world.size, run.world.local_size)
-        is_known = is_known and run.plan.built_by is None  # operations unknown
-        products = run.compute.precision, run.plan.config.train.matmul_precision
-        is_known = is_known and cluster.device.peak_flops(*products) is not None
-        if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):
-            self._planned = Estimate(run.plan, cluster, run.compute.precision).time
+        self._warning = slow_step_warning(
+            run.plan, run.compute.precision, run.compute.device.type, run.world.local_size
+        )
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Leave out the first SETTLING_STEPS, which compile and settle, and take the median time
-        over the COMPARED_STEPS after them. Print the warning, once, if it exceeds SLOW × the
-        predicted time."""
-        planned = self._planned
-        if planned is None:
+        over the COMPARED_STEPS after them. Print the warning, once, if it exceeds the predicted
+        time by far."""
+        warning = self._warning
+        if warning is None:
             return
         self._steps.append(step.step_seconds)
         self._inputs.append(self._throughput.input_seconds)
         if len(self._steps) < SETTLING_STEPS + COMPARED_STEPS:
             return
-        self._planned = None  # warn once, or not at all
+        self._warning = None  # warn once, or not at all
         took = median(self._steps[SETTLING_STEPS:])
         waited = median(self._inputs[SETTLING_STEPS:])
-        if took > SLOW * planned.seconds:
-            run.console.say(f"warning: {slow_step(planned, took, waited)}")
-
-
-def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
-    """Return the warning's text for steps that are slower than predicted.
-
-    planned: the predicted step time in seconds, with its parts: compute, communication, bubble.
-    took: the measured seconds per step (a median).
-    waited_for_input: the measured seconds per step, included in `took`, spent reading the batch.
-
-    The text blames the batch if reading it takes more than half the excess, else compute or
-    communication.
-    """
-    late = took - planned.seconds
-    waiting = sum(planned.exposed.values())
-    said = (
-        f"a step takes {took:.3g} s, {took / planned.seconds - 1:.0%} more than the "
-        f"{planned.seconds:.3g} s planned ({planned.compute:.3g} s compute, "
-        f"{waiting:.3g} s communication"
-    )
-    if planned.bubble:
-        said += f", {planned.bubble:.3g} s of the pipeline's bubble"
-    if waited_for_input > late / 2:
-        return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
-    part = "compute or communication" if waiting else "compute"
-    return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"
+        if words := warning(took, waited):
+            run.console.say(f"warning: {words}")

@@ -6,6 +6,9 @@ from typing import Literal
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
+CONTEXT_BYTES = 1.5e9
+"""GPU bytes that no run can use: the driver's context, libraries, communication buffers. An A100
+and an H100 show 0.5 GB for the context; NCCL's and cuBLAS's buffers take the rest."""
 MEMORY_MARGIN = 0.10
 """Bytes that a run may need beyond the planned ones, as a fraction of them. Tensors are planned
 within 5 % (docs/planner.md). An allocator reserves more than tensors take: by the published rows of
