@@ -146,6 +146,23 @@ def test_lists_of_messages_learn_the_completion_alone(tmp_path, tokenizer_file):
     assert learnt(train) == ["d<|im_end|>\n"]
 
 
+def test_answers_that_are_only_read_are_not_learned(tmp_path, tokenizer_file):
+    marks = ({}, {"weight": 0}, {"train": False}, {"weight": 1, "train": True})
+    messages = [
+        each
+        for n, mark in enumerate(marks)
+        for each in (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": f"answer {n}", **mark},
+        )
+    ]
+    path = jsonl(tmp_path / "chat.jsonl", [{"messages": messages}] * 4)
+    settings = {"tokenizer": tokenizer_file, "chat_template": "chatml"}
+    train = opened(path, validation_fraction=0.25, **settings).split("train")
+    assert {text[: len("answer 0")] for text in learnt(train)} == {"answer 0", "answer 3"}
+    assert "answer 1" in decoded(train.tokens[: train.n_tokens])
+
+
 def test_whole_conversations_are_held_out(tmp_path):
     records = [{"prompt": f"{n}", "completion": "ab"} for n in range(10)]
     path = jsonl(tmp_path / "x.jsonl", records)
@@ -271,7 +288,9 @@ def test_mask_and_count():
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of role"),
         ({"messages": {}}, "not a list"),
         ({"messages": [3]}, "not an object"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "weight=0"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "weight=0.5"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},
             "only parts of text",

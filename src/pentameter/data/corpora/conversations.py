@@ -118,7 +118,8 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str) -> Chat:
     """Check messages and return a Chat: the `given` ones (a prompt's) come first and are not
-    learned, then `messages`, whose assistant messages are learned. `record` has what else the
+    learned, then `messages`, whose assistant messages are learned, but for those of `weight` 0 or
+    `train` false. `record` has what else the
     template is given. Raises CorruptError, at `where`, for invalid messages or none by the
     assistant."""
     tools = record.get("tools")
@@ -131,12 +132,20 @@ def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str
     except ConfigError as error:
         raise CorruptError(f"{where}: {error}") from error
     for number, message in enumerate(whole):
-        if message.get("weight", 1) != 1:
+        if message.get("weight", 1) not in (0, 1):
             raise CorruptError(
-                f"{where}: message {number} has weight={message['weight']!r:.20}; every answer "
-                "counts the same here: leave it out, or give what is not to be learned as 'prompt'"
+                f"{where}: message {number} has weight={message['weight']!r:.20}; an answer is "
+                "learned (1) or only read (0)"
             )
-    targets = [n for n, each in enumerate(whole) if each["role"] == ASSISTANT and n >= len(given)]
+    targets = [
+        n
+        for n, each in enumerate(whole)
+        if each["role"] == ASSISTANT
+        and n >= len(given)
+        # OpenAI's way and axolotl's to say that an answer is only read
+        and each.get("weight", 1)
+        and each.get("train", True)
+    ]
     if not targets:
         raise CorruptError(
             f"{where}: no message of role {ASSISTANT!r}, so there is nothing to learn; leave the "
