@@ -330,7 +330,8 @@ def test_conversations_in_a_table(tmp_path, name):
     (tmp_path / "README.md").write_text("a card")
     found = corpus_at(tmp_path)
     records = [record for record, _ in found.records()]
-    assert records == [Chat(chats[0], [1], None), Chat([{"role": "assistant"}], [0], None)]
+    silent = Chat([{"role": "assistant", "content": ""}], [0], None)
+    assert records == [Chat(chats[0], [1], None), silent]
     assert [where for _, where in found.records()][1] == f"{tmp_path / name}, row 1"
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -197,7 +197,7 @@ def _multiple_choice(
         f"loss {metrics.loss:.4f} nats/token of the right choices · "
         f"{metrics.examples:,} examples · step {metrics.step}"
     )
-    values = asdict(metrics)
+    values = metrics.values()
     for name in ("split", "best"):
         del values[name]
     return {"file": str(file), **values}, line
