@@ -107,9 +107,10 @@ def test_a_pattern_for_nccl_is_no_interface(pattern, monkeypatch):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two nodes that reach each other."""
+    """Two nodes that reach each other, and know that they live."""
     first, second = (Roll(tmp_path / "run" / "nodes", LOOPBACK, 1) for _ in range(2))
     wait_until(lambda: first.me.reaches == (second.me.name,))
+    wait_until(lambda: len(first.present()) == len(second.present()) == 2)
     yield first, second
     for each in (first, second):
         each.close()

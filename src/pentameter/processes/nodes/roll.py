@@ -209,6 +209,7 @@ class Roll:
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
                 self._read_others()
+                self._pass_over_own_silence(time.monotonic())  # a disk may have hung
                 reaches = sorted(name for name, each in self._pings.items() if each.is_answered())
                 refused = sorted(name for name, each in self._pings.items() if each.is_refused)
                 self.update(
