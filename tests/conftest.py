@@ -42,10 +42,19 @@ LONG = ("verify", "parity", "checkpoint", "faults", "fused_cpu", "processes")
 """Folders with files of tests that take longest."""
 
 
+MORE = frozenset(Path(__file__).with_name("more.txt").read_text(encoding="utf-8").splitlines())
+"""Tests of the tier `more`, which CI runs beside `make test`: path::name, without parameters."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put them first: of two workers neither shall begin a long file while the other one ends."""
+    """Mark the tests of the tier `more`, and put the longest folders first: of two workers neither
+    shall begin a long file while the other one ends."""
+    for item in items:
+        if item.nodeid.partition("[")[0] in MORE:
+            item.add_marker(pytest.mark.more)
     folders = {Path(__file__).with_name(name) for name in LONG}
-    items.sort(key=lambda item: item.path.parent not in folders)
+    items.sort(key=lambda item: folders.isdisjoint(item.path.parents))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.estimating.bytes.changes import settings_that_fit
 from pentameter.estimating.bytes.fit import MEMORY_MARGIN, memory_verdict
 from pentameter.estimating.bytes.memory import step_memory
 from pentameter.estimating.bytes.plan_estimates import plan_memory
@@ -17,7 +18,6 @@ from pentameter.estimating.search.search import (
     first_change,
     reasons,
     search,
-    settings_that_fit,
     why_nothing_fits,
 )
 from pentameter.estimating.seconds.cluster import parse_cluster
