@@ -1,4 +1,4 @@
-"""The house in figures: files, lines of code, circles, facts with two homes, words of docstrings.
+"""The house in figures: files, lines of code, circles, facts with two homes, words.
 
     python benchmarks/house.py [SOURCE] [--list]
 
@@ -48,12 +48,15 @@ def main() -> None:
         "places that replace a module's forward": assigned_forwards(trees),
         "files that name tensor_mode": files_with(source, "tensor_mode"),
         "files that name a sub-layer by string": files_with(source, *SUB_LAYERS),
+        "mentions of the Triton kernels": mentions(source, r"(dropout_kernels|fused_dropout)\b"),
+        "mentions of private torch names": mentions(source, r"\btorch(\.\w+)*\._[a-z]\w*"),
     }
     for what, names in found.items():
         print(f"{what:40}{len(names):7,}")
         if options.list and what != "files":
             print(*(f"    {name.replace(str(source) + '/', '')}" for name in names), sep="\n")
     print_words(trees, source)
+    print_documents()
 
 
 SUB_LAYERS = ("attention.qkv", "attention.out", "attention.kv", "mlp.up", "mlp.down", "mlp.gate")
@@ -79,6 +82,25 @@ def files_with(source: Path, *words: str) -> list[str]:
         for path in sorted(source.rglob("*.py"))
         if any(word in path.read_text(encoding="utf-8") for word in words)
     ]
+
+
+def mentions(source: Path, pattern: str) -> list[str]:
+    """Lines of the package in which the pattern stands."""
+    return [
+        f"{path}:{number}"
+        for path in sorted(source.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def print_documents() -> None:
+    """Words of README, CHANGELOG and the pages of docs/, the longest pages by name."""
+    pages = [HERE / "README.md", HERE / "CHANGELOG.md", *(HERE / "docs").rglob("*.md")]
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in pages}
+    longest = sorted(words, key=lambda page: -words[page])[:5]
+    print(f"\n{'words of documents':40}{sum(words.values()):7,}")
+    print(*(f"    {page.relative_to(HERE)}: {words[page]:,}" for page in longest), sep="\n")
 
 
 def print_words(trees: dict[Path, ast.Module], source: Path) -> None:
