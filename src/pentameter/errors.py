@@ -122,7 +122,7 @@ NO_WINDOWS = (
     "pentameter runs on Linux and macOS. On Windows it runs inside WSL 2, Microsoft's Linux: "
     "`wsl --install` in a terminal, then install and start pentameter there"
 )
-"""What is said on Windows, which has neither its signals nor its file locks."""
+"""The refusal on Windows, which has neither the signals nor the file locks of others."""
 
 
 class PentameterError(Exception):

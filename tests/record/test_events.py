@@ -18,6 +18,7 @@ from pentameter.record.events import (
     RunEnd,
     line_of,
     read_line,
+    recorded,
 )
 
 SAMPLE = {"int": 3, "float": 0.5, "str": "words", "bool": False, "EndKind": EndKind.HOOK}
@@ -26,12 +27,8 @@ SAMPLE |= {"Path": Path("checkpoints/step-00000003"), "tuple[float, ...]": (1.0,
 
 def of_kind(kind: type[Event]) -> Event:
     """An event with a value in each field."""
-    given = {
-        each.name: SAMPLE[str(each.type).removesuffix(" | None")]
-        for each in fields(kind)
-        if not each.metadata.get("earlier")
-    }
-    return kind(**given)
+    given = {name: SAMPLE[of.removesuffix(" | None")] for name, of in recorded(kind).items()}
+    return kind(**given, time=0.5)
 
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), ChoiceMetrics], ids=lambda kind: kind.__name__)

@@ -234,6 +234,8 @@ def test_what_runs_began_with_is_said(make_seeds):
         ({"init_from": {"path": "/m/base", "base_model": "org/Smol"}},
          "the weights of base, from Smol"),
         ({"parent": {"run_id": "0123456789ab", "step": 50}}, "step 50 of run 01234567"),
+        ({"parent": {"run_id": 7, "step": "x"}}, "step x of run 7"),  # damaged
+        ({"parent": {"step": 50}}, "step 50 of run None"),
         ({"built_by": "models.mine"}, ""),
     ],
 )  # fmt: skip

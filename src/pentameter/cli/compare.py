@@ -30,7 +30,7 @@ class CompareArguments:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN…")]
     """Run folders, runs/NAME."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE.html")] = Path("compare.html")
-    """Where the page is written; one that is there is replaced."""
+    """The page's file; one that is there is replaced."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object instead of the table."""
 

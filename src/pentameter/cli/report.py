@@ -22,7 +22,7 @@ class ReportArguments:
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run's folder, runs/NAME."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None
-    """Where the page is written; RUN_DIR/report.html when absent."""
+    """The page's file; RUN_DIR/report.html when absent."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also save the loss curve alone: .svg, .png or .pdf."""
 

@@ -50,7 +50,7 @@ class SampleArguments:
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
     folder."""
     prompt: str = ""
-    """What to continue. Without one the text starts after the token with which the tokenizer begins
+    """The text to continue. Without one it starts after the token with which the tokenizer begins
     texts, else after <|endoftext|> where it has it, else after a newline; none is printed."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt from this UTF-8 file instead."""

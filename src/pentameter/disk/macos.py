@@ -1,4 +1,4 @@
-"""What macOS says of a Mac and its processes: it has no /proc, and answers commands instead."""
+"""Facts of a Mac and its processes, asked of macOS by commands, as it has no /proc."""
 
 from __future__ import annotations
 

@@ -63,13 +63,14 @@ def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
 SLOW = 1.3
 """Ratio of measured to planned step time above which steps count as slow."""
 SlowStepWarning = Callable[[float, float], str | None]
-"""What warns of steps that took so many seconds, of which so many waited for their batch."""
+"""Maps the seconds that steps took, and those of them that waited for a batch, to the text of a
+warning; to None if they are as planned."""
 
 
 def slow_step_warning(
     plan: Plan, precision: str, device_type: str, local_size: int
 ) -> SlowStepWarning | None:
-    """Return what warns of a run's steps if they take more than SLOW × their predicted time, in
+    """Return the warning for a run's steps that take more than SLOW × their predicted time, in
     `precision` on a device of `device_type` (cpu, cuda), `local_size` processes on each machine;
     None if the devices' speed is neither known nor measured."""
     cluster, is_known = this_cluster(plan.layout.world_size, local_size)

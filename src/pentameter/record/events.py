@@ -21,6 +21,7 @@ NAN = math.nan
 UNKNOWN = -1
 """A number that a damaged line, or one of an earlier version, does not have."""
 _LACKING = {"missing": UNKNOWN}
+_UNRECORDED = {"is_recorded": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Event:
     step: int = field(metadata=_LACKING)
     """Number of optimizer steps completed by then; the first is step 1. -1 in a damaged line."""
     time: float = field(default=NAN, kw_only=True)
-    """When it was written, in seconds since 1970 (UTC); NaN until it is, and in earlier versions'
-    files."""
+    """Time at which it was written, in seconds since 1970 (UTC); NaN until it is, and in
+    earlier versions' files."""
 
     @property
     def event(self) -> str:
@@ -47,7 +48,7 @@ class Event:
     def values(self) -> dict[str, Any]:
         """Return the line's values by key, without kind and time, for JSON."""
         kind: Any = type(self)  # mypy finds no hash of a class of frozen objects
-        return {name: getattr(self, name) for name in _written(kind)}
+        return {name: getattr(self, name) for name in recorded(kind)}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Self:
@@ -103,14 +104,14 @@ class RunStart(Event):
     reached_step: int | None = None
     """Highest step that an earlier start of the run had recorded; None if there was none."""
     reached_time: float | None = None
-    """When that start recorded its last event, in seconds since 1970 (UTC)."""
+    """Time at which that start recorded its last event, in seconds since 1970 (UTC)."""
     compiled: bool | None = None
     """True if the blocks are compiled."""
     ceiling_flops: float | None = None
     """FLOPs per second of one device's fastest matmul, published or measured: an MFU of 1."""
     entropy_rate: float | None = None
     """Lowest loss that any model can reach on the corpus, in nats per token, where it is known."""
-    reason: str = field(default="", metadata={"earlier": True})
+    reason: str = field(default="", metadata=_UNRECORDED)
     """Why a run was resumed; only earlier versions wrote it."""
 
 
@@ -147,7 +148,7 @@ class RunEnd(Event):
     seconds: float
     """Training seconds over all starts; NaN after an error."""
     kind: EndKind
-    """How it ended; derived from the reason in files of an earlier version."""
+    """Its kind; derived from the reason in files of an earlier version."""
 
     @classmethod
     def completed(cls, record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,7 +176,7 @@ class StepMetrics(Event):
     tokens: int
     """Tokens seen so far, padding included; in earlier versions' files loss tokens."""
     loss_tokens: int = field(metadata=_LACKING)
-    """Those that counted in the loss; -1 in earlier versions' files."""
+    """Tokens that counted in the loss; -1 in earlier versions' files."""
     loss: float
     """Mean loss over the step's loss tokens, in nats per token."""
     learning_rate: float
@@ -274,7 +275,7 @@ class SkippedStep(Event):
     EVENT = "skip"
 
     reason: str
-    """Which it was, in words."""
+    """The reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +376,7 @@ class CheckpointMetrics(Event):
     """Seconds from the decision to save until the checkpoint was on disk; NaN if not known."""
     stall_seconds: float = NAN
     """Seconds, included in `seconds`, for which training waited; NaN if not known."""
-    again: bool = field(default=False, metadata={"earlier": True})
+    again: bool = field(default=False, metadata=_UNRECORDED)
     """True if it replaces a checkpoint saved earlier at the same step, whose event stays the only
     one."""
 
@@ -545,10 +546,10 @@ def _integer_or_unknown(value: object) -> int:
 
 
 @cache
-def _written(kind: type[Any]) -> tuple[str, ...]:
-    """Return the names of the fields that a kind's line has, without its time."""
-    return tuple(
-        each.name
+def recorded(kind: type[Any]) -> dict[str, str]:
+    """Return the fields that a kind's line has, without its time: name → type, as in the source."""
+    return {
+        each.name: str(each.type)
         for each in fields(kind)
-        if each.name != "time" and not each.metadata.get("earlier")
-    )
+        if each.name != "time" and each.metadata.get("is_recorded", True)
+    }

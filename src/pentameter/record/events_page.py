@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from dataclasses import fields
+from typing import Any
 
 from pentameter.record import events
 
@@ -33,16 +33,13 @@ def events_page() -> str:
     return "\n".join(parts)
 
 
-def _section(title: str, kind: type[events.Event]) -> str:
+def _section(title: str, kind: Any) -> str:
     """Return the part of the page on one kind of event."""
     rows = ["| key | type | meaning |", "| --- | --- | --- |"]
     meanings = _meanings(kind)
-    for each in fields(kind):
-        if each.name != "time" and not each.metadata.get("earlier"):
-            words = (
-                str(each.type).replace(" | None", " or null").replace("tuple[float, ...]", "list")
-            )
-            rows.append(f"| `{each.name}` | {words} | {meanings.get(each.name, '')} |")
+    for name, of_type in events.recorded(kind).items():
+        words = of_type.replace(" | None", " or null").replace("tuple[float, ...]", "list")
+        rows.append(f"| `{name}` | {words} | {meanings.get(name, '')} |")
     return "\n".join([f"## {title}", "", " ".join((kind.__doc__ or "").split()), "", *rows, ""])
 
 

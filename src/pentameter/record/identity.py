@@ -1,4 +1,4 @@
-"""The identity of a run: what its plan.json says of whose folder it is."""
+"""The identity of a run, from its plan.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentameter.errors import CorruptError, StorageError
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Which run a folder holds, and what it began with."""
+    """The run that a folder holds, and the weights that it began with."""
 
     run_id: str
     parent: Mapping[str, Any] | None = None

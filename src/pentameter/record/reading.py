@@ -101,7 +101,7 @@ class RecordedRun:
     tokens: int
     """Tokens seen."""
     loss_tokens: int
-    """Those that counted in the loss."""
+    """Tokens that counted in the loss."""
     training_seconds: float
     unreadable_lines: int
     unread: tuple[str, ...]

@@ -36,7 +36,7 @@ class Results:
     bits_per_byte: float
     """Validation bits per byte at the best step."""
     began: str
-    """What the run began with, as `beginning` says it."""
+    """The weights that the run began with, in the words of `beginning`."""
     further: dict[str, float]
     """Results of `[[data.evaluations]]` at the best step (without validation, at the last): `NAME
     accuracy` for questions, `NAME loss` for text."""
@@ -121,12 +121,12 @@ def results(record: RecordedRun) -> Results:
 
 
 def beginning(record: RecordedRun) -> str:
-    """Return what a run began with: "random weights", "the weights of NAME (step 500, 1.2M loss
-    tokens)" or "step 500 of run 1a2b3c4d", from which it branched off; "" if that is not recorded,
-    or if a function of the user built the model."""
+    """Return in words which weights a run began with: "random weights", "the weights of NAME (step
+    500, 1.2M loss tokens)" or "step 500 of run 1a2b3c4d", from which it branched off; "" if that is
+    not recorded, or if a function of the user built the model."""
     origin, parent = (as_table(record.plan.get(key)) for key in ("init_from", "parent"))
     if parent:
-        return f"step {formatting.scalar(parent.get('step'))} of run {parent.get('run_id'):.8}"
+        return f"step {formatting.scalar(parent.get('step'))} of run {parent.get('run_id')!s:.8}"
     if origin:
         path, base = str(origin.get("path")), origin.get("base_model")
         run, _, checkpoint = path.partition("/checkpoints/")

@@ -27,7 +27,7 @@ class TokenChance:
     """A sampled token with its log-probability and the likeliest tokens'."""
 
     text: str
-    """What the token adds to the text, so that tokens joined are the text: empty within a
+    """The text that the token adds, so that tokens joined are the text: empty within a
     character of several tokens, which the last of them has."""
     logprob: float
     """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
@@ -193,13 +193,13 @@ class Continuation:
 
 @dataclass
 class _Chance:
-    """What becomes a TokenChance once its text is settled."""
+    """A TokenChance whose text is not settled yet."""
 
     logprob: float
     rivals: Sequence[tuple[str | None, float]]
     """As a TokenChance's, with None for the token itself."""
     span: tuple[int, int] = (0, 0)
-    """Where the token's text begins and ends."""
+    """First character of the token's text, and the one behind its last."""
 
     def shown(self, text: str) -> TokenChance:
         """Return the chance of a token in `text`."""

@@ -1,1 +1,1 @@
-"""What several verbs take, and how their arguments are read."""
+"""Options that several verbs share, and the reading of arguments."""

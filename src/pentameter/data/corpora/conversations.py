@@ -51,7 +51,7 @@ class Chat:
     """Functions that the model may call, as chat templates take them; None if the record has
     none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is given beside, such as `enable_thinking`."""
+    """Further variables of the chat template, such as `enable_thinking`."""
 
 
 Conversation = Exchange | Chat

@@ -76,7 +76,8 @@ class Document:
 
 
 class Remarks:
-    """What of conversations a chat template leaves out, or writes otherwise than it asks for."""
+    """Warnings of a chat template that leaves out parts of conversations, or writes answers
+    otherwise than it asks for them."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}

@@ -41,7 +41,8 @@ COUNTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Maps a kind of positions file to the counts that each split has for it in the header."""
 ENCODED_WHOLE: Mapping[str, str] = MappingProxyType({"encoded": "whole"})
-"""What the header of conversations says, unless an earlier version encoded them in fragments."""
+"""The header's entry for conversations, which those lack that an earlier version encoded in
+fragments."""
 POSITION = np.dtype("<u8")
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"

@@ -76,7 +76,7 @@ class RenderRequest:
     """The day that templates are told, YYYY-MM-DD, at midnight; None for this moment."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What else a template is given, by name, such as `enable_thinking`."""
+    """Further variables of a template by name, such as `enable_thinking`."""
 
     @property
     def template(self) -> str:
@@ -95,7 +95,7 @@ learns it)."""
 
 
 Question = tuple[str, dict[str, str], dict[str, str], Sequence[RenderRequest]]
-"""What the process is asked: "text" or "documents", the templates' sources by name, their special
+"""A question to the process: "text" or "documents", the templates' sources by name, their special
 tokens' texts, the messages to render."""
 
 

@@ -43,7 +43,7 @@ class Forms:
     parts: frozenset[str]
     """Roles whose list of parts it goes through; for others they are joined."""
     no_content: Mapping[str, Any]
-    """What stands for the content of an answer of calls alone."""
+    """The content of an answer of calls alone, as a message's entry, or none."""
     objects: bool
     """Whether it writes arguments that are an object."""
     texts: bool

@@ -39,8 +39,8 @@ Spread = tuple[Ratio, Ratio]
 """Measured ÷ planned seconds that four runs in five were between."""
 
 UNKNOWN_SPREAD: Spread = (0.8, 1.6)
-"""Where no run has tested a device's calibration: as of published bf16 runs on Blackwell, which is
-planned with Hopper's fractions."""
+"""The spread of a device whose calibration no run has tested: as of published bf16 runs on
+Blackwell, which is planned with Hopper's fractions."""
 
 PLANNED_ONLY = {"fp8": "bf16"}
 """Maps a number format of linear layers' matmuls that can be planned, but not trained in, to the
@@ -100,7 +100,7 @@ class Calibration(ProductShares):
     """Maps a `train.precision` to the fractions in the fused CPU step, whose feed-forward layers
     count activation functions as part of their matmuls."""
     assumes: str = "usual fractions of the device's figures"
-    """What the runs had that it is fitted to: their libraries' year, the power allowed."""
+    """Properties of the runs that it is fitted to: their libraries' year, the power allowed."""
     spread: dict[str, Spread] = Field(default_factory=dict)
     """Maps a precision to the Spread of measured runs; UNKNOWN_SPREAD where it is not listed."""
     memory_share: Share

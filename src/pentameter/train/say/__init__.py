@@ -1,1 +1,1 @@
-"""What a run says: on the console, in its events, to trackers."""
+"""Output of a run: on the console, in its events, to trackers."""

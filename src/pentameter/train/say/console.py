@@ -39,7 +39,7 @@ from pentameter.record.log_files import LogFile
 REFRESH_SECONDS = 0.1
 
 BESIDE = "  │ "
-"""What stands before each line of a text."""
+"""The margin of each line of a text."""
 
 COLUMN = " │ "
 """The separator between two columns of a line."""
