@@ -30,7 +30,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import find_place
+from pentameter.processes.group.rank import find_rank
 from pentameter.processes.group.world import World
 from pentameter.processes.launch.local_launch import worker_environment
 from pentameter.train.compute import choose_compute
@@ -200,9 +200,9 @@ def _peak_resident() -> int:
 
 def serve(pipe: Connection) -> None:
     """Carry out orders (method of Worker, its arguments) until told to stop."""
-    place = find_place()
+    launched = find_rank()
     try:
-        with joined_world("cpu", place) as world:
+        with joined_world("cpu", launched) as world:
             worker = Worker(world)
             while (order := pipe.recv()) is not None:
                 method, *arguments = order

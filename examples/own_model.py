@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import pentameter as pm
 from pentameter.processes.failures.failure import failure_ends_process
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import find_place
+from pentameter.processes.group.rank import find_rank
 
 
 def linear_recurrence(decay, x):
@@ -117,7 +117,7 @@ def train(arguments):
     sharded = config.parallel.zero > 0
     with (
         failure_ends_process(),
-        joined_world("cpu", find_place(), always_group=sharded) as world,
+        joined_world("cpu", find_rank(), always_group=sharded) as world,
     ):
         end = pm.Trainer(config, model=MODEL, world=world).fit()
         if world.is_main:

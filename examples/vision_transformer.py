@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import pentameter as pm
 from pentameter.processes.failures.failure import failure_ends_process
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import find_place
+from pentameter.processes.group.rank import find_rank
 
 SIZE, PATCH, N_CLASSES = 16, 4, 4
 N_PATCHES = (SIZE // PATCH) ** 2  # the sequence of the transformer: model.context_length
@@ -186,7 +186,7 @@ def train(arguments):
     sharded = config.parallel.zero > 0
     with (
         failure_ends_process(),
-        joined_world("cpu", find_place(), always_group=sharded) as world,
+        joined_world("cpu", find_rank(), always_group=sharded) as world,
     ):
         run = pm.Trainer(config, model=MODEL, batches=batches, hooks=[HeldOut()], world=world)
         end = run.fit()

@@ -16,7 +16,7 @@ from pentameter.estimating.bytes.fit import MEMORY_MARGIN
 from pentameter.estimating.search.search import all_candidates
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.processes.group.join import Meeting
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 
 SIZES = DataSizes(vocab_size=20, rows_per_epoch=100)
 
@@ -72,7 +72,7 @@ def test_what_exceeds_the_memory_is_no_reason_for_fewer(config):
 
 def test_rank_0_chooses_for_all(config, tmp_path, capsys):
     def choose(rank: int):
-        place = Place(rank, 6, rank % 2, 2, "", "torchrun")
+        place = LaunchedRank(rank, 6, rank % 2, 2, "", "torchrun")
         meeting = Meeting(place, dist.FileStore(str(tmp_path / "store")))
         return choose_together(config, meeting, lambda: SIZES if rank == 0 else None)
 

@@ -118,11 +118,11 @@ def _run(folder: Path, config: Path, layout: str, where: str, how: str) -> tuple
 
 def train(config: str, folder: str, where: str, how: str) -> None:
     """Train as one of the ranks, of which rank 1 hangs."""
-    from pentameter.processes.group.rank import find_place
+    from pentameter.processes.group.rank import find_rank
     from pentameter.train import start
 
-    planted, place = _Planted(where, partial(_hang, how, Path(folder, "hung"))), find_place()
-    if where == "load" and place is not None and place.rank == 1:
+    planted, launched = _Planted(where, partial(_hang, how, Path(folder, "hung"))), find_rank()
+    if where == "load" and launched is not None and launched.rank == 1:
         start.load_tensors = lambda *arguments: planted.hang()
     train_with(config, folder, planted)
 

@@ -72,17 +72,17 @@ def train_with(config: str, folder: str, hook: object) -> None:
     from pentameter.machine.ceilings import ceiling
     from pentameter.machine.peaks import measure_matmul
     from pentameter.processes.group.join import joined_world_of
-    from pentameter.processes.group.rank import find_place
+    from pentameter.processes.group.rank import find_rank
     from pentameter.processes.launch.worker import watch_launcher
     from pentameter.train import compute
     from pentameter.train.loop import Trainer
 
     watch_launcher()
     compute.ceiling = partial(ceiling, measure=partial(measure_matmul, seconds=0.01))
-    settings, place = load_config(Path(config)), find_place()
-    assert place is not None
-    _meet(Path(folder), place.rank, place.world_size)
-    with joined_world_of(settings, place) as world:
+    settings, launched = load_config(Path(config)), find_rank()
+    assert launched is not None
+    _meet(Path(folder), launched.rank, launched.world_size)
+    with joined_world_of(settings, launched) as world:
         Trainer(settings, run_dir=Path(folder, "run"), hooks=[hook], world=world).fit()
 
 

@@ -23,7 +23,7 @@ from pentameter.errors import PentameterError
 from pentameter.machine.ceilings import ceiling
 from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.group.join import joined_world_of
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 
 STEPS = 40
 TINY = {
@@ -75,17 +75,17 @@ def train_in_child(
     run_dir: Path,
     *,
     planted: Sequence[Callable[[], object]] = (),
-    place: Place | None = None,
+    launched: LaunchedRank | None = None,
     **arguments: Any,
 ) -> Any:
     """A started process that trains; `.pid` to signal, `.join()`, `.exitcode`.
 
     planted: functions that it calls before it trains, to plant a fault in itself.
-    place: its rank among several that are started alike, None for one process.
+    launched: its rank among several that are started alike, None for one process.
     arguments: the Trainer's.
     """
     process = _context.Process(
-        target=_train, args=(config_path, run_dir, planted, place, arguments)
+        target=_train, args=(config_path, run_dir, planted, launched, arguments)
     )
     process.start()
     return process
@@ -95,7 +95,7 @@ def _train(
     config_path: Path,
     run_dir: Path,
     planted: Sequence[Callable[[], object]],
-    place: Place | None,
+    launched: LaunchedRank | None,
     arguments: dict[str, Any],
 ) -> None:
     from pentameter.train import compute
@@ -110,14 +110,14 @@ def _train(
         plant()
     try:
         config = load_config(config_path)
-        with joined_world_of(config, place) as world:
+        with joined_world_of(config, launched) as world:
             Trainer(config, run_dir=run_dir, quiet=True, world=world, **arguments).fit()
     except BaseException as error:
         expected = isinstance(error, PentameterError)
         with suppress(OSError):
             run_dir.mkdir(exist_ok=True)
             said = str(error) if expected else traceback.format_exc()
-            error_path(run_dir, 0 if place is None else place.rank).write_text(said)
+            error_path(run_dir, 0 if launched is None else launched.rank).write_text(said)
         raise SystemExit(error.exit_code if expected else 1) from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from oracle import assert_same_run, error_path, events, tiny_config, train_in_child
 
 from pentameter.checkpoint.folders.opening import find_checkpoint, list_checkpoints, open_checkpoint
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 
 PATIENCE_SECONDS = 300.0
 """Longest wait for processes that should end by themselves, on a busy machine."""
@@ -122,7 +122,7 @@ def start_ranks(
             planted=[*everywhere, *(planted if victim in (None, rank) else ())],
             place=None
             if n_ranks == 1
-            else Place(rank, n_ranks, rank, n_ranks, f"file://{meeting}", "environment"),
+            else LaunchedRank(rank, n_ranks, rank, n_ranks, f"file://{meeting}", "environment"),
             **arguments,
         )
         for rank in range(n_ranks)

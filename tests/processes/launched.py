@@ -19,7 +19,7 @@ from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.processes.failures import progress
 from pentameter.processes.failures.failure import failure_ends_process
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import find_place
+from pentameter.processes.group.rank import find_rank
 from pentameter.processes.launch.local_launch import run_local
 from pentameter.processes.launch.program import Command
 from pentameter.processes.launch.stop_signals import STOP_SIGNALS
@@ -31,9 +31,9 @@ GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
 
 
 def rank() -> int:
-    place = find_place()
-    assert place is not None
-    return place.rank
+    launched = find_rank()
+    assert launched is not None
+    return launched.rank
 
 
 def meet(folder: str) -> None:
@@ -41,7 +41,7 @@ def meet(folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    with joined_world("cpu", find_place()) as world:
+    with joined_world("cpu", find_rank()) as world:
         ranks = world.all_gather((world.rank, world.local_rank, world.local_size))
         pair = dist.new_group([0, 1])
         total = torch.tensor([float(world.rank + 1)])
@@ -64,7 +64,7 @@ def rejoin(n_deaths: str) -> None:
     import torch.distributed as dist
 
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    with joined_world("cpu", find_place()) as world:
+    with joined_world("cpu", find_rank()) as world:
         total = torch.tensor([float(world.rank + 1)])
         dist.all_reduce(total)
         if attempt < int(n_deaths):
@@ -77,7 +77,7 @@ def rejoin(n_deaths: str) -> None:
 
 def outlive(folder: str) -> None:
     """Work until a signal comes, and say which."""
-    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+    with StopSignals() as signals, joined_world("cpu", find_rank()) as world:
         signals.nothing_to_lose = False
         Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
         while signals.received is None:
@@ -90,7 +90,7 @@ def step(folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    world = joined_world("cpu", find_place(), timeout_seconds=5)
+    world = joined_world("cpu", find_rank(), timeout_seconds=5)
     with StopSignals() as signals, world as world:
         signals.nothing_to_lose = False
         word = None
@@ -106,7 +106,7 @@ def freeze(folder: str, how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+    with StopSignals() as signals, joined_world("cpu", find_rank()) as world:
         for step in range(2):
             world.progress.note("training", step)
             dist.all_reduce(torch.ones(1))
@@ -129,7 +129,7 @@ def lose(how: str) -> None:
     import torch.distributed as dist
 
     timeout_seconds = 1 if how == "hang" else 30
-    with joined_world("cpu", find_place(), timeout_seconds=timeout_seconds) as world:
+    with joined_world("cpu", find_rank(), timeout_seconds=timeout_seconds) as world:
         for step in range(1_000_000):
             if step == 5 and world.rank == 1:
                 _plant(how)
@@ -193,7 +193,7 @@ def gather(folder: str, minds_signals: str = "") -> None:
         Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
         if rank() == 1:
             time.sleep(600)
-        with joined_world("cpu", find_place()):
+        with joined_world("cpu", find_rank()):
             raise AssertionError("nobody came")
 
 
@@ -215,7 +215,7 @@ def script() -> NoReturn:
     import torch
     import torch.distributed as dist
 
-    with failure_ends_process(), joined_world("cpu", find_place(), timeout_seconds=10) as world:
+    with failure_ends_process(), joined_world("cpu", find_rank(), timeout_seconds=10) as world:
         world.barrier()
         if world.rank == 1:
             _unfinished = dist.all_reduce(torch.ones(1), async_op=True)

@@ -27,9 +27,9 @@ from pentameter.processes.failures.failure import (
 from pentameter.processes.failures.waiting import Naming, Wait
 from pentameter.processes.group.join import joined_world, local_device, loss_behind
 from pentameter.processes.group.rank import (
-    Place,
+    LaunchedRank,
     expand_counts,
-    find_place,
+    find_rank,
     first_node,
     rendezvous_port,
 )
@@ -51,35 +51,35 @@ SRUN = {
 
 
 def test_nothing_set_is_one_process():
-    assert find_place({}) is None
+    assert find_rank({}) is None
 
 
 def test_torchrun_names_the_place():
-    assert find_place(TORCHRUN) == Place(5, 8, 1, 4, "env://", "torchrun")
+    assert find_rank(TORCHRUN) == LaunchedRank(5, 8, 1, 4, "env://", "torchrun")
 
 
 def test_torchrun_inside_srun_is_torchrun():
-    assert find_place({**SRUN, **TORCHRUN}) == find_place(TORCHRUN)
+    assert find_rank({**SRUN, **TORCHRUN}) == find_rank(TORCHRUN)
 
 
 def test_a_pod_of_a_pytorchjob_holds_one_process():
-    assert find_place(POD) == Place(2, 3, 0, 1, "env://", "environment")
+    assert find_rank(POD) == LaunchedRank(2, 3, 0, 1, "env://", "environment")
 
 
 def test_srun_names_the_place():
     port = rendezvous_port(SRUN)
-    assert find_place(SRUN) == Place(6, 9, 2, 4, f"tcp://gpu09:{port}", "SLURM")
+    assert find_rank(SRUN) == LaunchedRank(6, 9, 2, 4, f"tcp://gpu09:{port}", "SLURM")
     given = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234"}
-    place = find_place({**SRUN, **given})
-    assert place is not None
-    assert place.init_method == "tcp://[fe80::1]:1234"
+    launched = find_rank({**SRUN, **given})
+    assert launched is not None
+    assert launched.init_method == "tcp://[fe80::1]:1234"
 
 
 def test_a_batch_script_may_name_what_srun_says_too():
     # As many tutorials do, before srun: export MASTER_ADDR=… MASTER_PORT=… WORLD_SIZE=$SLURM_NTASKS
     exported = {"MASTER_ADDR": "gpu09", "MASTER_PORT": "29500", "WORLD_SIZE": "9"}
-    assert find_place({**SRUN, **exported}) == Place(6, 9, 2, 4, "tcp://gpu09:29500", "SLURM")
-    assert find_place({**SRUN, "WORLD_SIZE": ""}) == find_place(SRUN)  # SLURM_NTASKS was not set
+    assert find_rank({**SRUN, **exported}) == LaunchedRank(6, 9, 2, 4, "tcp://gpu09:29500", "SLURM")
+    assert find_rank({**SRUN, "WORLD_SIZE": ""}) == find_rank(SRUN)  # SLURM_NTASKS was not set
 
 
 def test_ports_differ_between_steps():
@@ -103,7 +103,7 @@ def test_ports_differ_between_steps():
     ids=["batch script", "srun of one task", "world of one"],
 )
 def test_one_process_has_nobody_to_meet(environ):
-    assert find_place(environ) is None
+    assert find_rank(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_one_process_has_nobody_to_meet(environ):
 )
 def test_contradictions_name_the_variable_and_the_way_out(environ, words):
     with pytest.raises(ConfigError) as caught:
-        find_place(environ)
+        find_rank(environ)
     for word in words:
         assert word in str(caught.value)
 
@@ -315,10 +315,10 @@ def test_a_script_of_one_process_fails_as_any_other():
 
 def test_who_waits_for_others_says_so(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr("pentameter.processes.group.join.SAY_AFTER_SECONDS", 0.2)
-    place = Place(0, 2, 0, 2, f"file://{tmp_path}/meeting", "torchrun")
+    launched = LaunchedRank(0, 2, 0, 2, f"file://{tmp_path}/meeting", "torchrun")
     with (
         pytest.raises(LostProcessError, match="not all of the 2 processes"),
-        joined_world("cpu", place, timeout_seconds=1),
+        joined_world("cpu", launched, timeout_seconds=1),
     ):
         pass
     expected = f"pentameter: waiting for rank 1 of 2 to come to file://{tmp_path}/meeting\n"
@@ -379,10 +379,10 @@ def test_one_process_can_have_a_group():
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_who_does_not_come_is_waited_for_in_vain(tmp_path, scheme):
     where = tmp_path / "a?b#c" if scheme == "file" else f"127.0.0.1:{free_port()}"
-    place = Place(0, 2, 0, 2, f"{scheme}://{where}", "SLURM")
+    launched = LaunchedRank(0, 2, 0, 2, f"{scheme}://{where}", "SLURM")
     with (
         pytest.raises(LostProcessError, match="not all of the 2 processes that SLURM names came"),
-        joined_world("cpu", place, timeout_seconds=1),
+        joined_world("cpu", launched, timeout_seconds=1),
     ):
         raise AssertionError("nobody came")
 
@@ -390,10 +390,10 @@ def test_who_does_not_come_is_waited_for_in_vain(tmp_path, scheme):
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        place = Place(0, 2, 0, 2, f"tcp://127.0.0.1:{port}", "SLURM")
+        launched = LaunchedRank(0, 2, 0, 2, f"tcp://127.0.0.1:{port}", "SLURM")
         with (
             pytest.raises(ConfigError, match=f"{port} is in use.*MASTER_PORT"),
-            joined_world("cpu", place, timeout_seconds=1),
+            joined_world("cpu", launched, timeout_seconds=1),
         ):
             raise AssertionError("it cannot listen there")
 

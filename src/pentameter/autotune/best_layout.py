@@ -20,7 +20,7 @@ from pentameter.estimating.seconds.estimate import Estimate
 from pentameter.formatting import size
 from pentameter.machine.this_cluster import this_cluster
 from pentameter.processes.group.join import Meeting
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 
 _CHOICE = "layout"
 
@@ -96,15 +96,15 @@ def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: i
 
 def choose_together(
     config: Config, meeting: Meeting, sizes: Callable[[], DataSizes]
-) -> tuple[Config, Place]:
+) -> tuple[Config, LaunchedRank]:
     """Choose the best layout for the processes that have met, on rank 0, and return, on every rank,
-    `config` in this layout and the rank's Place among those that train. Collective.
+    `config` in this layout and the rank's LaunchedRank among those that train. Collective.
 
-    A Place whose rank is not below its `world_size` is a spare's, which has nothing to do. `sizes`
-    is called on rank 0. Raises ConfigError there if no layout fits; LostProcessError elsewhere if
-    rank 0 does not choose.
+    A LaunchedRank whose rank is not below its `world_size` is a spare's, which has nothing to do.
+    `sizes` is called on rank 0. Raises ConfigError there if no layout fits; LostProcessError
+    elsewhere if rank 0 does not choose.
     """
-    place = meeting.place
+    place = meeting.launched
     if place.rank == 0:
         best = best_layout(config, sizes(), place.world_size, place.local_size)
         print(terminal_message(f"pentameter: {best}"), file=sys.stderr)

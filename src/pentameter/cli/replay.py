@@ -13,7 +13,7 @@ import tyro
 from pentameter.checkpoint.format.lazy_tensors import few
 from pentameter.cli.options.arguments import parse
 from pentameter.errors import TrainingFailedError, printable, terminal_message
-from pentameter.processes.group.rank import find_place, processes_together
+from pentameter.processes.group.rank import find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch, run_local
 from pentameter.processes.launch.program import Command, python_command
 from pentameter.processes.launch.worker import watch_launcher
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.planning.layouts.layout import make_layout
     from pentameter.replay.record import read_record
 
-    place = find_place()
+    place = find_rank()
     config = read_record(asked.run_dir).config_on(asked.step, asked.layout)
     layout = make_layout(config.parallel, processes_together(asked.nproc, place))
     check_launch(

@@ -19,7 +19,7 @@ from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, wit
 from pentameter.cli.options.launching import Launch
 from pentameter.cli.options.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.processes.group.rank import Place, find_place, processes_together
+from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch
 from pentameter.processes.launch.worker import become_rank, watch_launcher
 from pentameter.processes.streams import outlived
@@ -107,7 +107,7 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             f"--init-from hf://{address}: a run begins with weights that stay where they are; "
             f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
         )
-    place = find_place()
+    place = find_rank()
     _check_alone(parsed, place)
     timed = None if parsed.time is None else _timed(parsed, overrides, place)
     if parsed.sweep:
@@ -184,7 +184,7 @@ def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Lau
     )
 
 
-def _check_alone(parsed: TrainArguments, place: Place | None) -> None:
+def _check_alone(parsed: TrainArguments, place: LaunchedRank | None) -> None:
     """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
     launcher (`place`), that starts and ends processes otherwise."""
     others: dict[str, object] = {"--sweep": parsed.sweep, "--time": parsed.time}
@@ -211,7 +211,7 @@ def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
     return [hook]
 
 
-def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
+def _timed(parsed: TrainArguments, overrides: list[str], place: LaunchedRank | None) -> TimedRun:
     """Return the run that --time asks for; its time counts from the start of this process. Raises
     ConfigError for options that exclude --time."""
     from pentameter.autotune.time_budget import TimeBudget
@@ -254,7 +254,7 @@ def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
 
 
 def _sweep(
-    parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
+    parsed: TrainArguments, arguments: list[str], overrides: list[str], place: LaunchedRank | None
 ) -> None:
     """Train the runs that `--sweep` asks for, in a folder of their own, and compare them in that
     folder's compare.html; with --dry-run or --print-config only list them. `arguments` is the
@@ -308,7 +308,7 @@ def _configuration(
     parsed: TrainArguments,
     overrides: list[str],
     n_processes: int | None,
-    place: Place | None,
+    place: LaunchedRank | None,
     *,
     say: bool,
 ) -> Config:
@@ -359,7 +359,7 @@ def _random_weights(source: Path) -> list[str]:
 def _train(
     config: Config,
     parsed: TrainArguments,
-    place: Place | None,
+    place: LaunchedRank | None,
     hooks: list[Profile],
     timed: TimedRun | None,
     meeting: Meeting | None = None,
@@ -395,7 +395,7 @@ def _train(
 
 
 def _train_in_best_layout(
-    config: Config, parsed: TrainArguments, place: Place, hooks: list[Profile]
+    config: Config, parsed: TrainArguments, place: LaunchedRank, hooks: list[Profile]
 ) -> None:
     """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
     the end if that layout has no use for this rank. Collective."""
@@ -413,7 +413,7 @@ def _train_in_best_layout(
 
 
 def _print_plan(
-    config: Config, parsed: TrainArguments, n_processes: int | None, place: Place | None
+    config: Config, parsed: TrainArguments, n_processes: int | None, place: LaunchedRank | None
 ) -> None:
     """Print the run's Plan (all derived sizes, memory per rank, layout) on stdout: in words on a
     terminal, as JSON elsewhere or with --json. Nothing is trained.

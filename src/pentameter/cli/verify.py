@@ -55,9 +55,9 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
     from pentameter.config.files.command_source import configuration_of
     from pentameter.config.files.load import load_config
-    from pentameter.processes.group.rank import find_place
+    from pentameter.processes.group.rank import find_rank
 
-    place = find_place()
+    place = find_rank()
     if place is not None:
         raise ConfigError(
             f"verify starts its own processes, and {place.source} has started {place.world_size} "

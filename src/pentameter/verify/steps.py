@@ -36,7 +36,7 @@ from pentameter.planning.architecture import IGNORED_TARGET, Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failures.failure import LostProcessError
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import BatchFunction, CustomBatches
@@ -58,7 +58,7 @@ def answer(job: Job) -> list[StepNumbers] | Failed:
     exception. Collective over the job's ranks."""
     gc.collect()  # the last case's groups, meshes and modules refer to each other
     size, where = job.world_size, f"file://{job.rendezvous_file}"
-    place = Place(job.rank, size, job.rank, size, where, "verify")
+    launched = LaunchedRank(job.rank, size, job.rank, size, where, "verify")
     has_group = job.config.parallel.zero > 0
     try:
         if job.prepare is not None:
@@ -66,7 +66,7 @@ def answer(job: Job) -> list[StepNumbers] | Failed:
         with (
             several_blocks() if job.small_blocks else nullcontext(),
             joined_world(
-                "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
+                "cpu", launched, always_group=has_group, timeout_seconds=job.timeout_seconds
             ) as world,
         ):
             source, batches = (GPTSource(), None) if job.model is None else job.model.received()

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from pentameter.errors import ConfigError
 from pentameter.processes.failures.failure import LostProcessError, spelled
 from pentameter.processes.group.join import Meeting, absent_ranks, loss_behind, open_store
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.group.world import World
 
 
-def place(path, rank, size):
-    return Place(rank, size, rank, size, f"file://{path}", "torchrun")
+def launched(path, rank, size):
+    return LaunchedRank(rank, size, rank, size, f"file://{path}", "torchrun")
 
 
 def meet(path, size):
     """What each of `size` processes reads of rank 0's word after they have met."""
     with ThreadPoolExecutor(size) as pool:
-        stores = list(pool.map(lambda rank: open_store(place(path, rank, size), 10), range(size)))
+        stores = list(
+            pool.map(lambda rank: open_store(launched(path, rank, size), 10), range(size))
+        )
     stores[0].set("word", "of this attempt")
     return [store.get("word").decode() for store in stores]
 
@@ -56,9 +58,9 @@ def test_the_words_of_those_who_died_while_meeting_are_not_taken(tmp_path, dead)
 def test_who_did_not_come_is_named(tmp_path, others, named):
     path = tmp_path / "store"
     with ThreadPoolExecutor() as pool:
-        came = [pool.submit(open_store, place(path, rank, 3), 0.5) for rank in others]
+        came = [pool.submit(open_store, launched(path, rank, 3), 0.5) for rank in others]
         with pytest.raises(LostProcessError, match=rf"not all of the 3 .* 0\.\d+ s \({named}\)"):
-            open_store(place(path, 0, 3), 0.5)
+            open_store(launched(path, 0, 3), 0.5)
         for one in came:
             with pytest.raises(LostProcessError, match="not all of the 3 processes"):
                 one.result()
@@ -66,7 +68,7 @@ def test_who_did_not_come_is_named(tmp_path, others, named):
 
 def test_spares_wait_for_the_end(tmp_path):
     path = tmp_path / "store"
-    met = [Meeting(place(path, rank, 3), dist.FileStore(str(path))) for rank in range(3)]
+    met = [Meeting(launched(path, rank, 3), dist.FileStore(str(path))) for rank in range(3)]
     with ThreadPoolExecutor() as pool:
         spares = [pool.submit(each.wait_as_spare) for each in met[1:]]
         time.sleep(0.2)
@@ -81,12 +83,12 @@ def test_a_spare_ends_with_the_store():
     client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
     del server
     with pytest.raises(LostProcessError, match="is gone"):
-        Meeting(place("", 1, 2), client).wait_as_spare()
+        Meeting(launched("", 1, 2), client).wait_as_spare()
 
 
 def test_what_rank_0_does_not_tell_is_waited_for_in_vain(tmp_path):
     with pytest.raises(LostProcessError, match=r"no layout within 0\.1 s"):
-        Meeting(place("", 1, 2), dist.FileStore(str(tmp_path / "store"))).read("layout", 0.1)
+        Meeting(launched("", 1, 2), dist.FileStore(str(tmp_path / "store"))).read("layout", 0.1)
 
 
 def test_those_that_miss_nobody_are_the_absent(tmp_path):
@@ -159,4 +161,4 @@ def test_a_port_that_was_taken_loses_one_attempt_of_nodes_and_not_the_run():
         where = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         for source, error in (("--nodes", LostProcessError), ("environment", ConfigError)):
             with pytest.raises(error, match="is in use on this machine"):
-                open_store(Place(0, 2, 0, 1, where, source), 5)
+                open_store(LaunchedRank(0, 2, 0, 1, where, source), 5)

@@ -31,7 +31,7 @@ from pentameter.errors import (
     terminal_message,
 )
 from pentameter.processes.failures.waiting import Wait
-from pentameter.processes.group.rank import LAUNCH_FOLDER, find_place
+from pentameter.processes.group.rank import LAUNCH_FOLDER, find_rank
 from pentameter.processes.streams import NAMES
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
@@ -224,13 +224,13 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
     for the others for ever. debug: print the traceback, too.
     """
     try:
-        place = find_place()
+        launched = find_rank()
     except ConfigError:
         return False  # probably the very error to report
     is_launched = LAUNCH_FOLDER in os.environ  # one process alone, too
-    if place is None and not is_launched:
+    if launched is None and not is_launched:
         return False
-    failure = failure_of(error, 0 if place is None else place.rank)
+    failure = failure_of(error, 0 if launched is None else launched.rank)
     if is_launched:
         path = report_path(Path(os.environ[LAUNCH_FOLDER]), failure.rank)
         with suppress(OSError):  # a full disk; the exit code still tells

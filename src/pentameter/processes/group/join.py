@@ -32,7 +32,7 @@ from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_coun
 from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.failures.progress import Progress, progress_path
 from pentameter.processes.failures.waiting import Wait, first_wait, read_wait, wait_behind
-from pentameter.processes.group.rank import LAUNCH_FOLDER, Place, find_place
+from pentameter.processes.group.rank import LAUNCH_FOLDER, LaunchedRank, find_rank
 from pentameter.processes.group.world import World
 from pentameter.processes.launch.worker import watch_agent
 
@@ -78,24 +78,25 @@ def lone_world() -> World:
     Raises ConfigError if environment variables say that a launcher started others with it: each
     would train alone, and write to the same folder.
     """
-    place = find_place()
-    if place is not None:
+    launched = find_rank()
+    if launched is not None:
         raise ConfigError(
-            f"{place.source} has started {place.world_size} processes, and this Trainer was given "
-            "no world: with joined_world(device, find_place()) as world: Trainer(…, world=world) "
+            f"{launched.source} has started {launched.world_size} processes, and this Trainer was "
+            f"given "
+            "no world: with joined_world(device, find_rank()) as world: Trainer(…, world=world) "
             "(docs/python-api.md)"
         )
     return World()
 
 
 def joined_world_of(
-    config: Config, place: Place | None = None, meeting: Meeting | None = None
+    config: Config, launched: LaunchedRank | None = None, meeting: Meeting | None = None
 ) -> contextlib.AbstractContextManager[World]:
     """Return a context manager that joins the processes of a run and yields their World:
     `joined_world` with the configuration's device and timeout, and with a process group even for
     one process if ZeRO shards parameters.
 
-    place: this process's rank among those that train, and how they meet; None for one process.
+    launched: this process's rank among those that train, and how they meet; None for one process.
     meeting: the one in which these and others have met; None if they have not yet. Raises
     ConfigError for a device that this machine does not have.
     """
@@ -103,7 +104,7 @@ def joined_world_of(
 
     return joined_world(
         choose_device(config.train.device).type,
-        place,
+        launched,
         always_group=config.parallel.zero > 0,
         timeout_seconds=config.parallel.timeout_seconds,
         meeting=meeting,
@@ -113,13 +114,13 @@ def joined_world_of(
 @contextlib.contextmanager
 def joined_world(
     device_type: str,
-    place: Place | None = None,
+    launched: LaunchedRank | None = None,
     *,
     always_group: bool = False,
     timeout_seconds: float | None = None,
     meeting: Meeting | None = None,
 ) -> Iterator[World]:
-    """Context manager: join the processes that `place` describes, and yield their World (ranks,
+    """Context manager: join the processes that `launched` describes, and yield their World (ranks,
     sizes and small collectives). Collective.
 
     Inside, torch.distributed's default process group exists. CPU tensors are sent over gloo, CUDA
@@ -127,7 +128,7 @@ def joined_world(
 
     Args:
         device_type: `cpu`, `cuda` or `mps`.
-        place: this process's rank and how the processes meet; None for one process.
+        launched: this process's rank and how the processes meet; None for one process.
         always_group: create a process group for a single process, too, as sharded and offloaded
             parameters need one.
         timeout_seconds: longest wait for another rank; None for the default of
@@ -138,7 +139,7 @@ def joined_world(
     destroyed, since that could wait for them. Raises LostProcessError, naming the ranks, if others
     went away, did not arrive, or did not respond in time.
     """
-    n_processes = 1 if place is None else place.world_size
+    n_processes = 1 if launched is None else launched.world_size
     if n_processes == 1 and not always_group:
         yield World()
         return
@@ -149,22 +150,23 @@ def joined_world(
 
     if timeout_seconds is None:
         timeout_seconds = ParallelConfig().timeout_seconds
-    place = place or Place(0, 1, 0, 1, "", "one process")
-    store = (meeting or meet(place, timeout_seconds)).store
-    launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
-    path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank) if launched else None
-    dump_stacks = place.world_size > 1 and not launched
+    launched = launched or LaunchedRank(0, 1, 0, 1, "", "one process")
+    store = (meeting or meet(launched, timeout_seconds)).store
+    is_launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
+    path = progress_path(Path(os.environ[LAUNCH_FOLDER]), launched.rank) if is_launched else None
+    dump_stacks = launched.world_size > 1 and not is_launched
     progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
-    sizes = (place.rank, place.world_size, place.local_rank, place.local_size)
+    sizes = (launched.rank, launched.world_size, launched.local_rank, launched.local_size)
     world = World(*sizes, timeout_seconds, progress, store)
     try:
-        if device_type == "cuda" and torch.cuda.device_count() > place.local_rank:
-            torch.cuda.set_device(place.local_rank)  # the default device for nccl and allocations
+        if device_type == "cuda" and torch.cuda.device_count() > launched.local_rank:
+            # The default device for nccl and allocations.
+            torch.cuda.set_device(launched.local_rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=launched.rank,
+            world_size=launched.world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
         if world.size > 1:
@@ -298,11 +300,11 @@ def set_threads(world: World) -> int:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Processes that have met, `place` being this one's among them, and the `store` through which
-    they did. A few of them may train while the others, spare processes that no layout can use, wait
-    for the end: torchrun and srun take a process that ends for one whose work is done."""
+    """Processes that have met, `launched` being this one's among them, and the `store` through
+    which they did. A few of them may train while the others, spare processes that no layout can
+    use, wait for the end: torchrun and srun take a process that ends for one whose work is done."""
 
-    place: Place
+    launched: LaunchedRank
     store: Store
 
     def tell(self, key: str, value: str) -> None:
@@ -332,54 +334,54 @@ class Meeting:
         gone, which ends with the process that keeps it."""
         self.read(_ENDED, math.inf)
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"{_ENDED}/{self.place.rank}", "1")
+            self.store.set(f"{_ENDED}/{self.launched.rank}", "1")
 
     def release_spares(self, n_training: int) -> None:
         """End the wait of the ranks from `n_training` on, and return once they have seen it, after
         _STORE_SECONDS at most: this process may keep the store. Called on rank 0."""
-        answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.place.world_size)]
+        answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.launched.world_size)]
         self.store.set(_ENDED, "1")
         deadline = time.monotonic() + _STORE_SECONDS
         while answers and not self.store.check(answers) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
 
 
-def meet(place: Place, timeout_seconds: float) -> Meeting:
-    """Wait until all processes of `place` have arrived, at most RENDEZVOUS_SECONDS or
+def meet(launched: LaunchedRank, timeout_seconds: float) -> Meeting:
+    """Wait until all processes of `launched` have arrived, at most RENDEZVOUS_SECONDS or
     `timeout_seconds`, and return their Meeting. Collective. Raises the errors of `open_store`:
     LostProcessError and ConfigError."""
-    if place.source == "torchrun":
+    if launched.source == "torchrun":
         watch_agent()
-    return Meeting(place, open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds)))
+    return Meeting(launched, open_store(launched, min(RENDEZVOUS_SECONDS, timeout_seconds)))
 
 
-def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Open the store through which the processes of `place` meet, wait until all have arrived, and
-    return it, with keys separate from any earlier attempt's. Collective.
+def open_store(launched: LaunchedRank, timeout_seconds: float) -> Store:
+    """Open the store through which the processes of `launched` meet, wait until all have arrived,
+    and return it, with keys separate from any earlier attempt's. Collective.
 
     Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
     and ConfigError if the port is in use; LostProcessError if the launchers of `--nodes` chose it.
     """
     import torch.distributed as dist
 
-    if place.world_size == 1:
+    if launched.world_size == 1:
         return dist.HashStore()
-    where = place.init_method
+    where = launched.init_method
     if where == "env://":
         where = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format(**os.environ)
     deadline = time.monotonic() + timeout_seconds
     try:
-        store = _reach(place, timeout_seconds)
-        name = _agree(store, place, where, deadline)
+        store = _reach(launched, timeout_seconds)
+        name = _agree(store, launched, where, deadline)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             taken = f"the port of {where} is in use on this machine"
-            if place.source == "--nodes":  # the next attempt has another
+            if launched.source == "--nodes":  # the next attempt has another
                 raise LostProcessError(taken) from error
             raise ConfigError(f"{taken}; set MASTER_PORT to another") from error
         if lost_process(error) is None:
             raise
-        raise _did_not_come(place, where, timeout_seconds, None) from error
+        raise _did_not_come(launched, where, timeout_seconds, None) from error
     return dist.PrefixStore(f"pentameter/{name}", store)
 
 
@@ -457,33 +459,33 @@ def _address(store: Store) -> str:
     return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
-def _reach(place: Place, timeout_seconds: float) -> Store:
-    """Open the store at `place.init_method`, which the launcher, or rank 0, keeps for all; it may
-    hold an earlier attempt's keys.
+def _reach(launched: LaunchedRank, timeout_seconds: float) -> Store:
+    """Open the store at `launched.init_method`, which the launcher, or rank 0, keeps for all; it
+    may hold an earlier attempt's keys.
 
     It is opened separately from `init_process_group`, so that an error while waiting can name the
     missing ranks.
     """
     import torch.distributed as dist
 
-    if place.init_method.startswith("file://"):
+    if launched.init_method.startswith("file://"):
         # not by a URL, which a ? or # in the path would end
-        return dist.FileStore(place.init_method.removeprefix("file://"), place.world_size)
-    if place.init_method == "env://":
+        return dist.FileStore(launched.init_method.removeprefix("file://"), launched.world_size)
+    if launched.init_method == "env://":
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     else:
-        host, _, port = place.init_method.removeprefix("tcp://").rpartition(":")
+        host, _, port = launched.init_method.removeprefix("tcp://").rpartition(":")
     kept_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         host.strip("[]"),
         int(port),
-        is_master=place.rank == 0 and not kept_by_agent,
+        is_master=launched.rank == 0 and not kept_by_agent,
         timeout=timedelta(seconds=timeout_seconds),
         wait_for_workers=False,
     )
 
 
-def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
+def _agree(store: Store, launched: LaunchedRank, where: str, deadline: float) -> str:
     """Wait until all processes of this attempt have arrived, and return a name for the rendezvous
     that no earlier attempt had. Collective. Raises LostProcessError after `deadline`, in
     monotonic seconds.
@@ -491,34 +493,34 @@ def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
     Each rank writes a random token under its rank. Rank 0 proposes the tokens that it finds, until
     every rank has confirmed that its own token, and not a dead process's, is among them.
     """
-    come = _propose if place.rank == 0 else _confirm
+    come = _propose if launched.rank == 0 else _confirm
     mine = uuid.uuid4().hex
-    store.set(f"came/{place.rank}", mine)
+    store.set(f"came/{launched.rank}", mine)
     start, pause = time.monotonic(), _POLL_SECONDS[0]
     has_said = False
     while True:
         try:
-            name, missing = _ask_store(lambda: come(store, place, mine), deadline)
+            name, missing = _ask_store(lambda: come(store, launched, mine), deadline)
         except TimeoutError as error:
-            raise _did_not_come(place, where, time.monotonic() - start, None) from error
+            raise _did_not_come(launched, where, time.monotonic() - start, None) from error
         if name is not None:
             return name
         now = time.monotonic()
         if now > deadline:
-            raise _did_not_come(place, where, now - start, missing)
-        if place.rank == 0 and now > start + SAY_AFTER_SECONDS and not has_said:
+            raise _did_not_come(launched, where, now - start, missing)
+        if launched.rank == 0 and now > start + SAY_AFTER_SECONDS and not has_said:
             has_said = True
-            who = f"{spelled(missing)} of {place.world_size}"
+            who = f"{spelled(missing)} of {launched.world_size}"
             print(f"pentameter: waiting for {who} to come to {where}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS[1])
 
 
-def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+def _propose(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | None, list[int]]:
     """Take one turn as rank 0: propose the tokens found, `mine` among them. Return the rendezvous's
     name and [] once all have confirmed, else None and the ranks that have not arrived or
     confirmed."""
-    others = range(1, place.world_size)
+    others = range(1, launched.world_size)
     read = _reader(store)
     words = [mine, *(read(f"came/{rank}") for rank in others)]
     absent = [rank for rank in others if not words[rank]]
@@ -535,7 +537,7 @@ def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[in
     return name, []
 
 
-def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+def _confirm(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | None, list[int]]:
     """Take one turn as another rank: confirm a proposal that has this rank's token `mine`.
     Return the rendezvous's name and [] once rank 0 says that all agree, else None and [0], the
     rank waited for."""
@@ -543,11 +545,11 @@ def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[in
     proposal = read("proposal")
     words = json.loads(proposal) if proposal else []
     # An earlier attempt may have had another size.
-    if len(words) != place.world_size or words[place.rank] != mine:
+    if len(words) != launched.world_size or words[launched.rank] != mine:
         return None, [0]
     name = _name(proposal)
-    if read(f"agreed/{place.rank}") != name:
-        store.set(f"agreed/{place.rank}", name)
+    if read(f"agreed/{launched.rank}") != name:
+        store.set(f"agreed/{launched.rank}", name)
     return (name, []) if store.check([f"begun/{name}"]) else (None, [0])
 
 
@@ -562,10 +564,10 @@ def _name(proposal: str) -> str:
 
 
 def _did_not_come(
-    place: Place, where: str, seconds: float, missing: list[int] | None
+    launched: LaunchedRank, where: str, seconds: float, missing: list[int] | None
 ) -> LostProcessError:
-    which = f" ({spelled(missing)})" if missing and place.rank == 0 else ""
+    which = f" ({spelled(missing)})" if missing and launched.rank == 0 else ""
     return LostProcessError(
-        f"not all of the {place.world_size} processes that {place.source} names came to {where} "
-        f"within {seconds:.3g} s{which}; look for the message of one that did not"
+        f"not all of the {launched.world_size} processes that {launched.source} names came to "
+        f"{where} within {seconds:.3g} s{which}; look for the message of one that did not"
     )

@@ -26,7 +26,7 @@ _HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, range
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """This process's rank among the `world_size` processes that a launcher started together,
     `local_size` of them on this machine, and how they meet."""
 
@@ -43,8 +43,8 @@ class Place:
     (torch.distributed's variables set by something else)."""
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the Place (rank, sizes and how to meet) that a launcher has set in environment
+def find_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
+    """Return the LaunchedRank (rank, sizes and how to meet) that a launcher has set in environment
     variables; None for a process that runs alone.
 
     Raises ConfigError, naming the variables, if they contradict each other, or if an unknown
@@ -57,20 +57,24 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
         source = "--nproc"
         if STORE in environ:
             meet, source = f"tcp://{environ[STORE]}", "--nodes"
-        place = _place(environ, source, meet)
+        launched = _rank_in(environ, source, meet)
     # A batch script can export WORLD_SIZE for all its tasks, but not each task's RANK.
     elif "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
-        place = _torch_place(environ)
+        launched = _torch_rank(environ)
     elif is_srun_task:
-        place = _slurm_place(environ)
+        launched = _slurm_rank(environ)
     else:
         _refuse_unknown_launcher(environ)
         return None
-    return None if place.world_size == 1 else place
+    return None if launched.world_size == 1 else launched
 
 
-def processes_together(nproc: int | None, place: Place | None) -> int | None:
-    """Return the number of processes that train together: a launcher's if `place` is given, else
+find_place = find_rank
+"""The same by the name that it had until 0.2, for scripts that import it."""
+
+
+def processes_together(nproc: int | None, launched: LaunchedRank | None) -> int | None:
+    """Return the number of processes that train together: a launcher's if `launched` is given, else
     `nproc`, the value of `--nproc`; None if there is neither.
 
     Raises ConfigError if `nproc` is below 1, or differs from a launcher's number and so would start
@@ -78,14 +82,14 @@ def processes_together(nproc: int | None, place: Place | None) -> int | None:
     """
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
-    if place is None:
+    if launched is None:
         return nproc
-    if nproc not in (None, place.world_size):
+    if nproc not in (None, launched.world_size):
         raise ConfigError(
-            f"--nproc {nproc} starts processes, and {place.source} has started "
-            f"{place.world_size} already; leave --nproc out"
+            f"--nproc {nproc} starts processes, and {launched.source} has started "
+            f"{launched.world_size} already; leave --nproc out"
         )
-    return place.world_size
+    return launched.world_size
 
 
 def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
@@ -101,9 +105,9 @@ def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
             )
 
 
-def _torch_place(environ: Mapping[str, str]) -> Place:
-    """Return the Place in torch.distributed's variables, set by torchrun or a PyTorchJob. Raises
-    ConfigError if some are missing or inconsistent."""
+def _torch_rank(environ: Mapping[str, str]) -> LaunchedRank:
+    """Return the LaunchedRank in torch.distributed's variables, set by torchrun or a PyTorchJob.
+    Raises ConfigError if some are missing or inconsistent."""
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     if "TORCHELASTIC_RUN_ID" in environ:
         source = "torchrun"
@@ -114,21 +118,21 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
         )
     else:
         source = "environment"
-    place = _place(environ, source, "env://")
-    if place.world_size > 1:
+    launched = _rank_in(environ, source, "env://")
+    if launched.world_size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise ConfigError(
-                    f"WORLD_SIZE={place.world_size} processes are to meet, and {name} is not set; "
-                    "set it to that of rank 0, or start the command with torchrun"
+                    f"WORLD_SIZE={launched.world_size} processes are to meet, and {name} is not "
+                    f"set; set it to that of rank 0, or start the command with torchrun"
                 )
         _chosen_port(environ)
-    return place
+    return launched
 
 
-def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """Return the Place in SLURM's variables for a step that srun started. Raises ConfigError if
-    some are missing or inconsistent, or ranks are not consecutive on each node."""
+def _slurm_rank(environ: Mapping[str, str]) -> LaunchedRank:
+    """Return the LaunchedRank in SLURM's variables for a step that srun started. Raises ConfigError
+    if some are missing or inconsistent, or ranks are not consecutive on each node."""
     remedy = "start the command with srun, or unset the SLURM_ variables to run as one process"
     rank = _number(environ, "SLURM_PROCID", remedy)
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", remedy)
@@ -141,7 +145,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
                 f"of this step: start it with srun --ntasks={exported}, or unset WORLD_SIZE"
             )
     if world_size == 1:
-        return Place(0, 1, 0, 1, "", "SLURM")
+        return LaunchedRank(0, 1, 0, 1, "", "SLURM")
     tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", remedy)
     if sum(tasks) != world_size or node >= len(tasks):
@@ -160,12 +164,12 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     if environ.get("MASTER_PORT"):
         port = _chosen_port(environ)
     host = f"[{host}]" if ":" in host else host
-    return Place(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
+    return LaunchedRank(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
 
 
-def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
-    """Return the Place in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, completed by `source`
-    and `init_method`. Raises ConfigError if they are inconsistent."""
+def _rank_in(environ: Mapping[str, str], source: str, init_method: str) -> LaunchedRank:
+    """Return the LaunchedRank in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, completed by
+    `source` and `init_method`. Raises ConfigError if they are inconsistent."""
     remedy = "torchrun sets it; unset RANK and WORLD_SIZE to run as one process"
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
         local_rank = _number(environ, "LOCAL_RANK", remedy)
@@ -184,7 +188,7 @@ def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
             f"LOCAL_WORLD_SIZE={local_size} of one machine cannot be more than WORLD_SIZE="
             f"{world_size} of all; set both, or unset both"
         )
-    return Place(rank, world_size, local_rank, local_size, init_method, source)
+    return LaunchedRank(rank, world_size, local_rank, local_size, init_method, source)
 
 
 def _chosen_port(environ: Mapping[str, str]) -> int:

@@ -44,7 +44,7 @@ from pentameter.processes.failures.progress import (
     read_progress,
     stacks,
 )
-from pentameter.processes.group.rank import Place
+from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.launch.program import Launched, Program, worker_environment
 from pentameter.processes.launch.stop_signals import handling, handling_stop_signals
 
@@ -134,7 +134,7 @@ def respawn(
 def check_launch(
     config: Config,
     n_processes: int,
-    place: Place | None,
+    launched: LaunchedRank | None,
     *,
     oversubscribe: bool,
     check_fit: bool,
@@ -148,7 +148,8 @@ def check_launch(
     same error.
 
     n_processes: all processes in the run.
-    place: from `find_place` if a launcher started them; then cores and memory are not checked. None
+    launched: from `find_rank` if a launcher started them; then cores and memory are not checked.
+    None
         if `--nproc` will start them on this machine.
     local_size: how many of them this machine will start; None for all.
     oversubscribe: any number of processes per core will do.
@@ -158,15 +159,15 @@ def check_launch(
     from pentameter.planning.layouts.layout_checks import check_layout
     from pentameter.planning.plan import make_plan, needs_data
 
-    local_size = place.local_size if place is not None else local_size or n_processes
-    if place is None:
+    local_size = launched.local_size if launched is not None else local_size or n_processes
+    if launched is None:
         check_processes(local_size, oversubscribe=oversubscribe)
     check_layout(make_layout(config.parallel, n_processes), config, local_size)
     if needs_data(config):
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)
     on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and has_gpu_file())
-    if check_fit and place is None and n_processes > 1 and not on_gpu:
+    if check_fit and launched is None and n_processes > 1 and not on_gpu:
         check_memory(local_size, plan_state_bytes(plan).state_bytes)
 
 
