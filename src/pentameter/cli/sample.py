@@ -23,7 +23,8 @@ from pentameter.cli.options.arguments import (
     print_warnings,
 )
 from pentameter.cli.options.experts_option import print_expert_choices
-from pentameter.errors import ConfigError, StorageError
+from pentameter.disk.atomic import storage_errors
+from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,16 +215,15 @@ def _prompt(asked: SampleArguments) -> str:
             f"--prompt {asked.prompt!r} and --prompt-file {asked.prompt_file} exclude each other; "
             "keep one"
         )
-    try:
-        return asked.prompt_file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise ConfigError(f"--prompt-file {asked.prompt_file} does not exist") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {asked.prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--prompt-file {asked.prompt_file} is not UTF-8 at byte {error.start}; convert it"
-        ) from error
+    with storage_errors(asked.prompt_file, "read"):
+        try:
+            return asked.prompt_file.read_bytes().decode("utf-8-sig")
+        except FileNotFoundError as error:
+            raise ConfigError(f"--prompt-file {asked.prompt_file} does not exist") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--prompt-file {asked.prompt_file} is not UTF-8 at byte {error.start}; convert it"
+            ) from error
 
 
 def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:

@@ -53,6 +53,13 @@ _REMEDIES = {
     errno.ELOOP: "a symbolic link stands there, which could lead anywhere; remove it",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
 }
+_OTHER_REMEDY = "check the disk, or use another folder"
+_FOR_READING = {
+    errno.EACCES: "this user may not read it; have its permissions changed, or name another",
+    errno.EPERM: "this user may not read it; have its permissions changed, or name another",
+    errno.EISDIR: "a folder stands where a file should be; name a file",
+}
+_OTHER_FOR_READING = "check the disk"
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,19 @@ class FileRecord:
     sha256: str
 
 
-def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
+def storage_error(path: Path | str, doing: str, error: OSError) -> StorageError:
     """Return, without raising it, the StorageError with the message `cannot DOING PATH: reason;
-    remedy`, for an OSError at `path`; `doing` is a verb."""
-    remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
+    remedy`, for an OSError at `path`; `doing` is a verb, and for `read` and `list` remedies are
+    those of a reader."""
+    remedies, other = _REMEDIES, _OTHER_REMEDY
+    if doing in ("read", "list"):
+        remedies, other = _REMEDIES | _FOR_READING, _OTHER_FOR_READING
+    remedy = remedies.get(error.errno or 0, other)
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
 
 
 @contextmanager
-def storage_errors(path: Path, doing: str) -> Iterator[None]:
+def storage_errors(path: Path | str, doing: str) -> Iterator[None]:
     """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: reason; remedy`;
     `doing` is a verb."""
     try:
@@ -379,6 +390,13 @@ def read_checked(
     data = read_regular(path, max_bytes=min(record.n_bytes, max_bytes))
     check_hash(path, record, hashlib.sha256(data).hexdigest())
     return data
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's sha256, in hex; links are followed. Raises StorageError if it cannot be
+    read."""
+    with storage_errors(path, "read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_hash(path: Path | str, record: FileRecord, sha256: str) -> None:

@@ -120,10 +120,8 @@ def public_file(file: PublicFile) -> Path:
     """
     path = local_file(file)
     if path is not None:
-        try:
+        with storage_errors(path, "read"):
             found = file.checksum_of(path.read_bytes())
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
         if found != file.checksum():
             raise CorruptError(
                 f"{path} is not the expected file: {found}, expected {file.checksum()}; "

@@ -25,7 +25,8 @@ import numpy.typing as npt
 from pentameter.config.messages import shown
 from pentameter.data.batches.step import padded_batch
 from pentameter.data.tokenizers.base import Ids, Tokenizer
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import storage_errors
+from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import perplexity
 from pentameter.parallel.engine import Engine
 from pentameter.record.events import ChoiceMetrics
@@ -169,10 +170,8 @@ def read_questions(path: Path) -> list[Question]:
     """
     if not path.is_file():
         raise ConfigError(f"{path} is no file; give a JSONL file with one question a line")
-    try:
+    with storage_errors(path, "read"):
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
     questions = [
         _question(line, f"{path}:{number}")
         for number, line in enumerate(lines, start=1)

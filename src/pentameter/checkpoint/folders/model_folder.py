@@ -17,7 +17,7 @@ from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
+from pentameter.disk.atomic import refuse_existing, sha256_of, write_hashed
 from pentameter.disk.lock import building
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class StoredModel:
             if record is not None:  # verified when it was opened
                 total.update(record.sha256.encode())
                 continue
-            with storage_errors(path, "read"), path.open("rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").hexdigest().encode())
+            total.update(sha256_of(path).encode())
         return total.hexdigest()
 
 

@@ -8,7 +8,6 @@ Hub records.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 import time
@@ -18,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.disk.atomic import storage_errors
+from pentameter.disk.atomic import sha256_of, storage_errors
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
 
 if TYPE_CHECKING:
@@ -207,9 +206,8 @@ def _check(path: Path, file: Any) -> None:
     with storage_errors(path, "read"):
         n_bytes = path.stat().st_size
         is_whole = file.size in (None, n_bytes)
-        if is_whole and file.lfs is not None:
-            with path.open("rb") as content:
-                is_whole = hashlib.file_digest(content, "sha256").hexdigest() == file.lfs.sha256
+    if is_whole and file.lfs is not None:
+        is_whole = sha256_of(path) == file.lfs.sha256
     if not is_whole:
         raise CorruptError(
             f"{path} is not the file on the Hub (it has {n_bytes:,} bytes); delete "

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pentameter.data.corpora.archives import TAR_SUFFIX
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import storage_errors
+from pentameter.errors import ConfigError, CorruptError
 
 _SUFFIXES = (".gz", ".zst")
 _READ_BYTES = 1 << 16
@@ -40,10 +41,8 @@ def uncompressed_name(name: str) -> str:
 def open_decompressed(file: Path) -> Iterator[BinaryIO]:
     """Context manager that yields a file's decompressed bytes as a stream; StorageError if it
     cannot be opened."""
-    try:
+    with storage_errors(file, "read"):
         stream = file.open("rb")
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
     with stream, decompressed(stream, file.name, str(file)) as content:
         yield content
 
@@ -57,19 +56,18 @@ def decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
     if (kind := compression_of(name)) == ".zst":
         damage.append(_zstd().ZstdError)
     try:
-        match kind:
-            case ".gz":
-                yield chunk_stream(_gunzipped(stream))
-            case ".zst":
-                yield _zstd().ZstdFile(stream)
-            case _:
-                yield stream
+        with storage_errors(where, "read"):
+            match kind:
+                case ".gz":
+                    yield chunk_stream(_gunzipped(stream))
+                case ".zst":
+                    yield _zstd().ZstdFile(stream)
+                case _:
+                    yield stream
     except tuple(damage) as error:
         raise CorruptError(
             f"{where} is damaged or cut short ({error}); fetch it again, or leave it out"
         ) from error
-    except OSError as error:
-        raise StorageError(f"cannot read {where}: {error.strerror}") from error
 
 
 def chunk_stream(chunks: Iterator[bytes]) -> BinaryIO:

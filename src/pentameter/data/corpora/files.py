@@ -11,7 +11,6 @@ archive those of the files in it.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,8 @@ from pentameter.data.corpora.file_kinds import (
     lacks_text,
 )
 from pentameter.data.corpora.tables import LONGEST_ROW_BYTES, columns_of, is_table, read_rows
-from pentameter.errors import CorruptError, StorageError
+from pentameter.disk.atomic import sha256_of, storage_errors
+from pentameter.errors import CorruptError
 
 # Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
@@ -115,10 +115,8 @@ class LocalFile:
     def n_bytes(self) -> int:
         """Approximate bytes of text in it; compressed files count three times their size. Raises
         StorageError if it cannot be read."""
-        try:
+        with storage_errors(self.path, "read"):
             size = self.path.stat().st_size
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
         is_small = bool(compression_of(self.name)) or self.name.lower().endswith(".parquet")
         return size * USUAL_COMPRESSION if is_small else size
 
@@ -152,15 +150,6 @@ class LocalFile:
 
     def __str__(self) -> str:
         return str(self.path)
-
-
-def sha256_of(file: Path) -> str:
-    """Return a file's sha256, in hex; StorageError if it cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
 
 
 def is_jsonl(name: str) -> bool:

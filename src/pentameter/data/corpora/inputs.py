@@ -27,7 +27,8 @@ from pentameter.data.corpora.files import UTF8, FileContents, InputFile, LocalFi
 from pentameter.data.corpora.remote import remote_files
 from pentameter.data.corpora.tables import is_table, split_in, split_of
 from pentameter.data.corpora.text import Text
-from pentameter.errors import ConfigError, CorruptError, StorageError, near_files
+from pentameter.disk.atomic import storage_error, storage_errors
+from pentameter.errors import ConfigError, CorruptError, near_files
 
 Kind = TypeVar("Kind", Text, Conversations)
 
@@ -189,7 +190,7 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
     found: list[Path] = []
 
     def refuse(error: OSError) -> None:
-        raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
+        raise storage_error(error.filename, "list", error) from error
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -263,15 +264,14 @@ def _listed_files(state: Path) -> list[str]:
     ConfigError if it selects rows by indices, CorruptError or StorageError if it is invalid or
     unreadable."""
     try:
-        content = json.loads(state.read_bytes())
+        with storage_errors(state, "read"):
+            content = json.loads(state.read_bytes())
         if content.get("_indices_data_files"):
             raise ConfigError(
                 f"{state} chooses rows by a file of indices; save the data set again after "
                 "flatten_indices()"
             )
         return [str(each["filename"]) for each in content["_data_files"]]
-    except OSError as error:
-        raise StorageError(f"cannot read {state}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{state} is no state of a saved data set; save it again") from error
 

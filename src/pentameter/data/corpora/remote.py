@@ -30,9 +30,14 @@ from pentameter.data.corpora.files import (
     Records,
     read_documents,
     read_records,
-    sha256_of,
 )
-from pentameter.disk.atomic import FolderExistsError, check_free_space, storage_errors, sync
+from pentameter.disk.atomic import (
+    FolderExistsError,
+    check_free_space,
+    sha256_of,
+    storage_errors,
+    sync,
+)
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.file_systems import (
     LOG_IN,

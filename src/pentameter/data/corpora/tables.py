@@ -15,7 +15,8 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from pentameter.data.corpora.decoded_sizes import EXACT_BYTES, cut_rows
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import storage_error
+from pentameter.errors import ConfigError, CorruptError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 _SPLITS = {
@@ -242,7 +243,7 @@ def _table_errors(file: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # Parquet's, for bytes that cannot be decoded
             raise _damage(str(file), error) from error
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+        raise storage_error(file, "read", error) from error
     except invalid as error:
         raise _damage(str(file), error) from error
 

@@ -35,9 +35,9 @@ from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.disk.atomic import refuse_existing
+from pentameter.disk.atomic import refuse_existing, storage_errors
 from pentameter.disk.lock import building
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError
 
 BLOCK_TOKENS = 1 << 20
 HEADER_BYTES = 1024  # 256 int32
@@ -70,18 +70,15 @@ class TokenFile:
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the ids, int64, in blocks with up to BLOCK_TOKENS each (n_tokens,). CorruptError if
         the file becomes shorter, StorageError if it cannot be read."""
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self.first_byte)
-                left = self.n_tokens
-                while left:
-                    ids = np.fromfile(stream, dtype=self.dtype, count=min(left, BLOCK_TOKENS))
-                    if not len(ids):
-                        raise CorruptError(f"{self.path} became shorter while it was read")
-                    left -= len(ids)
-                    yield ids.astype(np.int64)
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
+        with storage_errors(self.path, "read"), self.path.open("rb") as stream:
+            stream.seek(self.first_byte)
+            left = self.n_tokens
+            while left:
+                ids = np.fromfile(stream, dtype=self.dtype, count=min(left, BLOCK_TOKENS))
+                if not len(ids):
+                    raise CorruptError(f"{self.path} became shorter while it was read")
+                left -= len(ids)
+                yield ids.astype(np.int64)
 
 
 def token_files(paths: Sequence[Path]) -> list[Path]:
@@ -116,14 +113,12 @@ def open_token_file(path: Path) -> TokenFile:
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     if not path.is_file():
         raise ConfigError(f"{path} does not exist, or is not a file (in {Path.cwd()})")
-    try:
+    with storage_errors(path, "read"), path.open("rb") as stream:
         size = path.stat().st_size
-        with path.open("rb") as stream:
-            header = stream.read(HEADER_BYTES)
-        if (index := path.with_suffix(".idx")).is_file():
+        header = stream.read(HEADER_BYTES)
+    if (index := path.with_suffix(".idx")).is_file():
+        with storage_errors(index, "read"):
             return _open_megatron(path, index, size)
-    except OSError as error:
-        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
     if len(header) == HEADER_BYTES:
         magic, version, n_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
         if magic == LLMC_EVALUATION:

@@ -31,7 +31,8 @@ from pentameter.data.shards.format import (
 )
 from pentameter.data.tokenizers.base import LibraryBacked, Tokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import sha256_of, storage_errors
+from pentameter.errors import ConfigError, CorruptError
 
 Int64 = npt.NDArray[np.int64]
 
@@ -376,7 +377,8 @@ def open_shards(
     starts = _open_documents(folder, header)
     assistant = _open_answers(folder, header)
     for kind in COUNTS.keys() & header.keys() if verify else ():
-        _check_file(folder / header[kind]["name"], header[kind]["sha256"])
+        path = folder / header[kind]["name"]
+        _check_hash(path, sha256_of(path), header[kind]["sha256"])
     _check_tokens(folder, header, verify, progress)
     splits = {
         name: TokenSplit(
@@ -483,16 +485,6 @@ def _check_size(path: Path, expected: int) -> None:
         raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
 
 
-def _check_file(path: Path, expected: str) -> None:
-    """Raise CorruptError if a file's sha256, in hex, is not `expected`."""
-    try:
-        with path.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    _check_hash(path, found, expected)
-
-
 def _check_hash(path: Path, found: str, expected: str) -> None:
     """Raise CorruptError, about the file at `path`, if the two hashes differ."""
     if found != expected:
@@ -514,24 +506,21 @@ def _check_tokens(
         digest = hashlib.sha256()
         # Read rather than mapped: a check of a large file must not fill this process's memory.
         buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
-        try:
-            with path.open("rb") as stream:
-                for first in range(0, n_tokens, CHECK_TOKENS):
-                    if stopped.is_set():
-                        return
-                    ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
-                    if len(ids) and int(ids.max()) >= header["vocab_size"]:
-                        index = int(np.argmax(ids >= header["vocab_size"]))
-                        token = first + index
-                        raise CorruptError(
-                            f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
-                            f"{ids[index]}, the vocabulary has {header['vocab_size']}; prepare "
-                            "the data again"
-                        )
-                    if verify:
-                        digest.update(ids.data)
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        with storage_errors(path, "read"), path.open("rb") as stream:
+            for first in range(0, n_tokens, CHECK_TOKENS):
+                if stopped.is_set():
+                    return
+                ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
+                if len(ids) and int(ids.max()) >= header["vocab_size"]:
+                    index = int(np.argmax(ids >= header["vocab_size"]))
+                    token = first + index
+                    raise CorruptError(
+                        f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
+                        f"{ids[index]}, the vocabulary has {header['vocab_size']}; prepare the "
+                        "data again"
+                    )
+                if verify:
+                    digest.update(ids.data)
         if verify:
             _check_hash(path, digest.hexdigest(), expected)
 

@@ -25,7 +25,7 @@ from pentameter.data.shards.format import (
     header_hash,
 )
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.atomic import sync, sync_descriptor
+from pentameter.disk.atomic import sha256_of, sync, sync_descriptor
 
 SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
@@ -191,13 +191,11 @@ class ShardWriter:
         """Concatenate the splits' position files (document starts, or assistant tokens' ranges, by
         `kind`) into one; return its header entry {"name", "sha256"}."""
         path = self._folder / f"{self._name}-{kind}.bin"
-        with path.open("w+b") as joined:
+        with path.open("xb") as joined:
             for split in SPLITS:
                 part = self._folder / f"{split}.{kind}"
                 with part.open("rb") as stream:
                     shutil.copyfileobj(stream, joined)
                 part.unlink()
-            joined.seek(0)
-            sha256 = hashlib.file_digest(joined, "sha256").hexdigest()
         sync(path)
-        return {"name": path.name, "sha256": sha256}
+        return {"name": path.name, "sha256": sha256_of(path)}

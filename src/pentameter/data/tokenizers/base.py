@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.chat import ChatTemplate, Segment, unescaped
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import storage_errors
+from pentameter.errors import ConfigError, CorruptError
 
 Ids = npt.NDArray[np.int64]
 """Token ids (n_tokens,), int64."""
@@ -159,10 +160,8 @@ class Tokenizer(ABC):
 
     def save(self, path: Path) -> None:
         """Write the JSON file that `load_tokenizer` reads; StorageError if that fails."""
-        try:
+        with storage_errors(path, "write"):
             Path(path).write_bytes(self.to_bytes())
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything that decides the ids; the chat template is lost."""
