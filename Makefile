@@ -21,7 +21,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 SITE_VENV ?= .venv-site
 INSTALLED_SITE := $(SITE_VENV)/.installed
 
-.PHONY: quickstart test test-more test-all lint format docs site install clean help
+.PHONY: quickstart test test-more test-all trials trials-nodes lint format docs site install clean help
 
 help:
 	@echo "make quickstart   train a small model on the Python standard library's source;"
@@ -29,6 +29,8 @@ help:
 	@echo "make test         run the tests; PYTEST='-k shards -x' passes arguments on"
 	@echo "make test-more    the tests that CI runs beside them"
 	@echo "make test-all     all tests, the long tier too: more compilation, every layout"
+	@echo "make trials       strike whole runs with one fault of each class; ARGS='--full' with all"
+	@echo "make trials-nodes the same on four nodes, in network namespaces; ARGS='--trials 50'"
 	@echo "make lint         ruff, format check and mypy"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make docs         write the reference pages from the schema and the help texts"
@@ -48,6 +50,12 @@ test-more: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "" $(PYTEST)
+
+trials: $(INSTALLED)
+	$(BIN)/python -m trials.faults $(or $(ARGS),--trials 1)
+
+trials-nodes: $(INSTALLED)
+	$(BIN)/python -m trials.nodes $(ARGS)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_operations import DieAt, before_each
 from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pentameter.checkpoint.format.save_phases import HostBuffers
 from pentameter.processes.group.world import World
+from trials.faults.file_operations import DieAt, before_each
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from file_operations import CHANGES, DieAt, before_each
 
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.save_phases import HostBuffers
 from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
+from trials.faults.file_operations import CHANGES, DieAt, before_each
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,13 @@ import os
 import shutil
 
 import pytest
-from damage import DAMAGES, FILES, swap_with_older
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.format.manifest import Manifest
 from pentameter.errors import ConfigError, CorruptError
+from trials.faults.damage import DAMAGES, FILES, swap_with_older
 
 
 @pytest.mark.parametrize("name", FILES)

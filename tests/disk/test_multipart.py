@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 
 from pentameter.disk import remote_folder
 from pentameter.disk.atomic import FileRecord
 from pentameter.disk.remote_folder import RemoteFolder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
-
-import object_store
-from object_store import forget_client, running_store, use_client
+from trials.faults import object_store
+from trials.faults.object_store import forget_client, running_store, use_client
 
 pytestmark = [
     pytest.mark.slow,

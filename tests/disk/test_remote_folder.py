@@ -16,11 +16,8 @@ from pentameter.disk import remote_folder
 from pentameter.disk.atomic import FileRecord
 from pentameter.disk.remote_folder import Attempts, RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))  # for `object_store`
-
-import object_store
-from object_store import emptied, running_store, use_client
+from trials.faults import object_store
+from trials.faults.object_store import emptied, running_store, use_client
 
 BODY = random.Random(7).randbytes(3000)
 FAULTS = ["500", "503", "drop", "silent", "truncate", "flip", "500 after", "503 after"]

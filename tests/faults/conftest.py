@@ -1,11 +1,6 @@
-"""Fault tests share the oracle, and a cache of their own."""
-
-import sys
-from pathlib import Path
+"""Fault tests share a cache of their own."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="package")

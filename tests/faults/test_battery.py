@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import sys
 
-import kills
 import pytest
-from battery import FaultClass, Record, Result, failure_bound, markdown, run_trials
-from mistakes import MISTAKES, catch
-from power import a_power_loss
-from table import CLASSES
-from trial import Trial
+
+from trials.faults import kills
+from trials.faults.battery import FaultClass, Record, Result, failure_bound, markdown, run_trials
+from trials.faults.mistakes import MISTAKES, catch
+from trials.faults.power import a_power_loss
+from trials.faults.table import CLASSES
+from trials.faults.trial import Trial
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def never_hold(trial: Trial) -> str:
 
 @pytest.fixture
 def quick_end(monkeypatch):
-    monkeypatch.setattr("battery.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("trials.faults.battery.GRACE_SECONDS", 0.2)
 
 
 def run_one(trial, shared, seed=0):

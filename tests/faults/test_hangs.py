@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hangs import assert_named, hang_at
+
+from trials.faults.hangs import assert_named, hang_at
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import time
 from contextlib import suppress
 
 import pytest
-from oracle import (
+
+from pentameter.config.files.load import load_config
+from trials.faults.oracle import (
     STEPS,
     assert_same_run,
     curve,
@@ -20,8 +22,6 @@ from oracle import (
     tiny_config,
     train_in_child,
 )
-
-from pentameter.config.files.load import load_config
 
 
 def make_reference(tmp_path_factory, **overrides):

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from oracle import STEPS, assert_same_run, curve, events, finish, tiny_config
+
+from trials.faults.oracle import STEPS, assert_same_run, curve, events, finish, tiny_config
 
 PATIENCE_SECONDS = 120.0
 SLOWED = {"train.sample_interval": 1}

@@ -9,9 +9,10 @@ import signal
 from contextlib import suppress
 
 import pytest
-from object_store import forget_client, wait_until
-from oracle import assert_same_run, events, launched, tiny_config
-from stores import (
+
+from trials.faults.object_store import forget_client, wait_until
+from trials.faults.oracle import assert_same_run, events, launched, tiny_config
+from trials.faults.stores import (
     MOST_REQUESTS,
     StoreTrial,
     failing_requests,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from two_nodes import cut_while_training, reason_not_to
+
+from trials.faults.two_nodes import cut_while_training, reason_not_to
 
 TIMEOUT_SECONDS = 5.0
 

@@ -1,7 +1,7 @@
 """Runs on several nodes go on after any fault, and give what an undisturbed run gives.
 
 `tests/processes/launch/test_node_launch.py` has the launchers' part of it in the quick tier;
-`python -m tests.nodes` makes many trials.
+`python -m trials.nodes` makes many trials.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import trials
-from half_lost import lose_half
-from network import reason_not_to
-from trials import TRIALS, Trial, failure_bound, table
 
 from pentameter.record.reading import read_run
 from pentameter.report.pages.page import render_page
+from trials.nodes import trial as trials
+from trials.nodes.half_lost import lose_half
+from trials.nodes.network import reason_not_to
+from trials.nodes.trial import TRIALS, Trial, failure_bound, table
 
 
 @pytest.mark.slow

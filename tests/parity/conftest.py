@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory):
-    from parity_runs import Runs
+    from trials.layout_runs import Runs
 
     with Runs(tmp_path_factory.mktemp("parity")) as running:
         yield running

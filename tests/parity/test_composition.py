@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from parity_hooks import OverflowInOne, SpoilInOne, StopInOne
-from parity_runs import Run, changed
 
 from pentameter.cli.main import main
+from trials.layout_runs import Run, changed
 
 ROUNDING = 1e-9
 TINY = {

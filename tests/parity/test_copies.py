@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from parity_runs import TINY, changed
 
 from pentameter.parallel.local_shards import local_shard
+from trials.layout_runs import TINY, changed
 
 NORM, MATRIX, TIED = (
     "blocks.0.attention_norm.weight",

@@ -1,7 +1,8 @@
 """A mixture of experts goes on from one degree of experts to another."""
 
 import pytest
-from parity_runs import changed
+
+from trials.layout_runs import changed
 
 ROUNDING = 1e-9
 TINY = {

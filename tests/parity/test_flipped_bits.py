@@ -1,13 +1,8 @@
 """A flipped bit is found within `train.check_every` steps, and nothing of it is saved."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
-from flipped_bits import FAULTS, trials
+from trials.faults.flipped_bits import FAULTS, trials
 
 AT_REST = ("weight", "moment")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_runs import Run, changed
+
+from trials.layout_runs import Run, changed
 
 ROUNDING = 1e-9
 TINY = {

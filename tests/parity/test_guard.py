@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 from parity_hooks import OverflowInOne, StopInOne
-from parity_runs import Run, changed
+
+from trials.layout_runs import Run, changed
 
 ROUNDING = 1e-9
 TINY = {

@@ -1,7 +1,8 @@
 """A step of any layout, computed again: to the bit on its own, to rounding on another one."""
 
 import pytest
-from parity_runs import TINY, changed, replay_here
+
+from trials.layout_runs import TINY, changed, replay_here
 
 SAVED = changed(TINY, {"checkpoint.keep_last": 9, "train.micro_batch_size": 2})
 LAYOUTS = {

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity_runs import changed
 from torch.profiler import ProfilerActivity, profile
 
 from pentameter.config.schema import Config
 from pentameter.processes.group.world import World
+from trials.layout_runs import changed
 
 FEW_BYTES = 1024
 """What meshes and groups say to each other."""

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_runs import ALONE, Run, Runs, changed
 
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.evaluate.split import evaluate
 from pentameter.parallel.assemble import engine_of
 from pentameter.planning.plan import make_plan
+from trials.layout_runs import ALONE, Run, Runs, changed
 
 ROUNDING = 1e-9
 """Relative, in fp64: sums in another order err by 1e-16, and some thirty steps amplify that."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +20,7 @@ from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.disk import remote_folder
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "faults"))  # for `object_store`
-
-from object_store import emptied, running_store
+from trials.faults.object_store import emptied, running_store
 
 URL = "s3://bucket/run"
 BEFORE, AFTER = "before it is done", "after it is done"

@@ -1,6 +1,0 @@
-"""Tests on several nodes share what makes them."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
