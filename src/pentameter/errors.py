@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def terminal_message(message: str) -> str:
         rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_WORD), message
     )
     return _without_middle(message, LONGEST_MESSAGE)
+
+
+def remark(*lines: str) -> None:
+    """Print lines on stderr as this program's, ready for a terminal (`terminal_message`)."""
+    for line in lines:
+        print(f"pentameter: {terminal_message(line)}", file=sys.stderr, flush=True)
 
 
 def _without_middle(text: str, longest: int) -> str:

@@ -1,1 +1,1 @@
-"""Choices made by measuring: how long a run may take, its batch, its layout."""
+"""Choices among layouts: the best one."""

@@ -8,13 +8,12 @@ a calibration that only one of them has, would have ranks choose differently.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.data.sizes import DataSizes
-from pentameter.errors import ConfigError, terminal_message
+from pentameter.errors import ConfigError, remark
 from pentameter.estimating.search.search import search, why_nothing_fits
 from pentameter.estimating.seconds.estimate import Estimate
 from pentameter.formatting import size
@@ -107,7 +106,7 @@ def choose_together(
     place = meeting.launched
     if place.rank == 0:
         best = best_layout(config, sizes(), place.world_size, place.local_size)
-        print(terminal_message(f"pentameter: {best}"), file=sys.stderr)
+        remark(str(best))
         chosen = best.of(config)
         told = {
             "n_processes": best.n_processes,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.options.arguments import parse, print_warnings
-from pentameter.errors import printable
+from pentameter.cli.options.arguments import parse
+from pentameter.errors import printable, remark
 
 if TYPE_CHECKING:
     from pentameter.report.watch.comparison import Comparison
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.report.watch.comparison import compare_runs, render_comparison
 
     comparison = compare_runs(asked.runs)
-    print_warnings(words for run in comparison.runs for words in run.record.unread)
+    remark(*(words for run in comparison.runs for words in run.record.unread))
     page = write_page(asked.out, render_comparison(comparison))
     if asked.json:
         print(json.dumps({"page": str(page), **comparison.to_json()}, ensure_ascii=False))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from pentameter.cli.options.arguments import parse, print_warnings
-from pentameter.errors import ConfigError, PentameterError, printable
+from pentameter.cli.options.arguments import parse
+from pentameter.errors import ConfigError, PentameterError, printable, remark
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.folders.model_folder import StoredModel
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
         stored = replace(stored, base_model=asked.base_model)
     _check_base(asked, stored)
     warnings += [*_write(asked, stored), *_advice(asked)]
-    print_warnings(warnings)
+    remark(*warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")
     if asked.push is not None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.options.arguments import parse, print_warnings
-from pentameter.errors import ConfigError
+from pentameter.cli.options.arguments import parse
+from pentameter.errors import ConfigError, remark
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
         config = config.model_copy(update={"data": config.data.model_copy(update=setting)})
     config = with_micro_batch(config)
     save_model(stored, asked.out, config)
-    print_warnings(warnings)
+    remark(*warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), name_of(asked.out.name, "-tuned")
     experts = (

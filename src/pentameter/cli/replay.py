@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import tyro
 
 from pentameter.checkpoint.format.lazy_tensors import few
 from pentameter.cli.options.arguments import parse
-from pentameter.errors import TrainingFailedError, printable, terminal_message
+from pentameter.errors import TrainingFailedError, printable, remark
 from pentameter.processes.group.rank import find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch, run_local
 from pentameter.processes.launch.program import Command, python_command
@@ -86,7 +85,7 @@ def _replay(asked: ReplayArguments, world: World) -> StepReplay:
 
     def say(text: str) -> None:
         if world.is_main:
-            print(terminal_message(f"pentameter: {text}"), file=sys.stderr, flush=True)
+            remark(text)
 
     found = replay_step(asked.run_dir, asked.step, asked.layout, world, say)
     if world.is_main:

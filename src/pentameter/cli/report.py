@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from pentameter.cli.options.arguments import parse, print_warnings
-from pentameter.errors import ConfigError
+from pentameter.cli.options.arguments import parse
+from pentameter.errors import ConfigError, remark
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
 
     record = read_run(asked.run_dir)
     check_run_folder(asked.run_dir)
-    print_warnings(record.unread)
+    remark(*record.unread)
     if asked.plot is not None:
         figure = loss_figure(record)
         if figure is None:

@@ -20,11 +20,10 @@ from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse,
-    print_warnings,
 )
 from pentameter.cli.options.experts_option import print_expert_choices
 from pentameter.disk.atomic import storage_errors
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, remark
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,7 +176,7 @@ def _ask_for_prompts(
             else:
                 ids = encode_messages(loaded.tokenizer, turn, partial(render, template))
         except ConfigError as error:  # such as a character that the model does not know
-            print_warnings([str(error)])
+            remark(str(error))
             continue
         one = dataclasses.replace(asked, seed=seed)
         steps, samples = _sampled(loaded, ids, sampling, one, ends, continues=bool(line))

@@ -14,9 +14,8 @@ from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse,
-    print_warnings,
 )
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, remark
 from pentameter.machine.address import LOOPBACK, bind
 
 
@@ -70,13 +69,13 @@ def run(arguments: list[str]) -> int:
     device = device_for_verb(asked.device)
     with bind(asked.host, asked.port) as bound:  # refused before models are loaded
         if asked.host not in LOOPBACK:
-            print_warnings([f"--host {asked.host} lets other machines ask, without a password"])
+            remark(f"--host {asked.host} lets other machines ask, without a password")
         worker = Worker(most_waiting=asked.queue)
         for name, path in zip(names, asked.models, strict=True):
             loaded = worker.call(partial(load_for_verb, path, device))
             served = worker.call(partial(served_model, name, loaded, asked.slots))
             print(f"{name}: {served.described()}", flush=True)
-            print_warnings(served.remarks())
+            remark(*served.remarks())
             worker.add(served)
         return serve(worker, bound, limits, grace_seconds=asked.grace_seconds)
 

@@ -18,18 +18,25 @@ import tyro
 from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
 from pentameter.cli.options.launching import Launch
 from pentameter.cli.options.layout_option import BEST, layout_overrides
-from pentameter.errors import ConfigError, StorageError, terminal_message
+from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch
 from pentameter.processes.launch.worker import become_rank, watch_launcher
 from pentameter.processes.streams import outlived
 
 if TYPE_CHECKING:
-    from pentameter.cli.options.time_option import TimedRun
     from pentameter.config.schema import Config
     from pentameter.processes.group.join import Meeting
     from pentameter.train.run import TrainingRun
     from pentameter.train.say.profile import Profile
+    from pentameter.train.timed.timed_run import TimedRun
+
+
+EXCLUSIVE = (
+    *(("sweep", "time"), ("layout", "time")),
+    *(("nodes", "time"), ("nodes", "sweep"), ("respawn", "time"), ("respawn", "sweep")),
+)
+"""Pairs of options that exclude each other."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +116,24 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
         )
     place = find_rank()
     _check_alone(parsed, place)
-    timed = None if parsed.time is None else _timed(parsed, overrides, place)
+    is_main = place is None or place.rank == 0
+    n_processes = processes_together(parsed.nproc, place)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)
         return
-    is_main = place is None or place.rank == 0
-    n_processes = processes_together(parsed.nproc, place)
-    if timed is not None:
-        config = _configuration_for_time(timed, parsed)
-    else:
-        config = _configuration(parsed, overrides, n_processes, place, say=is_main)
+    timed = None
+    if parsed.time is not None:
+        from pentameter.train.timed.timed_run import TimedRun, check_timed
+
+        check_timed(parsed.resume, n_processes or 1)
+        timed = TimedRun(
+            parsed.source,
+            overrides,
+            parsed.time,
+            run_dir=parsed.run_dir,
+            init_from=parsed.init_from,
+        )
+    config = _configuration(parsed, overrides, n_processes, place, timed, say=is_main)
     hooks = _profile(parsed, config)
     if parsed.print_config or parsed.dry_run:
         if is_main and parsed.print_config:
@@ -187,13 +202,14 @@ def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Lau
 def _check_alone(parsed: TrainArguments, place: LaunchedRank | None) -> None:
     """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
     launcher (`place`), that starts and ends processes otherwise."""
-    others: dict[str, object] = {"--sweep": parsed.sweep, "--time": parsed.time}
-    if place is not None:
-        others[place.source] = place
-    for option, is_given in (("--nodes", parsed.nodes), ("--respawn", parsed.respawn)):
-        for other, excludes in others.items():
-            if is_given and excludes:
-                raise ConfigError(f"{option} and {other} exclude each other; leave one of them out")
+    for option, other in EXCLUSIVE:
+        if getattr(parsed, option) and getattr(parsed, other):
+            raise ConfigError(f"--{option} and --{other} exclude each other; leave one of them out")
+    for option in ("nodes", "respawn"):
+        if place is not None and getattr(parsed, option):
+            raise ConfigError(
+                f"--{option} and {place.source} exclude each other; leave one of them out"
+            )
     if parsed.respawn is not None and parsed.respawn < 0:
         raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
 
@@ -209,48 +225,6 @@ def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
     if config.train.steps is not None:
         hook.check(config.train.steps)
     return [hook]
-
-
-def _timed(parsed: TrainArguments, overrides: list[str], place: LaunchedRank | None) -> TimedRun:
-    """Return the run that --time asks for; its time counts from the start of this process. Raises
-    ConfigError for options that exclude --time."""
-    from pentameter.autotune.time_budget import TimeBudget
-    from pentameter.cli.options.time_option import TimedRun, parse_time
-
-    assert parsed.time is not None
-    budget = TimeBudget(parse_time(parsed.time))
-    if place is not None or (parsed.nproc or 1) > 1:
-        raise ConfigError(
-            "--time measures the steps of one process, and several were asked for; write the "
-            "configuration with --time and --print-config, and train that file with --nproc"
-        )
-    for option, is_given in (("--sweep", parsed.sweep), ("--layout", parsed.layout is not None)):
-        if is_given:
-            raise ConfigError(f"{option} and --time exclude each other; leave one of them out")
-    if parsed.resume not in ("auto", "never", "must"):
-        raise ConfigError(
-            f"--resume {parsed.resume} goes on with a run whose length --time does not know; leave "
-            "--time out, and say --train.steps"
-        )
-    return TimedRun(parsed.source, overrides, parsed.run_dir, parsed.init_from, budget, {})
-
-
-def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
-    """Return the configuration chosen for the time; print the reasons on stderr."""
-    from pentameter.config.files.command_source import with_tokenizer_beside
-    from pentameter.data.progress import ProgressLines
-
-    keep = not (parsed.print_config or parsed.dry_run)
-
-    def say(line: str) -> None:
-        print(terminal_message(f"pentameter: {line}"), file=sys.stderr, flush=True)
-
-    say(f"--time {parsed.time}: the text is read and some steps are timed, to choose what fits")
-    config, reasons = timed.config(ProgressLines(say), keep=keep)
-    config, warnings = with_tokenizer_beside(config, parsed.init_from)
-    for line in (*reasons, *warnings):
-        say(line)
-    return config
 
 
 def _sweep(
@@ -309,12 +283,13 @@ def _configuration(
     overrides: list[str],
     n_processes: int | None,
     place: LaunchedRank | None,
+    timed: TimedRun | None = None,
     *,
     say: bool,
 ) -> Config:
-    """Return the configuration that the command line names, in the requested layout; with `say`,
-    print the choices made on stderr. A best layout of processes that a launcher started is chosen
-    later, once they have met.
+    """Return the configuration that the command line names, in the requested layout, or as it is
+    chosen for a time (`timed`); with `say`, print the choices made on stderr. A best layout of
+    processes that a launcher started is chosen later, once they have met.
 
     n_processes: how many train together, None for one. place: this process's rank, and how many a
     launcher started on each machine; None if all are on this machine.
@@ -322,14 +297,17 @@ def _configuration(
     from pentameter.config.files.command_source import configuration_of, with_tokenizer_beside
     from pentameter.config.files.load import load_config
 
-    overrides = [*overrides, *layout_overrides(parsed.layout)]
-    config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
+    is_printed = parsed.print_config or parsed.dry_run
+    if timed is None:
+        overrides = [*overrides, *layout_overrides(parsed.layout)]
+        config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
+    else:
+        config = timed.choose(keep=not is_printed)
     said = []
     if parsed.init_from is None:
         said += _random_weights(Path(parsed.source))
     is_launched = place is not None or parsed.nodes is not None
-    is_chosen_together = is_launched and not (parsed.print_config or parsed.dry_run)
-    if parsed.layout == BEST and not is_chosen_together:
+    if parsed.layout == BEST and (is_printed or not is_launched):
         from pentameter.autotune.best_layout import best_layout
 
         n_together = n_processes or 1
@@ -338,9 +316,8 @@ def _configuration(
         said.append(str(best))
         config = best.of(config)
     config, warnings = with_tokenizer_beside(config, parsed.init_from)
-    said += warnings
-    for line in said if say else ():
-        print(terminal_message(f"pentameter: {line}"), file=sys.stderr)
+    if say:
+        remark(*said, *warnings)
     return config
 
 
@@ -365,31 +342,23 @@ def _train(
     meeting: Meeting | None = None,
 ) -> None:
     """Train in this process, alone or as a rank of a launched group (`place`; None if alone), whose
-    processes have met (`meeting`) or will meet now (None). A run of `--time` (`timed`) that would
-    miss its time is resumed here once, with another number of steps. Rank 0 prints the commands to
-    go on with."""
-    from pentameter.autotune.time_kept import TimeKept
+    processes have met (`meeting`) or will meet now (None). Rank 0 prints the commands to go on
+    with."""
     from pentameter.processes.group.join import joined_world_of
     from pentameter.train.loop import Trainer
 
     with joined_world_of(config, place, meeting) as world:
-        moved: Config | None = config
-        resume = parsed.resume
-        while moved is not None:
-            kept = None if timed is None else TimeKept(timed.budget, is_moved=moved is not config)
-            trainer = Trainer(
-                moved,
-                run_dir=parsed.run_dir,
-                resume=resume,
-                init_from=parsed.init_from,
-                hooks=[*hooks, *([] if kept is None else [kept])],
-                world=world,
-                force=parsed.force,
-            )
-            trainer.fit()
-            moved = None
-            if timed is not None and kept is not None:
-                moved, resume = timed.moved(kept, trainer.run), "must"
+        trainer = Trainer(
+            config,
+            time=timed,
+            run_dir=parsed.run_dir,
+            resume=parsed.resume,
+            init_from=parsed.init_from,
+            hooks=hooks,
+            world=world,
+            force=parsed.force,
+        )
+        trainer.fit()
     if world.is_main:
         _print_next_steps(trainer.run)
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
 from pentameter.checkpoint.folders.verification import Verification
-from pentameter.config.files.load import load_config
+from pentameter.config.files.command_source import configuration_of
+from pentameter.config.files.load import Overrides, load_config
 from pentameter.config.schema import Config
 from pentameter.config.urls import given_path, shown_url, was_url
-from pentameter.errors import ConfigError, InterruptedRunError, StorageError
+from pentameter.errors import ConfigError, InterruptedRunError, StorageError, remark
 from pentameter.evaluate.split import perplexity
 from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
@@ -43,6 +45,8 @@ from pentameter.train.say.throughput import PlannedPace, Throughput
 from pentameter.train.signals import StopSignals
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums
+from pentameter.train.timed.time_kept import TimeKept
+from pentameter.train.timed.timed_run import TimedRun, check_timed
 from pentameter.train.update import Update, may_read_late, read, update_weights
 from pentameter.train.user_components import BatchFunction, OptimizerFunction, UserComponents
 
@@ -54,7 +58,11 @@ class Trainer:
     """Train a configuration in its run folder, resuming from the last checkpoint there; `fit` runs
     it.
 
-    config: a configuration, or the name of a preset or a TOML file.
+    config: a configuration, the name of a preset or a TOML file, or a text to train on, as `train`
+        takes it.
+    overrides: values on top of it, as `load_config` takes them.
+    time: how long the run may take, such as "30m": what is left open is chosen for it by a trial,
+        here, as by `train --time`; or the TimedRun that has chosen `config`.
     run_dir: the run folder; runs/NAME by default, with the configuration's name.
     resume: auto, never, must, extend, or the path to a checkpoint to branch off from (see
         `RunRequest`).
@@ -78,6 +86,8 @@ class Trainer:
         self,
         config: Config | str | Path,
         *,
+        overrides: Overrides = (),
+        time: str | TimedRun | None = None,
         run_dir: Path | str | None = None,
         resume: str = "auto",
         init_from: Path | str | None = None,
@@ -104,8 +114,10 @@ class Trainer:
                 f"init_from={str(init_from)!r} is a model for the built-in one's weights; a module "
                 "of your own begins with those that it is built with"
             )
-        self.config = config = load_config(config)
-        self.run_dir = Path("runs") / config.name
+        started = perf_counter()
+        weights = None if init_from is None else Path(given_path(str(init_from)))
+        self.config = load_config(*configuration_of(config, overrides, weights))
+        self.run_dir = Path("runs") / self.config.name
         if run_dir is not None:
             self.run_dir = Path(given_path(str(run_dir)))
         if was_url(self.run_dir):
@@ -120,9 +132,20 @@ class Trainer:
         self.world = world or lone_world()
         self.run: TrainingRun
         """The run, once `fit` has set it up."""
-        weights = None if init_from is None else Path(given_path(str(init_from)))
+        if isinstance(time, str):
+            check_timed(resume, self.world.size)
+            time = TimedRun(
+                config,
+                overrides,
+                time,
+                run_dir=self.run_dir,
+                init_from=weights,
+                started=started,
+            )
+            self.config = time.choose(say=(lambda line: None) if quiet else remark)
+        self._timed = time
         self._request = RunRequest(
-            config,
+            self.config,
             self.run_dir,
             given_path(resume),
             weights,
@@ -135,13 +158,26 @@ class Trainer:
 
     def fit(self) -> RunEnd:
         """Train until all steps are made, `train.patience` is used up or a hook stops the run, and
-        return the end. Collective.
+        return the end. A run that would miss its `time` goes on once with another length.
+        Collective.
 
         Raises InterruptedRunError if a signal stopped the run (everything is saved by then, except
         steps whose updates were skipped), TrainingFailedError if the loss stays non-finite or a
         tensor to be saved is not finite, and ConfigError, CorruptError or StorageError for an
         invalid configuration, data set or folder.
         """
+        if self._timed is None:
+            return self._fit(self._hooks)
+        kept = TimeKept(self._timed.budget)
+        end = self._fit((*self._hooks, kept))
+        moved = self._timed.moved(kept, self.run)
+        if moved is None:
+            return end
+        self.config, verified = moved, Verification(self.world)
+        self._request = replace(self._request, config=moved, resume="must", verification=verified)
+        return self._fit((*self._hooks, TimeKept(self._timed.budget, is_moved=True)))
+
+    def _fit(self, hooks: Sequence[object]) -> RunEnd:
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
             console = stack.enter_context(Console(self.world, quiet=self._quiet))
@@ -153,12 +189,12 @@ class Trainer:
             throughput = Throughput(run.plan, run.compute)
             stack.callback(throughput.close)
             built_in = (Recorder(), RunLines(), PlannedPace(throughput))
-            hooks = Hooks((*built_in, *self._hooks))
-            checkpoints.on_saved = partial(hooks.call, "on_checkpoint", run)
-            late = reads_late(run, self._hooks)
-            loop = _Loop(run, checkpoints, hooks, signals, throughput, self._rate(), late)
+            called = Hooks((*built_in, *hooks))
+            checkpoints.on_saved = partial(called.call, "on_checkpoint", run)
+            late = reads_late(run, hooks)
+            loop = _Loop(run, checkpoints, called, signals, throughput, self._rate(), late)
             try:
-                hooks.call("on_start", run)
+                called.call("on_start", run)
                 run.world.progress.note("training", run.state.step + 1, nothing_to_lose=True)
                 wrong = refuse_wrong_graphs(run.engine, run.batches, run.state.step)
                 if wrong is not None:
@@ -168,7 +204,7 @@ class Trainer:
                 # Tell the other ranks at once that this one misses another: hooks may take long.
                 lost = loss_behind(error, run.world)
                 checkpoints.close()
-                hooks.tell_error(run, lost or error)
+                called.tell_error(run, lost or error)
                 run.copies.finish_after_error(lambda: signals.received is not None, console.say)
                 loop.boundary.tell_of_copies()
                 if lost is None:

@@ -16,7 +16,7 @@ def test_a_long_texts_name_leaves_room_for_what_follows_it(tmp_path):
 
 def test_a_pattern_longer_than_any_name_is_a_pattern():
     source, overrides = configuration_of("*" * 300, [])
-    assert (source, overrides) == ("quickstart", [f"--data.path={'*' * 300}"])
+    assert (source, overrides) == ("quickstart", {"data.path": "*" * 300})
 
 
 def test_folders_longer_than_any_name_are_not_there(tmp_path):

@@ -20,7 +20,14 @@ import tyro
 
 from pentameter.config.files.overrides import split_overrides
 from pentameter.config.urls import given_path
-from pentameter.errors import ConfigError, either, listed, nearest, printable, terminal_message
+from pentameter.errors import (
+    ConfigError,
+    either,
+    listed,
+    nearest,
+    printable,
+    remark,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +193,7 @@ def device_for_verb(name: str) -> torch.device:
     capabilities = machine_capabilities()
     device = choose_device(name, capabilities)
     if name == "auto" and device.type == "cpu" and capabilities.gpu_obstacle is not None:
-        print_warnings([capabilities.gpu_obstacle])
+        remark(capabilities.gpu_obstacle)
     return device
 
 
@@ -197,7 +204,7 @@ def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
 
     warnings: list[str] = []
     loaded = load_model(path, device=device, warnings=warnings)
-    print_warnings(warnings)
+    remark(*warnings)
     return loaded
 
 
@@ -209,14 +216,9 @@ def sizes_of_data(config: Config, init_from: Path | None = None) -> DataSizes:
     from pentameter.data.sizes import data_sizes
 
     sizes = data_sizes(config, gpt2_beside(config.data.tokenizer, init_from))
-    print_warnings([] if sizes.warning is None else [sizes.warning])
+    if sizes.warning is not None:
+        remark(sizes.warning)
     return sizes
-
-
-def print_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings on stderr, a line each."""
-    for warning in warnings:
-        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
 
 
 def print_tables(parts: Iterable[RenderableType], width: int) -> None:

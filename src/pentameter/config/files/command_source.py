@@ -8,8 +8,7 @@ import re
 from glob import has_magic
 from pathlib import Path
 
-from pentameter.config.files.load import preset_names, text_name
-from pentameter.config.files.overrides import parse_overrides
+from pentameter.config.files.load import Overrides, flat_overrides, preset_names, text_name
 from pentameter.config.schema import Config
 from pentameter.config.urls import is_remote
 from pentameter.errors import ConfigError
@@ -25,28 +24,32 @@ _LOOKED_AT_BYTES = 1 << 16
 
 
 def configuration_of(
-    source: str, overrides: list[str], init_from: Path | None = None
-) -> tuple[str, list[str]]:
-    """Return (source, overrides) to pass to `load_config`. A preset or a configuration file stays
-    as it is.
+    source: str | Path | Config, overrides: Overrides = (), init_from: Path | None = None
+) -> tuple[str | Path | Config, Overrides]:
+    """Return (source, overrides) to pass to `load_config`. A configuration, a preset or a
+    configuration file stays as it is.
 
     If `source` is a text (file, folder, pattern or URL), it becomes the override data.path, and the
     source becomes `init_from`/config.toml if that exists, with a run name from the text; if not,
     the preset `quickstart`. `init_from` is the folder with the model to begin from, None for none.
     Raises ConfigError if `overrides` name a text too.
     """
-    is_elsewhere = is_remote(source) or (has_magic(source) and not os.path.exists(source))
-    if source in preset_names() or not (is_elsewhere or is_text(Path(source))):
+    if isinstance(source, Config):
         return source, overrides
-    for key, text in parse_overrides(overrides):
-        if key in ("data.path", "data.corpus"):
+    text = str(source)
+    is_elsewhere = is_remote(text) or (has_magic(text) and not os.path.exists(text))
+    if text in preset_names() or not (is_elsewhere or is_text(Path(text))):
+        return source, overrides
+    given = flat_overrides(overrides)
+    for key in ("data.path", "data.corpus"):
+        if key in given:
             raise ConfigError(
-                f"{source} is the text to train on, and --{key} {text} names another; keep one"
+                f"{text} is the text to train on, and --{key} {given[key]} names another; keep one"
             )
-    named = [f"--data.path={source}", *overrides]
+    named = {"data.path": text, **given}
     if init_from is not None and os.path.isfile(init_from / "config.toml"):
         # The quickstart on that text has the text's own name already.
-        return str(init_from / "config.toml"), [f"--name={text_name(source, '-tuned')}", *named]
+        return init_from / "config.toml", {"name": text_name(text, "-tuned"), **named}
     return PRESET_FOR_TEXT, named
 
 

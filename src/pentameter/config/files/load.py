@@ -67,11 +67,12 @@ _TOO_DEEP = re.compile(
 memory."""
 
 Tree = dict[str, Any]
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Values on top of a configuration: a command line's list, or a mapping, nested or with dotted
+keys."""
 
 
-def load_config(
-    source: str | Path | Config, overrides: Sequence[str] | Mapping[str, Any] = ()
-) -> Config:
+def load_config(source: str | Path | Config, overrides: Overrides = ()) -> Config:
     """Load a configuration from a preset's name, a TOML file or another Config, with `overrides` on
     top.
 
@@ -336,16 +337,12 @@ def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
 # Overrides
 
 
-def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, list[str]]:
+def _override_tree(overrides: Overrides) -> tuple[Tree, list[str]]:
     """Return (overrides as nested dicts, dotted paths that are not in the schema). Text is parsed
     as the key's type; other values stay as they are."""
-    if isinstance(overrides, str):
-        raise TypeError("overrides must be a list of arguments, not one string")
-    pairs: Sequence[tuple[str, Any]]
-    pairs = _flat(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
     tree: Tree = {}
     unknown: list[str] = []
-    for path, value in pairs:
+    for path, value in flat_overrides(overrides).items():
         leaf = leaves().get(path)
         if leaf is None:
             unknown.append(path)
@@ -358,12 +355,18 @@ def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, 
     return tree, unknown
 
 
-def _flat(overrides: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+def flat_overrides(overrides: Overrides, prefix: str = "") -> dict[str, Any]:
+    """Return overrides as dotted path → value, those of a command line as text; `prefix` is put
+    before each path. Raises ConfigError for what is no option."""
+    if isinstance(overrides, str):
+        raise TypeError("overrides must be a list of arguments, not one string")
+    if not isinstance(overrides, Mapping):
+        return dict(parse_overrides(overrides))
+    found: dict[str, Any] = {}
     for key, value in overrides.items():
         path = f"{prefix}{key}".replace("-", "_")
         if isinstance(value, Mapping) and path not in leaves():
-            pairs += _flat(value, f"{path}.")
+            found |= flat_overrides(value, f"{path}.")
         else:
-            pairs.append((path, value))
-    return pairs
+            found[path] = value
+    return found

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.autotune import time_budget
-from pentameter.autotune.time_kept import MovedEnd, TimeKept
-from pentameter.autotune.trial import Pace
 from pentameter.cli.main import main
-from pentameter.cli.options.time_option import parse_time
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.train.timed import time_budget
+from pentameter.train.timed.time_budget import parse_time
+from pentameter.train.timed.time_kept import MovedEnd, TimeKept
+from pentameter.train.timed.trial import Pace
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
 TINY = [

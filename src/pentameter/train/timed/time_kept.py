@@ -14,10 +14,10 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from pentameter.autotune.time_budget import TimeBudget
 from pentameter.formatting import duration
 from pentameter.record.events import EvalMetrics, RunEnd, StepMetrics
 from pentameter.train.run import TrainingRun
+from pentameter.train.timed.time_budget import TimeBudget
 
 TOLERANCE = 0.06
 """Fraction of the time by which a run may miss it before its end is moved."""

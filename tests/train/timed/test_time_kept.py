@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import tiny_runs
 
-from pentameter.autotune.time_kept import TimeKept
 from pentameter.planning.plan import make_plan
 from pentameter.record.events import StepMetrics
+from pentameter.train.timed.time_kept import TimeKept
 
 STEPS, WARM_UP, COOL_DOWN = 100, 5, 40
 

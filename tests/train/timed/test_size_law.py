@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.autotune.size_law import (
+from pentameter.train.timed.size_law import (
     SIZES,
     Size,
     best_rate,

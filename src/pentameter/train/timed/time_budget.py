@@ -1,29 +1,20 @@
-"""`train --time`: the configuration of the best model that this machine can train in a given time.
+"""The best model that this machine can train in a given time, as a configuration.
 
-A scaling law gives the best model size for an amount of compute (`autotune/size_law.py`); a trial
-with real steps measures this machine's speed. The result is an ordinary configuration: the run that
-trains it depends on no clock, except for one correction of its length (`autotune/time_kept.py`).
+A scaling law gives the best model size for an amount of compute (`size_law.py`); a trial with real
+steps measures this machine's speed. The result is an ordinary configuration: the run that trains it
+depends on no clock, except for one correction of its length (`time_kept.py`).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pentameter.autotune.size_law import (
-    SIZES,
-    Size,
-    best_rate,
-    best_size,
-    best_vocabulary,
-    sizes_within,
-    step_tokens,
-)
-from pentameter.autotune.trial import Pace, measure_pace
 from pentameter.config.schema import Config
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
@@ -41,6 +32,41 @@ from pentameter.machine.environment import device_name
 from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import auto_interval, make_plan
+from pentameter.train.timed.size_law import (
+    SIZES,
+    Size,
+    best_rate,
+    best_size,
+    best_vocabulary,
+    sizes_within,
+    step_tokens,
+)
+from pentameter.train.timed.trial import Pace, measure_pace
+
+SECONDS = {"h": 3600, "m": 60, "s": 1}
+LONGEST_SECONDS = 366 * 86_400
+
+
+def parse_time(text: str) -> float:
+    """Return `90s`, `30m`, `2h` or `1h30m` in seconds. Raises ConfigError for another form."""
+    found = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
+    if not text.strip() or found is None:
+        raise ConfigError(
+            f"--time {text!r} is no duration; write hours, minutes and seconds, as 90s, 30m, 2h or "
+            "1h30m"
+        )
+    seconds = sum(
+        int(n or 0) * each for n, each in zip(found.groups(), SECONDS.values(), strict=True)
+    )
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ConfigError(f"--time {text!r} must be between one second and a year")
+    return float(seconds)
+
+
+def process_start() -> float:
+    """Return the moment of the monotonic clock, in seconds, at which this process was started."""
+    return time.perf_counter() - seconds_running()
+
 
 Load = Callable[[Mapping[str, Any]], Config]
 """Function from settings (dotted path → value) to the user's configuration with them; the user's
@@ -81,10 +107,10 @@ wsd schedule, whose end can still be moved until the learning rate falls."""
 @dataclass(frozen=True)
 class TimeBudget:
     """The seconds asked for (`seconds`), and the moment from which they count (`started`), in
-    seconds on the monotonic clock: by default this process's start."""
+    seconds on the monotonic clock."""
 
     seconds: float
-    started: float = field(default_factory=lambda: time.perf_counter() - seconds_running())
+    started: float
 
     @property
     def used(self) -> float:

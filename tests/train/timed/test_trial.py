@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tiny_runs
 
-from pentameter.autotune.trial import measure_pace
 from pentameter.data.open_dataset import open_dataset
+from pentameter.train.timed.trial import measure_pace
 
 
 def test_a_trial_measures_steps_and_the_evaluation():

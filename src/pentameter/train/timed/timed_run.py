@@ -1,0 +1,175 @@
+"""A run of a given time: the settings chosen for it, and their record in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.files.command_source import PRESET_FOR_TEXT, configuration_of
+from pentameter.config.files.load import Overrides, flat_overrides, load_config
+from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash
+from pentameter.config.schema import Config
+from pentameter.data.progress import ProgressLines
+from pentameter.disk.atomic import make_folder, read_own_json, write_atomic
+from pentameter.errors import ConfigError, CorruptError, remark
+from pentameter.formatting import duration
+from pentameter.train.keep.resuming import NEW_FOLDER
+from pentameter.train.run import TrainingRun
+from pentameter.train.timed.time_budget import (
+    TimeBudget,
+    choose_for_time,
+    parse_time,
+    process_start,
+)
+from pentameter.train.timed.time_kept import TimeKept
+
+RECORD = "time.json"
+"""The file in a run folder that records the time asked for and the settings chosen."""
+DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
+"""Keys that set a run's length, and so exclude a time."""
+
+
+class TimedRun:
+    """A run of a given time, and the settings chosen for it.
+
+    source, overrides: what to train, as `configuration_of` takes it. What the overrides set stays
+        as it is. For a text and for the quickstart, without `init_from`, the model and all that
+        suits it is chosen; for another preset or configuration only the length.
+    time: `90s`, `30m`, `2h` or `1h30m`. It counts from `started`, in seconds of the monotonic
+        clock; None: from this process's start.
+    run_dir: the run folder; None for runs/NAME.
+    init_from: the model that the run begins with; None for random weights.
+
+    Raises ConfigError for another form of time, and for overrides that decide the length.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Config,
+        overrides: Overrides,
+        time: str,
+        *,
+        run_dir: Path | None = None,
+        init_from: Path | None = None,
+        started: float | None = None,
+    ) -> None:
+        self.budget = TimeBudget(parse_time(time), process_start() if started is None else started)
+        self._time, self._named = time, source
+        self._source, given = configuration_of(source, overrides, init_from)
+        self._given = flat_overrides(given)
+        for path in DECIDES_LENGTH:
+            if path in self._given:
+                raise ConfigError(
+                    f"--{path} and --time both say how long the run is; leave one of them out"
+                )
+        self._asked = self._load({})
+        self._folder = run_dir or Path("runs") / self._asked.name
+        self._chooses_size = init_from is None and self._source == PRESET_FOR_TEXT
+        self._settings: Mapping[str, Any] = {}
+
+    def choose(self, *, keep: bool = True, say: Callable[[str], None] = remark) -> Config:
+        """Choose settings for the time by a trial, and return the configuration with them; `say`
+        gets the reasons, a line each. With `keep`, record the choice in the run folder.
+
+        If the folder records a choice for the same request, return that one without a trial. Raises
+        ConfigError if the folder holds a run for another request.
+        """
+        say(f"--time {self._time}: the text is read and some steps are timed, to choose what fits")
+        record = _read(self._folder / RECORD)
+        if record is not None and record.get("asked") == self._request():
+            self._settings = record["chosen"]
+            return self._load(self._settings)
+        if (self._folder / "config.toml").exists():
+            raise ConfigError(self._other_run(record))
+        chosen = choose_for_time(
+            self._load,
+            self._given,
+            self.budget,
+            sizes=self._chooses_size,
+            progress=ProgressLines(say),
+        )
+        self._settings = chosen.settings
+        if keep:
+            self._write()
+        for reason in chosen.reasons:
+            say(reason)
+        return chosen.config
+
+    def moved(self, kept: TimeKept, run: TrainingRun) -> Config | None:
+        """Return the configuration with the new length that the hook `kept` asked for, and record
+        it in the run folder; None if it asked for none."""
+        if kept.moved is None:
+            return None
+        steps = kept.moved.steps
+        at_the_end = [
+            path
+            for path in ("train.eval_interval", "train.sample_interval")
+            if self._settings.get(path) == run.plan.steps
+        ]
+        self._settings = {
+            **self._settings,
+            **dict.fromkeys(["train.steps", *at_the_end], steps),
+            "schedule.cooldown_steps": kept.moved.cooldown_steps,
+        }
+        self._write()
+        return self._load(self._settings)
+
+    def _load(self, settings: Mapping[str, Any]) -> Config:
+        return load_config(self._source, {**settings, **self._given})
+
+    def _request(self) -> dict[str, Any]:
+        """Return the values that identify the request: seconds, configuration hash and the keys
+        that the user set."""
+        given = sorted(self._given.keys() - NOT_THE_TRAINING)
+        return {"seconds": self.budget.seconds, "config": config_hash(self._asked), "given": given}
+
+    def _other_run(self, record: Mapping[str, Any] | None) -> str:
+        if record is None:
+            said = "a run that was begun without --time; leave that out to continue it"
+        elif record["asked"]["seconds"] != self.budget.seconds:
+            asked = duration(record["asked"]["seconds"])
+            said = f"a run of --time {asked}, whose length is decided; ask for that to continue it"
+        else:
+            said = "a run of the same --time and other settings; give those to continue it"
+        return (
+            f"{self._folder} holds {said}, or {self._folder}/config.toml in the place of "
+            f"{self._named}. For another run, {NEW_FOLDER}"
+        )
+
+    def _write(self) -> None:
+        make_folder(self._folder)
+        record = {"asked": self._request(), "chosen": dict(self._settings)}
+        write_atomic(self._folder / RECORD, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def check_timed(resume: str, n_processes: int) -> None:
+    """Raise ConfigError if a run that resumes as `resume` says, of so many processes, cannot be
+    given a time."""
+    if n_processes > 1:
+        raise ConfigError(
+            "--time measures the steps of one process, and several were asked for; write the "
+            "configuration with --time and --print-config, and train that file with --nproc"
+        )
+    if resume not in ("auto", "never", "must"):
+        raise ConfigError(
+            f"--resume {resume} goes on with a run whose length --time does not know; leave --time "
+            "out, and say --train.steps"
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the recorded choice in the file `path`; None if it is missing. Raises CorruptError if
+    it is damaged."""
+    if not path.exists():
+        return None
+    record = read_own_json(path)
+    try:
+        float(record["asked"]["seconds"])
+        dict(record["chosen"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{path} is damaged; remove it, and give {path.parent}/config.toml to continue the run"
+        ) from error
+    return record

@@ -1,0 +1,116 @@
+"""`Trainer(…, time="10m")`: what `train --time` does, from Python."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import pentameter as pm
+from pentameter.cli.main import main
+from pentameter.config.files.load import load_config
+from pentameter.errors import ConfigError
+from pentameter.train.timed import time_budget
+from pentameter.train.timed.time_kept import MovedEnd, TimeKept
+from pentameter.train.timed.trial import Pace
+
+TINY = {
+    "model.n_layers": 1,
+    "model.d_model": 16,
+    "model.context_length": 16,
+    "train.batch_size": 4,
+    "train.precision": "fp32",
+    "train.compile": False,
+    "train.eval_interval": None,
+    "train.sample_interval": None,
+    "log.interval": 1000,
+}
+OPTIONS = [f"--{key}={'none' if value is None else value}" for key, value in TINY.items()]
+
+
+@pytest.fixture(autouse=True)
+def trials(tmp_path, monkeypatch):
+    """The configurations that were tried, of a text in the current folder."""
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
+    monkeypatch.chdir(tmp_path)
+    tried = []
+
+    def measure(config, dataset, seconds):
+        tried.append(config)
+        return Pace(2.0, 0.05, 1.0, 1e9, compiled=False)
+
+    monkeypatch.setattr(time_budget, "CLOSING_SECONDS", 0.0)
+    monkeypatch.setattr(time_budget, "measure_pace", measure)
+    # The choice depends on the clock and on this machine's speed, which here stand still.
+    monkeypatch.setattr(time_budget.TimeBudget, "used", 1.0)
+    monkeypatch.setattr(time_budget, "_expected_flops", lambda config: 1e10)
+    monkeypatch.setattr(time_budget, "_fraction_of_cores", lambda: 1.0)
+    return tried
+
+
+def chosen_by_the_command(capsys, source, *options):
+    capsys.readouterr()
+    assert main(["train", source, "--time=10m", *options, "--print-config"]) == 0
+    with open("printed.toml", "w") as file:
+        file.write(capsys.readouterr().out)
+    return load_config("printed.toml")
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "options", "n_lines"),
+    [
+        ("novel.txt", {}, [], 4),
+        ("quickstart", {"data": {"path": "novel.txt"}}, ["--data.path=novel.txt"], 4),
+        ("grammar", TINY, OPTIONS, 2),
+    ],
+)
+def test_python_chooses_what_the_command_does(capsys, trials, source, overrides, options, n_lines):
+    trainer = pm.Trainer(source, overrides=overrides, time="10m", run_dir="python")
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("pentameter: ")]) == n_lines
+    assert trials
+    assert trainer.config == chosen_by_the_command(capsys, source, *options)
+
+
+def test_of_a_configuration_the_length_is_chosen(capsys):
+    config = load_config("grammar", TINY)
+    trainer = pm.Trainer(config, time="10m", quiet=True)
+    assert capsys.readouterr().err == ""
+    assert 0.8 * 600 < 2 * trainer.config.train.steps < 600
+    assert trainer.config.model == config.model
+
+
+def test_either_continues_what_the_other_began(capsys, trials, monkeypatch):
+    def moved_end(self, run, step):
+        return MovedEnd(step + 4, 4) if step == 6 else None
+
+    monkeypatch.setattr(TimeKept, "_moved_end", moved_end)
+    trainer = pm.Trainer("novel.txt", overrides=TINY, time="60s", quiet=True)
+    end = trainer.fit()
+    assert (end.step, trainer.config.train.steps) == (10, 10)
+    assert trainer.run.config.schedule.cooldown_steps == 4
+    record = json.loads((trainer.run_dir / "time.json").read_text())
+    assert record["chosen"]["train.steps"] == 10
+    n_tried = len(trials)
+    assert main(["train", "novel.txt", "--time=60s", *OPTIONS]) == 0
+    assert "was complete already" in capsys.readouterr().out
+    assert len(trials) == n_tried
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"time": "soon"}, "is no duration"),
+        ({"time": "5m", "overrides": {"train.steps": 5}}, "both say how long the run is"),
+        ({"time": "5m", "resume": "extend"}, "--resume extend"),
+        ({"time": "1s"}, "is too short"),
+    ],
+)
+def test_what_is_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        pm.Trainer("novel.txt", quiet=True, **arguments)
+
+
+def test_without_a_time_a_text_is_trained_on_too():
+    trainer = pm.Trainer("novel.txt", overrides={**TINY, "train.steps": 2}, quiet=True)
+    assert (trainer.config.data.path, trainer.fit().step) == ("novel.txt", 2)
