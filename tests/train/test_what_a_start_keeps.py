@@ -27,11 +27,11 @@ def table():
     """(what, use) → kept, anew or earlier."""
     section = PAGE.read_text().split("## What a start keeps")[1].split("\n## ")[0]
     head, _, *rows = [line.strip("| ") for line in section.splitlines() if line.startswith("|")]
-    uses = [each.strip(" `-") for each in head.split("|")[1:-1]]
+    uses = [each.strip(" `-") for each in head.split("|")[1:]]
     cells = {}
     for row in rows:
         what, *words = (each.strip() for each in row.split("|"))
-        cells |= {(what, use): word for use, word in zip(uses, words, strict=False)}
+        cells |= {(what, use): word for use, word in zip(uses, words, strict=True)}
     return cells
 
 
