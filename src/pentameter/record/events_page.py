@@ -15,9 +15,10 @@ HEAD = """\
 <!-- Written by `make docs` from src/pentameter/record/events.py; do not edit. -->
 
 For programs that read what a run has recorded. A run's `metrics.jsonl` has a JSON object a line:
-its kind under `event`, the values below, and the `time` at which it was written, in seconds since
-1970 (UTC). NaN and infinity are `null`. A hook's own kinds stand beside these. In Python,
-`read_events(folder).of(StepMetrics)` of `pentameter.record.event_reader` gives the objects.
+its kind under `event`, the number of optimizer steps completed by then as `step`, the values below,
+and the `time` at which it was written, in seconds since 1970 (UTC). NaN and infinity are `null`. A
+hook's own kinds stand beside these. In Python, `read_events(folder).of(StepMetrics)` of
+`pentameter.record.event_reader` gives objects of the classes that are named here.
 """
 
 
@@ -34,13 +35,19 @@ def events_page() -> str:
 
 
 def _section(title: str, kind: Any) -> str:
-    """Return the part of the page on one kind of event."""
+    """Return the part of the page on one kind of event, without the keys of the class that it
+    extends."""
     rows = ["| key | type | meaning |", "| --- | --- | --- |"]
-    meanings = _meanings(kind)
+    extended, meanings = kind.__base__, _meanings(kind)
     for name, of_type in events.recorded(kind).items():
+        if name in events.recorded(extended):
+            continue
         words = of_type.replace(" | None", " or null").replace("tuple[float, ...]", "list")
         rows.append(f"| `{name}` | {words} | {meanings.get(name, '')} |")
-    return "\n".join([f"## {title}", "", " ".join((kind.__doc__ or "").split()), "", *rows, ""])
+    about = f"`{kind.__name__}`: {' '.join((kind.__doc__ or '').split())}"
+    if extended is not events.Event:
+        about += f" These keys stand beside those of `{extended.__name__}`:"
+    return "\n".join([f"## {title}", "", about, "", *rows, ""])
 
 
 def _meanings(kind: type) -> dict[str, str]:
