@@ -15,11 +15,17 @@ HEAD = """\
 
 <!-- Written by `make docs` from the help texts; do not edit. -->
 
-Every verb answers `--help`. MODEL is a run folder (its best checkpoint, else its last), a
-checkpoint folder, a Hugging Face folder, or hf://OWNER/NAME, a model on the Hugging Face Hub. Where
-a verb takes a preset or a file, every key of the [configuration](configuration.md) is an option
-too: `--train.steps 500`.
+For who looks up a verb or an option. Every verb answers `--help`. MODEL is a run folder (its best
+checkpoint, else its last), a checkpoint folder, a Hugging Face folder, or hf://OWNER/NAME, a model
+on the Hugging Face Hub. Where a verb takes a preset or a file, every key of the
+[configuration](configuration.md) is an option too: `--train.steps 500`.
 """
+
+_SELF_EVIDENT = (
+    r"\s+\(default:\s+(None|False)?\)| \[-h\]"
+    r"|(\n+ options)?\n +-h, --help +show this help message and exit(?=\n\n|$)"
+    r"|\n +-h, --help +show this help message and exit"
+)
 
 
 def commands_page() -> str:
@@ -37,10 +43,12 @@ def _help(verb: list[str]) -> str:
     """Return the text that `pentameter VERB --help` prints (an empty `verb`: the general help),
     COLUMNS wide.
 
-    Frames and rulers are left out: they differ between terminals, and between tyro's releases.
+    Frames and rulers are left out: they differ between terminals, and between tyro's releases. So
+    are `--help` itself, and defaults that say only that an option may be absent.
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main([*verb, "--help"])
     lines = [re.sub(r"^│(.*)│$", r"\1", line).rstrip() for line in said.getvalue().splitlines()]
-    return "\n".join(line for line in lines if not re.fullmatch(r"\s*[-─╰╭╯╮]{2,}", line)).strip()
+    text = "\n".join(line for line in lines if not re.fullmatch(r"\s*[-─╰╭╯╮]{2,}", line)).strip()
+    return re.sub(_SELF_EVIDENT, "", text)

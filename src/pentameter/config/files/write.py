@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Collection
 from typing import Any
 
-from pentameter.config.fields import leaves, sections, tables_of, values_of
+from pentameter.config.fields import Leaf, leaves, sections, tables_of, values_of
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT, Section
 
@@ -92,6 +93,13 @@ def _shown(default: Any) -> str:
     return f"`{ABSENT if default is None else '–' if default is ... else toml_value(default)}`"
 
 
+def _taken(leaf: Leaf) -> str:
+    """Return the values that a key takes, shorter than a message says them: a range of whole
+    numbers by its ends, and none only where the default does not tell."""
+    words = re.sub(r"a whole number from (\S+) to ", r"\1 … ", leaf.expected)
+    return words.removesuffix(f" or {ABSENT}") if leaf.default is None else words
+
+
 def reference_page() -> str:
     """Return the Markdown text for docs/configuration.md: every section and key with default,
     accepted values and meaning."""
@@ -100,16 +108,15 @@ def reference_page() -> str:
         "",
         "<!-- Written by `make docs` from src/pentameter/config/schema.py; do not edit. -->",
         "",
-        "A run is described by one TOML file, or by the name of a preset. A file may build on",
-        'another: `extends = "shakespeare-char"` names a preset, or a file relative to its own',
-        "folder. Every key can be set on the command line, `--section.key value`; hyphens and",
-        'underscores are the same. `none` (in TOML `"none"`) stands for an absent value,',
-        "`0.9,0.99` for a pair. An unknown key is refused with the nearest known one.",
+        "For who looks up a key. A run is described by one TOML file, or by the name of a preset.",
+        'A file may build on another: `extends = "shakespeare-char"` names a preset, or a file',
+        "relative to its own folder. Every key can be set on the command line, `--section.key",
+        'value`; hyphens and underscores are the same. `none` (in TOML `"none"`) stands for an',
+        "absent value, which every key takes whose default it is, `0.9,0.99` for a pair; 1 … 9 is",
+        "a whole number. An unknown key is refused with the nearest known one.",
         "",
-        "Editors that read JSON schemas for TOML (Even Better TOML, Taplo) complete and check a",
-        "configuration: `pentameter completion toml > pentameter.schema.json`, and its first line",
-        "is `#:schema pentameter.schema.json`. `pentameter completion bash`, `zsh` or `fish`",
-        "prints what completes keys and values on the command line.",
+        "`pentameter completion toml` prints a JSON schema for editors, `bash`, `zsh` or `fish`",
+        "what completes keys and values on the command line ([how](commands.md#completion)).",
     ]
     for section, kind in sections().items():
         title = f"`[{section}]`" if section else "Top level"
@@ -118,7 +125,7 @@ def reference_page() -> str:
         inside = [leaf for leaf in leaves().values() if leaf.section == section]
         for leaf in inside:
             meaning = " ".join(leaf.description.split())
-            lines.append(_row(f"`{leaf.key}`", _shown(leaf.default), leaf.expected, meaning))
+            lines.append(_row(f"`{leaf.key}`", _shown(leaf.default), _taken(leaf), meaning))
         for leaf in filter(tables_of, inside):
             lines += ["", f"Each `[[{leaf.path}]]` has", "", "| key | default | meaning |"]
             lines.append("| --- | --- | --- |")
