@@ -22,11 +22,7 @@ def test_a_reader_is_told_what_a_reader_can_do(tmp_path):
     refused = PermissionError(13, "Permission denied")
     said = {doing: str(atomic.storage_error("f", doing, refused)) for doing in ("read", "write")}
     assert said["read"].startswith("cannot read f: Permission denied; this user may not read it")
-    assert said[
-        "write"
-    ] == "cannot write f: Permission denied; permission denied; use a folder " + (
-        "you may write to"
-    )
+    assert said["write"].endswith("permission denied; use a folder you may write to")
 
 
 def test_the_hash_of_a_file_is_that_of_its_bytes_also_through_a_link(tmp_path):

@@ -362,7 +362,7 @@ def test_a_late_beat_of_a_replaced_owner_is_not_seen(path, no_flock, monkeypatch
     lock_module._write_record(first._fd, first.fence.owner, 7)
     second.fence.check()
     assert json.loads(path.read_text())["token"] == "2"
-    first._stop.set()
+    first._beat.close()
     first.release()
     second.release()
 
@@ -371,8 +371,8 @@ def test_a_replaced_owner_beats_no_more(path, no_flock, monkeypatch):
     own = current_owner()
     with quick(path) as lock:
         lock_module._write_record(lock._fd, replace(own, boot="b"), 3)  # as earlier versions did
-        lock._thread.join(10)
-        assert not lock._thread.is_alive()
+        lock._beat._thread.join(10)
+        assert not lock._beat._thread.is_alive()
         assert json.loads(path.read_text())["beat"] == 3
     assert path.exists()
 
@@ -406,5 +406,5 @@ def test_another_rank_may_see_the_lock_released_and_not_taken_over(path, no_floc
     fence = replace(second.fence, is_owner=False)
     second.release()
     fence.check()
-    first._stop.set()
+    first._beat.close()
     first.release()

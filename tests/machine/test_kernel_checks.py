@@ -134,13 +134,13 @@ def test_a_compiler_that_does_not_run_has_a_toolchain_of_its_own(monkeypatch, tm
 
 
 def test_the_careful_compiler_may_run_as_soon_as_it_is_there(monkeypatch):
-    seen = []
+    seen, replace = [], os.replace
 
     def watched(part, target):
         seen.append(os.access(part, os.X_OK))
-        os.replace(part, target)
+        replace(part, target)
 
-    monkeypatch.setattr(Path, "replace", watched)
+    monkeypatch.setattr(os, "replace", watched)
     path = Path(kernel_checks.careful_compiler())
     assert seen == [True]
     path.chmod(0o644)  # as one is left that was killed before it could set this

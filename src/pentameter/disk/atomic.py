@@ -149,19 +149,22 @@ def make_folder(path: Path) -> None:
         sync(folder.parent)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file's whole content; a reader, or a crash, finds the old or the new one. The new
-    content is on disk on return. Raises StorageError, the old file unchanged, if writing fails."""
+def write_atomic(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace a file's whole content; a reader finds the old or the new one. If it is to be
+    `durable`, so does who comes after a crash, and the new content is on disk on return. `mode` are
+    its permissions, of which the process's umask takes some away. Raises StorageError, the old file
+    unchanged, if writing fails."""
     temporary = path.with_name(temporary_name(path.name))
     try:
         with storage_errors(path, "write"):
-            _write_hashed(temporary, [data])
+            _write_hashed(temporary, [data], durable=durable, mode=mode)
             os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
@@ -176,13 +179,15 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord
         return _write_hashed(path, chunks)
 
 
-def _write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write, sync and hash a new file as `write_hashed` does, but raise OSError."""
+def _write_hashed(
+    path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True, mode: int = 0o666
+) -> FileRecord:
+    """Write, sync (if `durable`) and hash a new file as `write_hashed` does, but raise OSError."""
     digest = hashlib.sha256()
     n_bytes = 0
     unhashed: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1) as pool:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
@@ -198,7 +203,8 @@ def _write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecor
                         rest = rest[os.write(fd, rest) :]
                     while len(unhashed) > _MAX_UNHASHED or (unhashed and unhashed[0].done()):
                         unhashed.popleft().result()
-            sync_descriptor(fd)
+            if durable:
+                sync_descriptor(fd)
         finally:
             os.close(fd)
         for hashing in unhashed:

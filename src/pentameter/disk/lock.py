@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pentameter.disk.atomic import (
     MissingFileError,
@@ -38,7 +38,9 @@ from pentameter.disk.atomic import (
     sync,
     temporary_name,
 )
+from pentameter.disk.beat import Beat
 from pentameter.disk.owner import Owner, current_owner, is_dead, is_same_machine
+from pentameter.disk.record import record_of
 from pentameter.errors import CorruptError, RunFolderInUseError, StorageError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
@@ -114,8 +116,7 @@ class RunLock:
         self.stale_seconds = stale_seconds
         self._owner: Owner | None = None
         self._fd = -1
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._beat: Beat | None = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -150,9 +151,8 @@ class RunLock:
                 if (moved := _await_beat(self.path, remote, self.stale_seconds, pause)) is not None:
                     raise self._in_use(moved)
                 watched = remote
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._beat, args=[self.fence], daemon=True)
-        self._thread.start()
+        fence, beats = self.fence, itertools.count(1)
+        self._beat = Beat(lambda: self._raise_counter(fence, next(beats)), self.beat_seconds)
 
     def release(self) -> None:
         """Release the lock, remove its file and end the beat; does nothing if the lock is not held.
@@ -160,9 +160,8 @@ class RunLock:
         if self._owner is None:
             return
         if self._owner.pid == os.getpid():
-            self._stop.set()
-            if self._thread is not None:
-                self._thread.join()
+            if self._beat is not None:
+                self._beat.close()
             try:
                 self.fence.check()
             except (RunFolderInUseError, StorageError):
@@ -224,17 +223,16 @@ class RunLock:
             "wait for it, end it, or use another --run-dir"
         )
 
-    def _beat(self, fence: Fence) -> None:
-        beat = 0
-        while not self._stop.wait(self.beat_seconds):
-            beat += 1
-            # A full disk must not end the run; the lock itself holds.
-            with suppress(OSError, StorageError):
-                try:
-                    fence.check()
-                except RunFolderInUseError:
-                    return  # told to whoever writes next
-                _write_record(self._fd, fence.owner, beat)
+    def _raise_counter(self, fence: Fence, beat: int) -> bool:
+        """Write the next `beat`; return False if another process has taken over."""
+        # A full disk must not end the run; the lock itself holds.
+        with suppress(OSError, StorageError):
+            try:
+                fence.check()
+            except RunFolderInUseError:
+                return False  # told to whoever writes next
+            _write_record(self._fd, fence.owner, beat)
+        return True
 
 
 def owner_of(path: Path) -> Owner | None:
@@ -445,13 +443,11 @@ def _write_record(fd: int, owner: Owner, beat: int) -> None:
 def _read_record(fd: int) -> tuple[Owner, int] | None:
     """Return the lock record (owner, beat) in the open file; None if it is empty or damaged by a
     crash."""
-    try:
-        content = json.loads(os.pread(fd, _RECORD_BYTES, 0))
-        beat = int(content.pop("beat"))
-        owner = Owner(**content)
-        return (owner, beat) if isinstance(owner.pid, int) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+
+    def seen(pid: int, beat: int, **owner: Any) -> tuple[Owner, int]:
+        return Owner(int(pid), **owner), int(beat)
+
+    return record_of(os.pread(fd, _RECORD_BYTES, 0), seen)
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:

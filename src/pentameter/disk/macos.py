@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import cache
 from typing import Self
+
+from pentameter.disk.beat import Beat
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
@@ -49,28 +50,24 @@ class MemoryBound:
     def __init__(self, pid: int, most_bytes: int) -> None:
         self.is_exceeded = False
         self._pid, self._most_bytes = pid, most_bytes
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._beat: Beat | None = None
 
     def __enter__(self) -> Self:
         if sys.platform == "darwin":
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
+            self._beat = Beat(self._look, _LOOK_SECONDS)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._beat is not None:
+            self._beat.close()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            resident = _said_by("ps", "-o", "rss=", "-p", str(self._pid))  # in KiB
-            if resident.isdecimal() and int(resident) * 1024 > self._most_bytes:
-                self.is_exceeded = True
-                with suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
-                return
+    def _look(self) -> bool:
+        resident = _said_by("ps", "-o", "rss=", "-p", str(self._pid))  # in KiB
+        if resident.isdecimal() and int(resident) * 1024 > self._most_bytes:
+            self.is_exceeded = True
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        return not self.is_exceeded
 
 
 def _said_by(*command: str) -> str:

@@ -78,11 +78,20 @@ def process_start(pid: int) -> int | None:
     seconds since 1970; -1 for a zombie, None if the system does not say."""
     if sys.platform == "darwin":
         return macos.process_start(pid)
-    text = _read_text(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    fields = text.rpartition(")")[2].split()  # the process's name may hold spaces
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    fields = _about(pid)
+    return None if not fields else -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if a process is suspended by a signal such as SIGSTOP; False if there is no
+    /proc."""
+    return any(state in "Tt" for state in _about(pid)[:1])
+
+
+def _about(pid: int) -> list[str]:
+    """Return what /proc/PID/stat says of a process behind its name, which may hold blanks: its
+    state first (proc(5), from field 3 on); empty if the system does not say."""
+    return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 @cache

@@ -8,7 +8,6 @@ threads, processes that measure at once, dtype and torch release.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,14 +17,14 @@ from typing import Any
 
 import torch
 
-from pentameter.disk.atomic import make_folder, read_regular, write_atomic
+from pentameter.disk.atomic import make_folder
 from pentameter.disk.cache import cache_folder
-from pentameter.errors import CorruptError, StorageError
+from pentameter.disk.record import read_record, write_record
+from pentameter.errors import StorageError
 from pentameter.formatting import flops
 from pentameter.machine.cores import BUSY_CORES, Collect, OtherPrograms
 from pentameter.machine.peaks import measure_matmul
 
-LARGEST_FILE_BYTES = 2**20
 FASTEST_FLOPS = 1e17
 """Rate in FLOP/s that no device reaches; a cache entry that claims more is damaged."""
 
@@ -92,18 +91,14 @@ def ceiling(
     with suppress(StorageError):  # a cache that cannot be written
         make_folder(path.parent)
         kept = {**_read(path), key: found}
-        content = {each: asdict(value) for each, value in kept.items()}
-        write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+        write_record(path, {each: asdict(value) for each, value in kept.items()})
     return found
 
 
 def _read(path: Path) -> dict[str, Ceiling]:
     """Return the cached ceilings by condition; damaged ones, or a damaged file, are left out."""
-    content: Any = None
-    with suppress(CorruptError, StorageError, ValueError, RecursionError):
-        content = json.loads(read_regular(path, max_bytes=LARGEST_FILE_BYTES))
     found = {}
-    for key, entry in content.items() if isinstance(content, dict) else ():
+    for key, entry in (read_record(path, dict[str, Any]) or {}).items():
         with suppress(AttributeError, TypeError, ValueError, OverflowError):
             kept = Ceiling(**{name: float(value) for name, value in entry.items()})
             if 0 < kept.flops < FASTEST_FLOPS and math.isfinite(kept.busy_cores):

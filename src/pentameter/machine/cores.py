@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pentameter.disk import macos
+from pentameter.disk.owner import process_start
 from pentameter.errors import ConfigError
 
 PROCESSES_PER_CORE = 4
@@ -276,13 +277,10 @@ class OtherPrograms:
 
 def seconds_running() -> float:
     """Return the seconds since this process started; 0 if the system does not say (proc(5))."""
-    try:
-        stat = Path("/proc/self/stat").read_text(encoding="ascii")
-        ticks = int(stat.rpartition(")")[2].split()[19])
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        return max(0.0, now - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):
+    ticks = process_start(os.getpid()) if sys.platform == "linux" else None
+    if ticks is None:
         return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _process_seconds() -> float:

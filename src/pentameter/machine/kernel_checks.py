@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -26,13 +25,11 @@ from torch import Tensor
 
 from pentameter.disk.atomic import (
     make_folder,
-    read_regular,
-    storage_errors,
-    temporary_name,
     write_atomic,
 )
 from pentameter.disk.cache import cache_folder
-from pentameter.errors import CorruptError, StorageError
+from pentameter.disk.record import read_record, write_record
+from pentameter.errors import StorageError
 from pentameter.machine.capabilities import compiler_command, machine_capabilities
 
 Level = Literal["-O3", "-O2", "plain"]
@@ -46,7 +43,6 @@ roundings of these of the result's largest number. Of 16 bits few are rounded on
 sums are in fp32. Sums of 2^18 wide numbers are off by 512 roundings of either sign. Lost or stale
 numbers are off by as much as they are: of the largest, by 256 roundings of bf16."""
 
-_VERDICT_BYTES = 1 << 20
 _COMPILED = ("model", "fused_cpu")
 """Packages whose code is compiled, into whose proofs their sources go."""
 
@@ -132,21 +128,18 @@ def stand_in(x: Tensor, seed: int) -> Tensor:
 def recall(key: str) -> dict[str, Any] | None:
     """Return the verdict that `record` kept under a key from `key_of`; None if there is none, or
     only a damaged one."""
-    with suppress(CorruptError, StorageError, ValueError, RecursionError, TypeError, KeyError):
-        path = _folder() / f"{key}.json"
-        verdict: dict[str, Any] = json.loads(read_regular(path, max_bytes=_VERDICT_BYTES))
-        if isinstance(verdict["name"], str) and verdict["level"] in LEVELS:
-            return verdict
-    return None
+    verdict = read_record(_folder() / f"{key}.json", dict[str, Any]) or {}
+    is_whole = isinstance(verdict.get("name"), str) and verdict.get("level") in LEVELS
+    return verdict if is_whole else None
 
 
 def record(key: str, name: str, level: Level, **more: Any) -> None:
     """Keep a verdict, that the kernels `name` run at `level`, and whatever else is to be known of
     it, in the cache folder; if that cannot be written, the next start proves again."""
     verdict = {"name": name, "level": level, "toolchain": toolchain(), **more}
-    with suppress(StorageError, OSError):
+    with suppress(StorageError):
         make_folder(_folder())
-        write_atomic(_folder() / f"{key}.json", json.dumps(verdict).encode())
+        write_record(_folder() / f"{key}.json", verdict)
 
 
 def verdicts() -> Iterator[tuple[str, Level]]:
@@ -211,11 +204,9 @@ def careful_compiler() -> str:
         raise StorageError(f"cannot run {path}: its path has a blank or a quote")
     if not os.access(path, os.X_OK):
         make_folder(path.parent)
-        part = path.with_name(temporary_name(path.name))
-        write_atomic(part, f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'.encode())
-        with storage_errors(path, "write"):
-            part.chmod(0o755)
-            part.replace(path)  # now: another rank may run it as soon as it is there
+        # In one rename: another rank may run it as soon as it is there.
+        script = f'#!/bin/sh\nexec {shlex.quote(command)} "$@" -O2\n'
+        write_atomic(path, script.encode(), mode=0o755)
         if not os.access(path, os.X_OK):
             raise StorageError(f"cannot run {path}: its disk runs no programs (noexec)")
     return str(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from pentameter.disk import record
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.nodes import roll
 from pentameter.processes.nodes.roll import Roll, own_address
@@ -46,7 +47,7 @@ def test_nodes_see_and_reach_each_other_until_one_leaves(tmp_path):
 
 def test_a_file_that_cannot_be_written_now_is_written_later(tmp_path, monkeypatch):
     first, second = (Roll(tmp_path, LOOPBACK, 1) for _ in range(2))
-    write = roll.replace_file
+    write = roll.write_record
     failures = []
 
     def refuse(path, content):
@@ -55,7 +56,7 @@ def test_a_file_that_cannot_be_written_now_is_written_later(tmp_path, monkeypatc
             raise StorageError("the other machine's disk is slow")
         write(path, content)
 
-    monkeypatch.setattr(roll, "replace_file", refuse)
+    monkeypatch.setattr(roll, "write_record", refuse)
     second.update(state="lost")
     wait_until(lambda: first.present().get(second.me.name, first.me).state == "lost")
     assert failures
@@ -67,8 +68,7 @@ def test_a_launcher_that_is_killed_is_gone_at_once(tmp_path, monkeypatch):
     """Its file stays, and its machine refuses pings."""
     first, second = (Roll(tmp_path, LOOPBACK, 1) for _ in range(2))
     wait_until(lambda: first.me.reaches == (second.me.name,))
-    second._closing.set()
-    second._thread.join()
+    second._beat.close()
     second._answering.close()
     begin = time.monotonic()
     wait_until(lambda: first.present().keys() == {first.me.name})
@@ -119,7 +119,7 @@ def two(tmp_path):
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOENT])
 def test_a_file_that_cannot_be_read_for_a_moment_is_a_living_nodes(two, monkeypatch, number):
     first, second = two
-    read, until = roll.read_regular, time.monotonic() + 1.5
+    read, until = record.read_regular, time.monotonic() + 1.5
 
     def fail(path, **options):
         if time.monotonic() < until:
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_a_living_nodes(two, monkeypa
             raise (CorruptError if number == errno.EIO else StorageError)("no answer") from error
         return read(path, **options)
 
-    monkeypatch.setattr(roll, "read_regular", fail)
+    monkeypatch.setattr(record, "read_regular", fail)
     while time.monotonic() < until + 1.0:
         assert first.present().keys() == {first.me.name, second.me.name}
         assert second.me.name in first.me.reaches
@@ -142,7 +142,7 @@ def test_a_node_whose_file_cannot_be_read_is_gone_after_a_while(two, monkeypatch
     def fail(path, **options):
         raise StorageError("no answer")
 
-    monkeypatch.setattr(roll, "read_regular", fail)
+    monkeypatch.setattr(record, "read_regular", fail)
     wait_until(lambda: first.present().keys() == {first.me.name})
     assert first._path(second.me.name).exists()
 
@@ -200,7 +200,7 @@ def test_a_file_without_an_address_ends_no_beat(two, odd):
 def test_who_stood_still_itself_takes_nobody_for_gone(two, monkeypatch):
     """A disk that hangs, here; a process that is frozen, likewise."""
     first, second = two
-    read, hangs = roll.read_regular, [True]
+    read, hangs = record.read_regular, [True]
 
     def hang(path, **options):
         if hangs and path.stem == second.me.name:
@@ -208,7 +208,7 @@ def test_who_stood_still_itself_takes_nobody_for_gone(two, monkeypatch):
             time.sleep(roll.GONE_SECONDS + 2.0)
         return read(path, **options)
 
-    monkeypatch.setattr(roll, "read_regular", hang)
+    monkeypatch.setattr(record, "read_regular", hang)
     until = time.monotonic() + roll.GONE_SECONDS + 4.0
     while time.monotonic() < until:
         assert first.present().keys() == {first.me.name, second.me.name}

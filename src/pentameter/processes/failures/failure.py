@@ -9,7 +9,6 @@ little: torchrun and `srun --kill-on-bad-exit` end it meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -17,10 +16,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pentameter.disk.record import read_record, write_record
 from pentameter.errors import (
     ConfigError,
     InterruptedRunError,
@@ -161,10 +161,7 @@ def report_path(folder: Path, rank: int) -> Path:
 def read_report(folder: Path, rank: int) -> Failure | None:
     """Return the Failure that `rank` left in the launch folder; None if there is none, or only
     an incomplete one."""
-    try:
-        return Failure(**json.loads(report_path(folder, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    return read_record(report_path(folder, rank), Failure)
 
 
 def explanation(error: BaseException) -> tuple[str, int]:
@@ -232,9 +229,8 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
         return False
     failure = failure_of(error, 0 if launched is None else launched.rank)
     if is_launched:
-        path = report_path(Path(os.environ[LAUNCH_FOLDER]), failure.rank)
-        with suppress(OSError):  # a full disk; the exit code still tells
-            path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        with suppress(StorageError):  # a full disk; the exit code still tells
+            write_record(report_path(Path(os.environ[LAUNCH_FOLDER]), failure.rank), failure)
     else:
         _print_after_others(error, failure, debug=debug)
     # Without an import: if a signal interrupted torch's import, parts of it are loaded, and a

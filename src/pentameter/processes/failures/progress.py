@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pentameter.disk.record import read_record
 from pentameter.processes.failures.waiting import Naming
 
 LEAST_TIMEOUT_SECONDS = 30.0
@@ -32,7 +33,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 folder."""
 
 _TIMES_THE_LONGEST = 3  # limit for a step, a save, …, in times of the longest before
-_RECORD_BYTES = 128  # one write, so that a reader sees the old record or the new one
+_RECORD_BYTES = 256  # one write, so that a reader sees the old record or the new one
 _REARM_SECONDS = 1.0  # a timer's thread costs some 50 µs, which a small step would feel
 _STACKS_SECONDS = 2.0
 _INNERMOST_FRAMES = 4
@@ -49,8 +50,7 @@ class Note:
     timeout_seconds: float = LEAST_TIMEOUT_SECONDS
     """Longest time that the action may take before it counts as a hang."""
     since: float = 0.0
-    """When the action began: seconds on the monotonic clock in the process itself, the file's
-    modification time if read from one."""
+    """When the action began: seconds on the monotonic clock of the process itself."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:
@@ -101,7 +101,7 @@ class Progress:
             timeout = max(LEAST_TIMEOUT_SECONDS, _TIMES_THE_LONGEST * self._longest[doing])
         self.latest = Note(doing, step, timeout, now)
         if self._fd >= 0:
-            record = json.dumps([doing, step, timeout]).encode().ljust(_RECORD_BYTES)
+            record = json.dumps(asdict(self.latest)).encode().ljust(_RECORD_BYTES)
             with suppress(OSError):
                 os.pwrite(self._fd, record, 0)
         if self._dump_stacks and now - self._armed_at > _REARM_SECONDS:
@@ -130,15 +130,9 @@ def progress_path(folder: Path, rank: int) -> Path:
 
 
 def read_progress(folder: Path, rank: int) -> Note:
-    """Return the latest Note that `rank` wrote to the launch folder, `since` being the file's
-    modification time; a Note that says it is starting if there is none."""
-    path = progress_path(folder, rank)
-    try:
-        since = path.stat().st_mtime
-        doing, step, timeout = json.loads(path.read_bytes())
-        return Note(doing, step, timeout, since)
-    except (OSError, ValueError):
-        return Note()
+    """Return the latest Note that `rank` wrote to the launch folder; a Note that says it is
+    starting if there is none."""
+    return read_record(progress_path(folder, rank), Note) or Note()
 
 
 class Watchdog:
@@ -234,12 +228,3 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
         if not any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS):
             at_work.append(rank)
     return mute or at_work or list(ranks)
-
-
-def is_stopped(pid: int) -> bool:
-    """Return True if the process `pid` is suspended by a signal such as SIGSTOP; False if
-    there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,7 +82,7 @@ class Wait:
     """In words, such as `all-reduce`; `collective` if it could not be told."""
     along: str = ""
     """The mesh dimension of its group; empty for a group of none."""
-    ranks: list[int] = field(default_factory=list)
+    ranks: Sequence[int] = ()
     """The ranks of its group; empty for all ranks."""
     serves: str = ""
     """The module's name, the gradients by their parameters' names, or the stages that it serves."""
@@ -108,13 +107,6 @@ class Wait:
     def to_json(self) -> str:
         """Return the wait, without its stack, as one line for the store."""
         return json.dumps(asdict(self) | {"stack": ""})
-
-
-def read_wait(text: str) -> Wait | None:
-    """Return the Wait that `to_json` wrote; None for any other text."""
-    with suppress(ValueError, TypeError):
-        return Wait(**json.loads(text))
-    return None
 
 
 def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | None:

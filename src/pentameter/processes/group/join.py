@@ -27,11 +27,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from pentameter.disk.record import record_of
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
 from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.failures.progress import Progress, progress_path
-from pentameter.processes.failures.waiting import Wait, first_wait, read_wait, wait_behind
+from pentameter.processes.failures.waiting import Wait, first_wait, wait_behind
 from pentameter.processes.group.rank import LAUNCH_FOLDER, LaunchedRank, find_rank
 from pentameter.processes.group.world import World
 from pentameter.processes.launch.worker import watch_agent
@@ -417,7 +418,7 @@ def absent_ranks(
         heard = [other for other in others if other not in absent]
         read = _reader(store)
         texts = _ask_store(lambda: [read(f"misses-another/{each}") for each in heard], deadline)
-        waits = {each: read_wait(text) for each, text in zip(heard, texts, strict=True)}
+        waits = {each: record_of(text, Wait) for each, text in zip(heard, texts, strict=True)}
         return absent, {each: wait for each, wait in waits.items() if wait is not None}
     return [], {}
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pentameter.disk.lock import scratch_folder
+from pentameter.disk.owner import is_stopped
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import (
     Child,
@@ -40,7 +41,6 @@ from pentameter.processes.failures.progress import (
     Note,
     Watchdog,
     culprits,
-    is_stopped,
     read_progress,
     stacks,
 )

@@ -6,17 +6,13 @@ the attempt's file. It keeps nothing: when it is lost, the next one decides by t
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentameter.disk.atomic import read_regular
-from pentameter.errors import CorruptError, StorageError, TrainingFailedError
-from pentameter.processes.nodes.roll import ATTEMPT, Node, names, reachable_group, replace_file
-
-_RECORD_BYTES = 1 << 20
+from pentameter.disk.record import read_record, write_record
+from pentameter.errors import TrainingFailedError
+from pentameter.processes.nodes.roll import ATTEMPT, Node, names, reachable_group
 
 
 @dataclass(frozen=True)
@@ -60,18 +56,12 @@ class Rules:
 def read_attempt(folder: Path, before: Attempt | None = None) -> Attempt:
     """Return the attempt that the folder of nodes names. If there is none, or it cannot be read at
     the moment, return `before`, the one read last, or without it a finished one numbered 0."""
-    with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
-        record = json.loads(read_regular(folder / f"{ATTEMPT}.json", max_bytes=_RECORD_BYTES))
-        return Attempt(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
-    return before or Attempt()
+    return read_record(folder / f"{ATTEMPT}.json", Attempt) or before or Attempt()
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Replace the attempt in the folder of nodes. Raises StorageError."""
-    replace_file(folder / f"{ATTEMPT}.json", json.dumps(asdict(attempt)).encode())
-
-
-_TUPLES = ("members", "n_processes")
+    write_record(folder / f"{ATTEMPT}.json", attempt)
 
 
 def next_attempt(

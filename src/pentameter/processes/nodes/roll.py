@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import select
 import socket
@@ -20,12 +19,15 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pentameter.disk.atomic import make_folder, read_regular, temporary_name
+from pentameter.disk.atomic import make_folder
+from pentameter.disk.beat import Beat
 from pentameter.disk.held_folder import HeldFolder
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.record import read_record, write_record
+from pentameter.errors import ConfigError, StorageError
+from pentameter.machine.address import bind
 
 BEAT_SECONDS = 0.5
 PING_SECONDS = 0.25
@@ -37,7 +39,6 @@ reach. Links that lose a fifth of all messages lose sixteen pings in a row once 
 FORGOTTEN_SECONDS = 600.0
 """Seconds without a new beat after which a node's file is removed."""
 
-_RECORD_BYTES = 1 << 16
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
@@ -82,24 +83,25 @@ class Roll:
         make_folder(folder)
         self._held = HeldFolder.at(folder.parent)
         self._answering = _udp_socket(address)
-        self._store = _held_port(address)
+        # While it is open, the system gives its port to nobody but a process of ours that listens
+        # there: not to an outgoing connection, either.
+        self._store = bind(address, 0)
         self._me = Node(
             name=uuid.uuid4().hex,
             host=socket.gethostname(),
             address=address,
             ping_port=self._answering.getsockname()[1],
-            store_port=_port(self._store),
+            store_port=self._store.getsockname()[1],
             n_processes=n_processes,
         )
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[Node, float, bool]] = {}  # node, when its beat changed, was it?
         self._pings: dict[str, _Ping] = {}
-        self._closing = threading.Event()
         self._listened_at = time.monotonic()  # when the thread's latest turn began
+        self._next_beat = self._next_ping = 0.0
         self._write()
         self._read_others()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
+        self._beat = Beat(self._turn, 0.0)
 
     @property
     def me(self) -> Node:
@@ -122,8 +124,8 @@ class Roll:
         """Have another port for the next attempt's store: processes of the last one may hold its
         own still."""
         self._store.close()
-        self._store = _held_port(self._me.address)
-        self.update(store_port=_port(self._store))
+        self._store = bind(self._me.address, 0)
+        self.update(store_port=self._store.getsockname()[1])
 
     def present(self) -> dict[str, Node]:
         """Return the nodes that are there, by name, this one among them: their beat has changed
@@ -160,8 +162,7 @@ class Roll:
 
     def close(self) -> None:
         """Leave the roll: end the thread, and remove this node's file."""
-        self._closing.set()
-        self._thread.join(2 * GONE_SECONDS)
+        self._beat.close(2 * GONE_SECONDS)
         self._remove_files_of(self._me.name)
         self._answering.close()
         self._store.close()
@@ -179,8 +180,7 @@ class Roll:
 
     def _write(self) -> None:
         self.check_folder()
-        path = self._path(self._me.name)
-        replace_file(path, json.dumps(asdict(self._me)).encode())
+        write_record(self._path(self._me.name), self._me)
 
     def _heard_until(self) -> float:
         """Return the monotonic time until which this node has listened: it may have stood still
@@ -197,25 +197,21 @@ class Roll:
                 ping.answered_at += seconds
         self._listened_at = now
 
-    def _beat(self) -> None:
-        next_beat = next_ping = 0.0
-        while not self._closing.is_set():
-            now = time.monotonic()
-            self._pass_over_own_silence(now)
-            if now >= next_ping:
-                next_ping = now + PING_SECONDS
-                for ping in list(self._pings.values()):
-                    ping.send()
-            if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
-                self._read_others()
-                self._pass_over_own_silence(time.monotonic())  # a disk may have hung
-                reaches = sorted(name for name, each in self._pings.items() if each.is_answered())
-                refused = sorted(name for name, each in self._pings.items() if each.is_refused)
-                self.update(
-                    beat=self._me.beat + 1, reaches=tuple(reaches), refused_by=tuple(refused)
-                )
-            self._receive(min(next_beat, next_ping) - time.monotonic())
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._pass_over_own_silence(now)
+        if now >= self._next_ping:
+            self._next_ping = now + PING_SECONDS
+            for ping in list(self._pings.values()):
+                ping.send()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_SECONDS
+            self._read_others()
+            self._pass_over_own_silence(time.monotonic())  # a disk may have hung
+            reaches = sorted(name for name, each in self._pings.items() if each.is_answered())
+            refused = sorted(name for name, each in self._pings.items() if each.is_refused)
+            self.update(beat=self._me.beat + 1, reaches=tuple(reaches), refused_by=tuple(refused))
+        self._receive(min(self._next_beat, self._next_ping) - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
         """Answer pings and take answers for so many seconds at most."""
@@ -236,7 +232,8 @@ class Roll:
             names = {path.stem for path in self._folder.glob("*.json")} - {self._me.name, ATTEMPT}
         except OSError:
             return
-        found = {name: node for name in names if (node := _node_at(self._path(name))) is not None}
+        read = {name: read_record(self._path(name), Node) for name in names}
+        found = {name: each for name, each in read.items() if each and each.name == name}
         is_there = os.path.lexists(self._path(self._me.name))
         with self._lock:
             for name, node in found.items():
@@ -300,18 +297,6 @@ class _Ping:
 ATTEMPT = "attempt"
 """Name of the file, beside the nodes', that says which nodes train together."""
 
-_TUPLES = ("reaches", "refused_by")
-
-
-def _node_at(path: Path) -> Node | None:
-    """Return the node that a file describes; None if it is damaged, names another node or cannot be
-    read."""
-    with contextlib.suppress(CorruptError, StorageError, ValueError, TypeError, KeyError):
-        record = json.loads(read_regular(path, max_bytes=_RECORD_BYTES))
-        node = Node(**{**record, **{key: tuple(record[key]) for key in _TUPLES}})
-        return node if node.name == path.stem else None
-    return None
-
 
 def _is_removed(path: Path) -> bool:
     """Return True if a file is certainly not there."""
@@ -322,18 +307,6 @@ def _is_removed(path: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file in one rename, unsynced, since nothing needs it after a power failure.
-    Raises StorageError."""
-    part = path.with_name(temporary_name(path.name))
-    try:
-        path.parent.mkdir(exist_ok=True)
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
@@ -352,21 +325,6 @@ def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
         if not any(missed.values()):
             return [group[name] for name in sorted(group)]
         del group[max(missed, key=lambda name: (missed[name], name))]
-
-
-def _held_port(address: str) -> socket.socket:
-    """Return a socket bound to a free TCP port of `address`. While it is open, a process of ours
-    may listen there, and the system gives the port to nobody else: not to an outgoing connection,
-    either."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((address, 0))
-    return held
-
-
-def _port(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
-    return port
 
 
 def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -1,0 +1,49 @@
+"""Small records: JSON objects in files of their own, which one process writes for others to look at
+again and again. They are replaced whole, and read tolerantly: a record that is absent, damaged or
+cannot be read at the moment is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pentameter.disk.atomic import read_regular, storage_errors, write_atomic
+from pentameter.errors import CorruptError, StorageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MOST_BYTES = 1 << 24
+"""Size in bytes beyond which a file holds no record; that of a failure has a traceback."""
+
+T = TypeVar("T")
+
+
+def read_record(path: Path, kind: Callable[..., T]) -> T | None:
+    """Return the record in a file as `record_of` does, None without one. No link is followed."""
+    with suppress(CorruptError, StorageError):
+        return record_of(read_regular(path, max_bytes=MOST_BYTES), kind)
+    return None
+
+
+def record_of(text: bytes | str, kind: Callable[..., T]) -> T | None:
+    """Return `kind`, a dataclass or `dict`, called with the fields of a JSON object, whose lists
+    become tuples; None for any other text, and where `kind` takes other fields."""
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        fields = json.loads(text).items()
+        return kind(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields})
+    return None
+
+
+def write_record(path: Path, record: DataclassInstance | Mapping[str, Any]) -> None:
+    """Replace the record in a file, whose folder is made if it is absent. Nobody waits for the
+    disk: the record need not survive a power failure. Raises StorageError."""
+    content = record if isinstance(record, Mapping) else asdict(record)
+    with storage_errors(path, "write"):
+        path.parent.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps(content).encode(), durable=False)
