@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pentameter.checkpoint.format.save_phases import HostBuffers
 from pentameter.processes.group.world import World
 from trials.faults.file_operations import DieAt, before_each
+
+PATIENCE = timedelta(seconds=20)
+"""Longest wait for another process, as every run has one: a collective that a killed process leaves
+half sent may not end of itself."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def found(folder: Path) -> tuple[int, float]:
 def two_save(folder: Path, after: tuple[int, float], victim: int, n: int, how: str) -> bool:
     """Let two processes save; whether `victim` came to its n-th operation, where it is killed."""
     pids = [_fork(folder, after, rank, n if rank == victim else 0, how) for rank in (0, 1)]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 3 * PATIENCE.total_seconds()
     statuses: dict[int, int] = {}
     while len(statuses) < 2:
         for pid in set(pids) - statuses.keys():
@@ -159,7 +165,8 @@ def two_save(folder: Path, after: tuple[int, float], victim: int, n: int, how: s
         if time.monotonic() > deadline:
             for pid in set(pids) - statuses.keys():
                 os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"a process waits for one killed before its operation {n}")
+            stacks = [path.read_text() for path in sorted(folder.glob("stack-*"))]
+            raise AssertionError("\n".join((f"{victim} dies at {n}, and one waits:", *stacks)))
         time.sleep(0.005)
     if os.WIFSIGNALED(statuses[pids[victim]]):
         return True
@@ -174,7 +181,9 @@ def _fork(folder: Path, after: tuple[int, float], rank: int, n: int, how: str) -
     status = 1
     try:
         torch.set_num_threads(1)
-        join(str(folder / "rendezvous"), rank, 2)
+        stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 - open until the process ends
+        faulthandler.dump_traceback_later(2 * PATIENCE.total_seconds(), file=stack)
+        join(str(folder / "rendezvous"), rank, 2, PATIENCE)
         with before_each(DieAt(n)):
             save_mark(World(rank, 2, rank, 2), folder, *after, how)
         status = 0

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -297,8 +298,10 @@ def _in_world(results, file, rank, size, work, arguments) -> None:
         results.put((rank, None, traceback.format_exc()))
 
 
-def join(file: str, rank: int, size: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+def join(file: str, rank: int, size: int, patience: timedelta | None = None) -> None:
+    """Join `size` processes; `patience` is the longest wait for another in a collective, without
+    which it is PyTorch's."""
+    dist.init_process_group("gloo", f"file://{file}", patience, world_size=size, rank=rank)
 
 
 class _rendezvous_file:  # noqa: N801 - a context manager

@@ -47,5 +47,5 @@ def test_what_cannot_be_saved_is_refused_in_each(tmp_path):
 def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene, rank, how):
     """SIGKILL before each file-system operation of one of two processes: the other leaves too,
     and the old or the new checkpoint is there."""
-    (n_operations,) = run_world(1, die_at_each, tmp_path, scene, rank, how, seconds=200)
+    (n_operations,) = run_world(1, die_at_each, tmp_path, scene, rank, how, seconds=600)
     assert n_operations > (30 if rank == 0 else 8)
