@@ -28,8 +28,8 @@ LAYER = {
     "calibrate": 7, "optim": 7,
     "checkpoint": 8, "evaluate": 8, "generation": 8,
     "harness": 9, "train": 9,
-    "autotune": 10, "verify": 10, "report": 10, "serve": 10,
-    "replay": 11,
+    "verify": 10, "report": 10, "serve": 10,
+    "autotune": 11, "replay": 11,
     "cli": 12,
     "__main__": 13, "__init__": 13,
 }  # fmt: skip

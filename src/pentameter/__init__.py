@@ -17,6 +17,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pentameter.autotune.best_layout import best_layout as best_layout
+    from pentameter.autotune.sweep import sweep as sweep
     from pentameter.checkpoint.folders.load_model import load_model as load_model
     from pentameter.config.files.load import load_config as load_config
     from pentameter.estimating.seconds.estimate import plan as plan
@@ -29,24 +31,17 @@ if TYPE_CHECKING:
 _MODULES = {
     "OwnModel": "pentameter.parallel.sources.custom_model",
     "Trainer": "pentameter.train.loop",
+    "best_layout": "pentameter.autotune.best_layout",
     "generate": "pentameter.generation.loop",
     "load_config": "pentameter.config.files.load",
     "load_model": "pentameter.checkpoint.folders.load_model",
     "plan": "pentameter.estimating.seconds.estimate",
     "stream": "pentameter.generation.loop",
+    "sweep": "pentameter.autotune.sweep",
     "verify_model": "pentameter.verify.verify_model",
 }
 
-__all__ = [
-    "OwnModel",
-    "Trainer",
-    "generate",
-    "load_config",
-    "load_model",
-    "plan",
-    "stream",
-    "verify_model",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -29,14 +29,14 @@ def config(tmp_path):
 
 
 def test_the_most_processes_that_a_layout_divides_by_are_used(config):
-    best = best_layout(config, SIZES, 3, 3)
+    best = best_layout(config, 3, 3, SIZES)
     assert (best.n_processes, best.n_spare) == (2, 1)
     assert "1 of 3 processes is spare, as no layout divides by 3" in str(best)
-    assert best_layout(config, SIZES, 4, 4).n_spare == 0
+    assert best_layout(config, 4, 4, SIZES).n_spare == 0
 
 
 def test_machines_are_used_whole(config):
-    best = best_layout(config, SIZES, 6, 2)  # 6 and 5 divide nothing, and 5 are no whole machines
+    best = best_layout(config, 6, 2, SIZES)  # 6 and 5 divide nothing, and 5 are no whole machines
     assert (best.n_processes, best.n_spare) == (4, 2)
 
 
@@ -50,7 +50,7 @@ def test_what_is_tight_is_taken_last_and_said(config, monkeypatch):
         device = cluster.device.model_copy(update={"memory_bytes": float(n_bytes)})
         smaller = cluster.model_copy(update={"device": device})
         monkeypatch.setattr(choice, "this_cluster", lambda *sizes: (smaller, True))
-        return best_layout(config, SIZES, 1, 1)
+        return best_layout(config, 1, 1, SIZES)
 
     wide = best_with(1e12)
     assert "tight" not in str(wide)
@@ -67,7 +67,7 @@ def test_what_is_tight_is_taken_last_and_said(config, monkeypatch):
 def test_what_exceeds_the_memory_is_no_reason_for_fewer(config):
     huge = load_config(config, {"model.d_model": 2**20, "train.batch_size": 64})
     with pytest.raises(ConfigError, match=r"--layout best: no layout of .* fits"):
-        best_layout(huge, SIZES, 2, 2)
+        best_layout(huge, 2, 2, SIZES)
 
 
 def test_rank_0_chooses_for_all(config, tmp_path, capsys):

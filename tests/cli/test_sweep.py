@@ -1,136 +1,35 @@
-"""`train --sweep`: its runs, their processes, and what becomes of the others where one fails."""
+"""`train --sweep`: what it trains, compares and refuses."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import threading
-import time
-from pathlib import Path
-
 import pytest
 
+from pentameter.autotune import sweep
 from pentameter.cli.main import main
-from pentameter.cli.options.sweep_option import sweep_runs, train_sweep
-from pentameter.errors import ConfigError, InterruptedRunError, TrainingFailedError
-
-DEED = "train.sample_prompt"
-HUNDRED = ",".join(map(str, range(100)))
+from pentameter.cli.train import swept_values
+from pentameter.errors import ConfigError, InterruptedRunError
 
 
-def test_a_run_for_each_combination():
-    runs = sweep_runs(["optimizer.learning-rate=1e-3,2e-3", "seed=1,2"], ["--train.steps=5"])
-    assert [run.label for run in runs] == [
-        "learning_rate-1e-3_seed-1",
-        "learning_rate-1e-3_seed-2",
-        "learning_rate-2e-3_seed-1",
-        "learning_rate-2e-3_seed-2",
-    ]
-    assert runs[1].overrides == ["--optimizer.learning_rate=1e-3", "--seed=2"]
-
-
-def test_names_tell_keys_and_values_apart():
-    runs = sweep_runs(["model.bias=true", "optimizer.betas=0.9,0.95;0.9,0.99"], [])
-    assert [run.label for run in runs] == ["bias-true_betas-0.9-0.95", "bias-true_betas-0.9-0.99"]
-    (run,) = sweep_runs(["checkpoint.interval=5", "log.interval=2"], [])
-    assert run.label == "checkpoint.interval-5_log.interval-2"
-
-
-def test_each_run_is_copied_into_a_folder_of_its_own():
-    (run,) = sweep_runs(["seed=1"], [])
-    assert run.copied_below(None) == run
-    assert run.copied_below("s3://bucket/runs/").overrides == [
-        "--seed=1",
-        "--checkpoint.copy_to=s3://bucket/runs/seed-1",
-    ]
+def test_values_between_commas_and_between_semicolons():
+    assert swept_values(
+        ["optimizer.learning-rate=1e-3, 2e-3", "--optimizer.betas=0.9,0.95;0.9,0.99"]
+    ) == {
+        "optimizer.learning_rate": ["1e-3", "2e-3"],
+        "optimizer.betas": ["0.9,0.95", "0.9,0.99"],
+    }
 
 
 @pytest.mark.parametrize(
-    ("swept", "overrides", "said"),
+    ("swept", "said"),
     [
-        (["seed"], [], "must read KEY=VALUE,VALUE"),
-        (["seed=1,,2"], [], "must read KEY=VALUE,VALUE"),
-        (["sead=1"], [], "no key of the configuration; did you mean seed"),
-        (["seed=1", "seed=2"], [], "names seed twice"),
-        (["seed=1,1"], [], "names a value twice"),
-        (["seed=1"], ["--seed", "3"], "is swept, too"),
-        (["data.path=a/b,a-b"], [], "two runs the name path-a-b"),
-        ([f"seed={HUNDRED}", f"model.n_layers={HUNDRED}"], [], "10,000 runs"),
+        (["seed"], "must read KEY=VALUE,VALUE"),
+        (["seed=1,,2"], "must read KEY=VALUE,VALUE"),
+        (["seed=1", "seed=2"], "names seed twice"),
     ],
-)  # fmt: skip
-def test_a_sweep_that_says_nothing_clear_is_refused(swept, overrides, said):
+)
+def test_what_is_no_sweep(swept, said):
     with pytest.raises(ConfigError, match=said):
-        sweep_runs(swept, overrides)
-
-
-@pytest.fixture
-def deeds(tmp_path, monkeypatch):
-    """Train runs by their deeds (see sweep_workers.py) in the test's folder."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-    def train(*deeds, at_once=1):
-        runs = sweep_runs([f"{DEED}={','.join(deeds)}"], [])
-        train_sweep(runs, ["grammar"], tmp_path / "sweep", at_once, "sweep_workers:serve")
-
-    return train
-
-
-def read(folder, name):
-    return {path.parent.name: path.read_text() for path in folder.glob(f"*/{name}")}
-
-
-def test_runs_share_a_process(deeds, tmp_path, capsys):
-    deeds("a", "b", "c")
-    assert capsys.readouterr().out.splitlines() == [
-        f"{n}/3  sample_prompt-{name}  val loss 1.5000 at step 1, – of training"
-        for n, name in enumerate("abc", start=1)
-    ]
-    assert len(set(read(tmp_path / "sweep", "pid").values())) == 1
-
-
-def test_runs_at_a_time_divide_the_cores(deeds, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pentameter.machine.cores.n_usable_cores", lambda: 7)
-    deeds("a", "b", "c", "d", at_once=3)
-    assert set(read(tmp_path / "sweep", "threads").values()) == {"2"}
-
-
-def test_fewer_runs_than_at_once_divide_all_cores(deeds, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pentameter.machine.cores.n_usable_cores", lambda: 7)
-    deeds("a", "b", at_once=7)
-    assert set(read(tmp_path / "sweep", "threads").values()) == {"3"}
-
-
-def test_a_run_that_fails_leaves_the_others_alone(deeds, tmp_path, capsys):
-    with pytest.raises(TrainingFailedError, match="the loss is not finite"):
-        deeds("fails", "a", "dies", "b")
-    first, second, third, fourth = capsys.readouterr().out.splitlines()
-    assert first.endswith("failed: the loss is not finite")
-    assert "val loss 1.5000" in second
-    assert re.search(r"failed: its process was killed by SIGKILL .*worker-1.txt", third)
-    assert "val loss 1.5000" in fourth
-    pids = read(tmp_path / "sweep", "pid")
-    assert pids["sample_prompt-fails"] == pids["sample_prompt-a"] != pids["sample_prompt-b"]
-
-
-def test_a_signal_stops_the_runs_and_starts_no_other(deeds, tmp_path, capsys):
-    waiting = tmp_path / "sweep" / "sample_prompt-waits" / "waiting"
-
-    def interrupt():
-        while not waiting.exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(InterruptedRunError, match="stopped by SIGINT; the same command goes on"):
-        deeds("a", "waits", "b")
-    thread.join()
-    assert signal.getsignal(signal.SIGINT) is before
-    assert set(read(tmp_path / "sweep", "pid")) == {"sample_prompt-a", "sample_prompt-waits"}
+        swept_values(swept)
 
 
 TINY = [
@@ -139,6 +38,10 @@ TINY = [
     "--train.eval-interval=2", "--train.precision=fp32", "--train.compile=false",
     "--train.sample-interval=none",
 ]  # fmt: skip
+
+
+def read(folder, name):
+    return {path.parent.name: path.read_text() for path in folder.glob(f"*/{name}")}
 
 
 def test_a_sweep_trains_compares_and_goes_on(tmp_path, monkeypatch, capsys):
@@ -165,18 +68,18 @@ def test_a_sweep_trains_compares_and_goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_sweep_that_is_stopped_says_so_whatever_its_runs_left(tmp_path, monkeypatch, capsys):
-    def stopped(runs, arguments, folder, at_once, function):
-        for run in runs:  # the last was being set up
-            (folder / run.label).mkdir(parents=True)
-            (folder / run.label / "plan.json").touch()
-        for run in runs[:2]:
-            (folder / run.label / "config.toml").touch()
-        raise InterruptedRunError("the sweep was stopped")
+    def stopped(self, number):
+        for run in self._waiting:  # the last was being set up
+            run.folder.mkdir()
+            (run.folder / "plan.json").touch()
+        for run in list(self._waiting)[:2]:
+            (run.folder / "config.toml").touch()
+        self.stopped_by = "SIGINT"
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pentameter.cli.options.sweep_option.train_sweep", stopped)
+    monkeypatch.setattr(sweep._Sweep, "work", stopped)
     assert main([*TINY, "--sweep", "seed=1,2,3"]) == InterruptedRunError.exit_code
-    assert "the sweep was stopped" in capsys.readouterr().err
+    assert "the sweep was stopped by SIGINT" in capsys.readouterr().err
     assert (tmp_path / "runs" / "grammar-sweep" / "compare.html").is_file()
 
 

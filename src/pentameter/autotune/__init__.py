@@ -1,1 +1,1 @@
-"""Choices among layouts: the best one."""
+"""Which of many is best: the layout for a configuration, the values of a sweep."""

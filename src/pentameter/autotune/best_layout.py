@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pentameter.config.schema import Config, ParallelConfig
-from pentameter.data.sizes import DataSizes
+from pentameter.data.sizes import DataSizes, data_sizes
 from pentameter.errors import ConfigError, remark
 from pentameter.estimating.search.search import search, why_nothing_fits
 from pentameter.estimating.seconds.estimate import Estimate
@@ -70,15 +70,21 @@ class BestLayout:
         )
 
 
-def best_layout(config: Config, sizes: DataSizes, world_size: int, local_size: int) -> BestLayout:
+def best_layout(
+    config: Config,
+    world_size: int = 1,
+    local_size: int | None = None,
+    sizes: DataSizes | None = None,
+) -> BestLayout:
     """Search all layouts on `world_size` processes for the one with the shortest predicted step on
     this machine's devices. If none divides the step over so many, search those on the most that one
     does, on whole machines where there are several; the other processes are spare.
 
-    `local_size` processes run on each machine. `sizes` gives the vocabulary and the batch rows per
-    epoch, as `data_sizes(config)` returns them. No step is run. Raises ConfigError if no layout
-    fits in memory.
+    `local_size` processes run on each machine; None: all on this one. `sizes` gives the vocabulary
+    and the batch rows per epoch, if the caller has looked for them. No step is run. Raises
+    ConfigError if no layout fits in memory.
     """
+    local_size, sizes = local_size or world_size, sizes or data_sizes(config)
     reason = ""
     for n in range(world_size, 0, -1):
         if n > local_size and n % local_size:
@@ -105,7 +111,7 @@ def choose_together(
     """
     place = meeting.launched
     if place.rank == 0:
-        best = best_layout(config, sizes(), place.world_size, place.local_size)
+        best = best_layout(config, place.world_size, place.local_size, sizes())
         remark(str(best))
         chosen = best.of(config)
         told = {

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.options.arguments import parse_arguments, print_tables, sizes_of_data
-from pentameter.cli.options.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,15 +69,16 @@ def run(arguments: list[str]) -> int:
     exit code 0, whether it fits or not."""
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
     from pentameter.config.files.command_source import configuration_of
-    from pentameter.config.files.load import load_config
+    from pentameter.config.files.load import flat_overrides, load_config
     from pentameter.estimating.seconds.cluster import parse_cluster, trained_precision
     from pentameter.machine.this_cluster import measured_cluster
+    from pentameter.planning.layouts.layout import BEST, layout_overrides
 
     if parsed.layout == BEST:
         parsed = replace(parsed, search=True)
     layout = BEST if parsed.search or parsed.scale else parsed.layout
-    overrides = [*overrides, *layout_overrides(layout)]
-    config = load_config(*configuration_of(parsed.source, overrides))
+    given = {**flat_overrides(overrides), **layout_overrides(layout)}
+    config = load_config(*configuration_of(parsed.source, given))
     _check_imbalance(config, parsed.imbalance)
     if parsed.price is not None and not 0 <= parsed.price < math.inf:
         raise ConfigError(f"--price {parsed.price:g} must be an amount of money, 0 or more")

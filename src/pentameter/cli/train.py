@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
-from pentameter.cli.options.launching import Launch
-from pentameter.cli.options.layout_option import BEST, layout_overrides
+from pentameter.config.files.overrides import as_options
 from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch
@@ -25,13 +25,18 @@ from pentameter.processes.launch.worker import become_rank, watch_launcher
 from pentameter.processes.streams import outlived
 
 if TYPE_CHECKING:
+    from pentameter.autotune.sweep import SweepRun
     from pentameter.config.schema import Config
     from pentameter.processes.group.join import Meeting
+    from pentameter.processes.launch.training_launch import Launch
     from pentameter.train.run import TrainingRun
     from pentameter.train.say.profile import Profile
     from pentameter.train.timed.timed_run import TimedRun
 
 
+IMPORTED = "pentameter.train.loop"
+"""The module that processes which may be started again find imported: it imports torch, and nearly
+all that training needs."""
 EXCLUSIVE = (
     *(("sweep", "time"), ("layout", "time")),
     *(("nodes", "time"), ("nodes", "sweep"), ("respawn", "time"), ("respawn", "sweep")),
@@ -108,6 +113,7 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
     configuration, `overrides`."""
     from pentameter.checkpoint.hugging_face.hub import hub_address
     from pentameter.config.files.write import to_toml
+    from pentameter.planning.layouts.layout import BEST
 
     if parsed.init_from is not None and (address := hub_address(parsed.init_from)) is not None:
         raise ConfigError(
@@ -119,7 +125,9 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
     if parsed.sweep:
-        _sweep(parsed, arguments, overrides, place)
+        if place is not None:
+            raise ConfigError("--sweep starts its processes itself; leave the launcher out")
+        _sweep(parsed, arguments, overrides, n_processes)
         return
     timed = None
     if parsed.time is not None:
@@ -184,9 +192,12 @@ def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
 
 def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Launch:
     """Return the processes that the command line after `train`, `arguments`, asks to start."""
+    from pentameter.processes.launch.program import Preloaded
+    from pentameter.processes.launch.training_launch import Launch
+
     launching = ("nproc", "nodes", "respawn", "layout", "resume")
     return Launch(
-        function="pentameter.cli.train:train_as_rank",
+        program=Preloaded(IMPORTED, "pentameter.cli.train:train_as_rank", parsed.nproc or 1),
         arguments=without_options(arguments, launching),
         n_processes=parsed.nproc or 1,
         config=config,
@@ -228,48 +239,49 @@ def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
 
 
 def _sweep(
-    parsed: TrainArguments, arguments: list[str], overrides: list[str], place: LaunchedRank | None
+    parsed: TrainArguments, arguments: list[str], overrides: list[str], n_processes: int | None
 ) -> None:
     """Train the runs that `--sweep` asks for, in a folder of their own, and compare them in that
     folder's compare.html; with --dry-run or --print-config only list them. `arguments` is the
-    command line after `train`, `overrides` the configuration keys in it, and `place` what a
-    launcher such as torchrun says about this process, None without one. Raises ConfigError under a
-    launcher, and before the first run if any configuration is invalid."""
-    from pentameter.cli.compare import run as compare
-    from pentameter.cli.options.sweep_option import sweep_runs, train_sweep
-    from pentameter.record.reading import holds_run
+    command line after `train`, and `overrides` the configuration keys in it. Raises ConfigError
+    before the first run if any configuration is invalid."""
+    from pentameter.autotune.sweep import sweep_runs, train_sweep
+    from pentameter.config.files.load import flat_overrides
 
-    if place is not None:
-        raise ConfigError("--sweep starts its processes itself; leave the launcher out")
-    if parsed.at_once < 1:
-        raise ConfigError(f"--at-once {parsed.at_once} must be 1 or more")
-    runs = sweep_runs(parsed.sweep, overrides)
-    n_processes = processes_together(parsed.nproc, None)
-    # Whatever is wrong with a value is said before the first run starts.
-    configs = [
-        _configuration(parsed, [*overrides, *run.overrides], n_processes, None, say=run is runs[0])
-        for run in runs
-    ]
-    runs = [
-        run.copied_below(config.checkpoint.copy_to)
-        for run, config in zip(runs, configs, strict=True)
-    ]
-    folder = parsed.run_dir or Path("runs") / f"{configs[0].name}-sweep"
+    counted = itertools.count()
+
+    def load(settings: Mapping[str, Any]) -> Config:
+        own = [*overrides, *as_options(settings)]
+        return _configuration(parsed, own, n_processes, None, say=next(counted) == 0)
+
+    runs = sweep_runs(swept_values(parsed.sweep), flat_overrides(overrides), load, parsed.run_dir)
     if parsed.print_config or parsed.dry_run:
         for run in runs:
-            print(folder / run.label, *run.overrides)
+            print(run.folder, *as_options(run.settings))
         return
-    print(f"{len(runs)} runs in {folder}")
     common = without_options(arguments, ("sweep", "at-once", "run-dir"))
-    function = "pentameter.cli.train:serve_sweep"
-    try:
-        train_sweep(runs, common, folder, parsed.at_once, function)
-    finally:
-        # A run that was stopped while it was set up has a folder, and no run in it yet.
-        trained = [folder / run.label for run in runs if holds_run(folder / run.label)]
-        if len(trained) > 1:
-            print()
-            compare([*map(str, trained), "--out", str(folder / "compare.html")])
+
+    def request(run: SweepRun) -> list[str]:
+        named = {"name": run.label, "run-dir": run.folder}
+        return [*common, *as_options({**run.settings, **named})]
+
+    train_sweep(runs, parsed.at_once, "pentameter.cli.train:serve_sweep", request)
+
+
+def swept_values(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each key in a sweep. Each text reads `KEY=VALUE,VALUE`, with `;` between
+    values that contain commas. Raises ConfigError for another form, and a key named twice."""
+    values: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, listed = text.removeprefix("--").partition("=")
+        key = key.strip().replace("-", "_")
+        found = [each.strip() for each in listed.split(";" if ";" in listed else ",")]
+        if not equals or not all(found):
+            raise ConfigError(f"--sweep {text!r} must read KEY=VALUE,VALUE, as seed=1,2,3")
+        if key in values:
+            raise ConfigError(f"--sweep names {key} twice; list all of its values in one")
+        values[key] = found
+    return values
 
 
 def serve_sweep() -> Callable[[list[str]], int]:
@@ -295,12 +307,13 @@ def _configuration(
     launcher started on each machine; None if all are on this machine.
     """
     from pentameter.config.files.command_source import configuration_of, with_tokenizer_beside
-    from pentameter.config.files.load import load_config
+    from pentameter.config.files.load import flat_overrides, load_config
+    from pentameter.planning.layouts.layout import BEST, layout_overrides
 
     is_printed = parsed.print_config or parsed.dry_run
     if timed is None:
-        overrides = [*overrides, *layout_overrides(parsed.layout)]
-        config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
+        given = {**flat_overrides(overrides), **layout_overrides(parsed.layout)}
+        config = load_config(*configuration_of(parsed.source, given, parsed.init_from))
     else:
         config = timed.choose(keep=not is_printed)
     said = []
@@ -312,7 +325,7 @@ def _configuration(
 
         n_together = n_processes or 1
         local_size = n_together if place is None else place.local_size
-        best = best_layout(config, sizes_of_data(config), n_together, local_size)
+        best = best_layout(config, n_together, local_size, sizes_of_data(config))
         said.append(str(best))
         config = best.of(config)
     config, warnings = with_tokenizer_beside(config, parsed.init_from)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from pentameter.errors import ConfigError
 
@@ -68,3 +69,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
             value = rest.popleft()
         pairs.append((path, value))
     return pairs
+
+
+def as_options(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings (dotted path → value) as overrides of a command line; None is `none`."""
+    return [
+        f"--{path}={str(value).lower() if isinstance(value, bool | None) else value}"
+        for path, value in settings.items()
+    ]

@@ -23,6 +23,7 @@ from pentameter.config.choices import (
 )
 from pentameter.config.messages import shown
 from pentameter.config.schema import (
+    Config,
     ContextMode,
     ParallelConfig,
     ScheduleName,
@@ -300,6 +301,31 @@ class Layout:
             if value != plain[name]
         ]
         return ",".join(changed) or "data=1"
+
+
+BEST = "best"
+"""The layout, as a command line names it, that a search chooses."""
+
+
+def layout_overrides(layout: str | None) -> dict[str, Any]:
+    """Return a layout's text as overrides, `parallel.KEY` → value for every degree; nothing for
+    None. For `best`, return a placeholder (ZeRO stage 1) that passes the checks on any
+    configuration: the search replaces it later."""
+    if layout is None:
+        return {}
+    if layout == BEST:
+        return {"parallel.zero": 1}
+    chosen = parse_parallel(layout, also=[BEST]).model_dump(exclude=set(NOT_OF_A_LAYOUT))
+    return {f"parallel.{name}": value for name, value in chosen.items()}
+
+
+def layout_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a configuration that state its layout, its micro-batch and its
+    activation checkpointing."""
+    values = {f"parallel.{name}": value for name, value in config.parallel.model_dump().items()}
+    for name in ("micro_batch_size", "activation_checkpoint"):
+        values[f"train.{name}"] = getattr(config.train, name)
+    return values
 
 
 def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:

@@ -16,7 +16,7 @@ from pentameter.errors import ConfigError
 from pentameter.record.events import strict
 from pentameter.record.reading import RecordedRun, check_run_folder, read_run
 from pentameter.record.results import progress
-from pentameter.report.figures.markup import render
+from pentameter.report.figures.markup import render, write_page
 from pentameter.report.figures.plots import (
     AXES,
     BITS,
@@ -67,6 +67,11 @@ class Comparison:
     def runs(self) -> tuple[Run, ...]:
         """Compared runs, the best first."""
         return self.ranking.runs
+
+    @property
+    def unread(self) -> list[str]:
+        """What could not be read of the runs, a sentence each."""
+        return [words for run in self.runs for words in run.record.unread]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `compare --json` prints."""
@@ -243,6 +248,11 @@ def _for_json(value: Any) -> Any:
 
 
 # The page
+
+
+def write_comparison(comparison: Comparison, path: Path) -> Path:
+    """Write the comparison page into a file, and return its path. Raises StorageError."""
+    return write_page(path, render_comparison(comparison))
 
 
 def render_comparison(comparison: Comparison, live: str = "", version: str = "") -> str:

@@ -1,4 +1,5 @@
-"""The launch of `train`'s processes, on this machine or with the launchers of others."""
+"""The launch of a training's processes, on this machine or with the launchers of others, and again
+after a loss."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.cli.options.layout_option import BEST, layout_options
+from pentameter.config.files.overrides import as_options
 from pentameter.disk.held_folder import HeldFolder
 from pentameter.errors import ConfigError, StorageError
+from pentameter.planning.layouts.layout import BEST, layout_settings, make_layout
 from pentameter.processes.launch.local_launch import check_launch, respawn, run_local
 from pentameter.processes.launch.program import Command, Preloaded, python_command
 
@@ -26,17 +28,13 @@ NODES_RESTARTS = 3
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the run folder while processes train there."""
 
-IMPORTED = "pentameter.train.loop"
-"""The module that processes which may be started again find imported: it imports torch, and nearly
-all that training needs."""
-
 
 @dataclass(frozen=True)
 class Launch:
     """Processes to start on this machine."""
 
-    function: str
-    """`module:name` of the function that trains as a rank, in a process of its own."""
+    program: Preloaded
+    """What trains as a rank where processes may be started again; it is closed in the end."""
     arguments: list[str]
     """The command line after `train`, without the options for the launcher and --resume."""
     n_processes: int
@@ -60,7 +58,7 @@ class Launch:
             run_local(Command(python_command("train", *arguments)), n_processes)
             return
         seen = _SeenFolder(self.folder)
-        with closing(Preloaded(IMPORTED, self.function, self.n_processes)) as program:
+        with closing(self.program) as program:
 
             def start(n_processes: int, again: bool) -> None:
                 is_other = self.layout == BEST and n_processes != self.n_processes
@@ -103,7 +101,7 @@ class Launch:
             self._check(self.config, most * self.n_processes, local_size=self.n_processes)
         restarts = NODES_RESTARTS if self.restarts is None else self.restarts
         layout = [] if self.layout is None else [f"--layout={self.layout}"]
-        with closing(Preloaded(IMPORTED, self.function, self.n_processes)) as program:
+        with closing(self.program) as program:
 
             def prepare(has_checkpoint: bool) -> None:
                 resume = self._resume(has_checkpoint=has_checkpoint)
@@ -128,13 +126,11 @@ class Launch:
     def _fitted(self, n_processes: int, config: Config, resume: str) -> tuple[list[str], int]:
         """Return the arguments of `train` for each process, and how many there are to be: of
         `n_processes`, a best layout may have no use for all."""
-        from pentameter.planning.layouts.layout import make_layout
-
         if self.layout == BEST:
             n_processes = make_layout(config.parallel).world_size
         self._check(config, n_processes)
         # The processes get the layout as it was chosen.
-        layout = [] if self.layout is None else layout_options(config)
+        layout = [] if self.layout is None else as_options(layout_settings(config))
         return [*self.arguments, f"--resume={resume}", *layout], n_processes
 
     def _check(self, config: Config, n_processes: int, local_size: int | None = None) -> None:

@@ -7,12 +7,11 @@ import time
 import pytest
 
 from pentameter.cli.main import main
-from pentameter.cli.options import launching
-from pentameter.cli.options.launching import newest_checkpoint, parse_nodes
 from pentameter.errors import ConfigError
 from pentameter.machine import cores
 from pentameter.processes.failures.failure import Failure, WorkerFailedError
-from pentameter.processes.launch import local_launch, node_launch
+from pentameter.processes.launch import local_launch, node_launch, program, training_launch
+from pentameter.processes.launch.training_launch import newest_checkpoint, parse_nodes
 
 
 def test_numbers_of_nodes():
@@ -88,7 +87,7 @@ class Runs:
         self.folder.mkdir()
         look()
         (self.folder / "checkpoints" / "step-00000005").mkdir(parents=True)
-        time.sleep(1.1 * launching.LOOK_SECONDS)
+        time.sleep(1.1 * training_launch.LOOK_SECONDS)
         look()
         self._happens()
         raise WorkerFailedError(Failure(0, 70, "killed by SIGKILL", 0.0, killed=True))
@@ -100,8 +99,8 @@ def test_who_follows_a_checkpoint_never_begins_anew(monkeypatch, tmp_path, resum
     """Also if the run folder was moved, or its disk unmounted, meanwhile."""
     folder = tmp_path / "run"
     runs = Runs(folder, lambda: is_away and folder.rename(tmp_path / "elsewhere"))
-    monkeypatch.setattr(launching, "run_local", runs.run)
-    monkeypatch.setattr(launching, "Preloaded", Program)
+    monkeypatch.setattr(training_launch, "run_local", runs.run)
+    monkeypatch.setattr(program, "Preloaded", Program)
     options = ["--run-dir", str(folder), "--respawn", "3", "--resume", resume]
     code = main(["train", "quickstart", *options])
     if is_away:
