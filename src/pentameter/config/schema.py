@@ -154,9 +154,8 @@ class TrainConfig(Section):
     """Steps between comparisons of the weights that several ranks replicate; every checkpoint
     compares them too. A difference ends the run with exit code 70, naming rank and tensor."""
     check_every: Positive | None = None
-    """Steps between checks for silent corruption: two data-parallel copies compute the same
-    micro-batch, and weights and optimizer state must be those that the last update left; every
-    checkpoint is checked too. A difference ends the run with exit code 70, naming the rank."""
+    """Steps between checks for silent corruption, in computing and in memory; every checkpoint is
+    checked too. A difference ends the run with exit code 70, naming the rank."""
     sample_interval: Positive | Literal["auto"] | None = None
     """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256
@@ -332,9 +331,8 @@ class CheckpointConfig(Section):
     optimizer in the host's memory and no longer; `auto` if that memory has room for it."""
     copy_to: str | None = None
     """URL of a folder (`s3://bucket/runs/NAME`, `gs://…`, `file:///…`: what fsspec opens) for
-    copies of checkpoints and of the run's own files, made while training goes on. A run whose
-    folder holds none of its checkpoints, or older ones, goes on from the newest copy there. One run
-    to a folder."""
+    copies of checkpoints and logs, made while training goes on. A run folder that lacks the newest
+    gets it from there. One run to a folder."""
     copy_wait_seconds: NonNegativeFloat = 60.0
     """Longest wait for copies at a run's end: in all after a signal; a complete run waits until
     they are made, and so long for a store that fails, all its copies together."""
@@ -367,17 +365,14 @@ class GuardConfig(Section):
     spike_factor: PositiveFloat | None = None
     """Also leave out an update whose loss or gradient norm lies above the median of the last
     `window` updates' by so many times their scatter or more (1.4826 × the median absolute
-    deviation, a hundredth of the median at least), 20 for example; when absent, only what is not
-    finite."""
+    deviation), 20 for example; when absent, only what is not finite."""
     window: Annotated[int, Field(strict=True, ge=8, le=10_000)] = 128
     """Updates in that median; nothing is a spike before so many were made."""
     skips: NonNegative = 3
     """Updates left out in a row; after one more the run rolls back, or gives up."""
     rollback_interval: Positive | None = None
     """Steps between the checkpoints to which a run rolls back, of which the newest two are kept
-    beside all others: weights and optimizer become those of the newest, the updates since are
-    undone and the run goes on with the next step, so that their batches are skipped. When absent,
-    the run gives up instead."""
+    beside all others; the batches since are skipped. When absent, the run gives up instead."""
     rollbacks: Positive = 3
     """Rollbacks in a run; after one more it gives up, and where no checkpoint is left to which it
     has not rolled back."""

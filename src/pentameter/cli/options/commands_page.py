@@ -22,7 +22,7 @@ on the Hugging Face Hub. Where a verb takes a preset or a file, every key of the
 """
 
 _SELF_EVIDENT = (
-    r"\s+\(default:\s+(None|False)?\)| \[-h\]"
+    r"\s+\(default:\s+(None|False)?\)"
     r"|(\n+ options)?\n +-h, --help +show this help message and exit(?=\n\n|$)"
     r"|\n +-h, --help +show this help message and exit"
 )
@@ -44,11 +44,12 @@ def _help(verb: list[str]) -> str:
     COLUMNS wide.
 
     Frames and rulers are left out: they differ between terminals, and between tyro's releases. So
-    are `--help` itself, and defaults that say only that an option may be absent.
+    are a verb's usage, which its arguments repeat, `--help` itself, and defaults that say only
+    that an option may be absent.
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main([*verb, "--help"])
     lines = [re.sub(r"^│(.*)│$", r"\1", line).rstrip() for line in said.getvalue().splitlines()]
     text = "\n".join(line for line in lines if not re.fullmatch(r"\s*[-─╰╭╯╮]{2,}", line)).strip()
-    return re.sub(_SELF_EVIDENT, "", text)
+    return re.sub(_SELF_EVIDENT, "", text.partition("\n\n")[2] if verb else text)
