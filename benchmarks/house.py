@@ -16,21 +16,26 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
-sys.path.insert(0, str(HERE / "tests"))
+sys.path.insert(0, str(HERE / "tests" / "kit"))
 
-from test_imports import circles, file_imports  # noqa: E402
-from test_source_size import FEW_LINES, code_lines  # noqa: E402
+from source_files import (  # noqa: E402
+    FEW_LINES,
+    SOURCE,
+    circles,
+    code_lines,
+    file_imports,
+    files,
+    parsed,
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", nargs="?", type=Path, default=HERE / "src" / "pentameter")
+    parser.add_argument("source", nargs="?", type=Path, default=SOURCE)
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     source = options.source
-    trees = {
-        path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(source.rglob("*.py"))
-    }
+    trees = {path: parsed(path) for path in files(source)}
     code = {path: len(code_lines(tree)) for path, tree in trees.items()}
     imported = file_imports(source)
     print_packages(source, code)

@@ -2,13 +2,13 @@ import ast
 import itertools
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from source_files import SOURCE, files, nodes
 
 from pentameter import keyed
 from pentameter.keyed import bits, folded, make_key, permute
@@ -261,11 +261,10 @@ def test_permute_refuses_what_it_cannot_do(n: int, index: int) -> None:
 
 
 def test_the_table_of_counters_names_every_file_that_draws() -> None:
-    package = Path(keyed.__file__).parent
     drawing = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        path.relative_to(SOURCE).as_posix()
+        for path in files()
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and (getattr(node.func, "id", None) or getattr(node.func, "attr", "")) in DRAWS
         and re.search(

@@ -8,22 +8,14 @@ outgrows this holds more than one idea: split it, do not raise the limit.
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from source_files import FEW_LINES, SOURCE, code_lines, file_imports, files, nodes, parsed
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_imports import file_imports
-
-SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_CLASS = 150
 MOST_LINES_OF_A_FUNCTION = 60
-FEW_LINES = 60
-"""Lines of code below which a module with a single importer belongs to its importer."""
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
@@ -38,41 +30,11 @@ A_FILE_EACH = {"checkpoint/hugging_face/families"}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
 
 
-def code_lines(tree: ast.AST) -> set[int]:
-    """Lines of the source that hold code: no docstring, comment or blank line.
-
-    A string that stands alone is a docstring, also that of an attribute or a constant (PEP 258).
-    """
-    docstrings = {
-        id(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
-    lines: set[int] = set()
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        if id(node) in docstrings:
-            continue
-        children = list(ast.iter_child_nodes(node))
-        if isinstance(node, ast.expr) or not children:
-            first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-            if first is not None and last is not None:
-                lines |= set(range(first, last + 1))
-        elif hasattr(node, "lineno"):
-            lines.add(node.lineno)
-        todo += children
-    return lines
-
-
 def test_files_are_short():
     long = {
         str(path.relative_to(SOURCE)): n_lines
-        for path in SOURCE.rglob("*.py")
-        if (n_lines := len(code_lines(ast.parse(path.read_text(encoding="utf-8")))))
-        > MOST_LINES_OF_A_FILE
+        for path in files()
+        if (n_lines := len(code_lines(parsed(path)))) > MOST_LINES_OF_A_FILE
     }
     assert not long
 
@@ -87,8 +49,8 @@ def test_files_are_short():
 )
 def test_classes_and_functions_are_short(kinds, most_lines):
     long = {}
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in files():
+        for node in nodes(path):
             if isinstance(node, kinds):
                 n_lines = len(code_lines(node))
                 if n_lines > most_lines:
@@ -104,7 +66,7 @@ def test_docstrings_and_comments_are_free():
 
 
 def test_modules_are_named_for_what_they_hold():
-    empty = [str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if p.stem in EMPTY_NAMES]
+    empty = [str(p.relative_to(SOURCE)) for p in files() if p.stem in EMPTY_NAMES]
     assert not empty
 
 
@@ -117,6 +79,6 @@ def test_small_modules_have_more_than_one_importer():
         if importers[path] == 1
         and path.stem != "__init__"
         and str(path.parent.relative_to(SOURCE)) not in A_FILE_EACH
-        and len(code_lines(ast.parse(path.read_text(encoding="utf-8")))) < FEW_LINES
+        and len(code_lines(parsed(path))) < FEW_LINES
     }
     assert small == ALONE.keys()

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from source_files import SOURCE, files, nodes
+
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "pentameter"
 
 GIVEN_UP = {
     "traffic": "communication",
@@ -29,10 +30,10 @@ TERMS = ("shared_expert",)
 
 def names() -> Iterator[tuple[str, str]]:
     """File and name of everything that the package defines, the files themselves included."""
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in files():
         where = str(path.relative_to(SOURCE))
         yield where, path.stem
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 yield where, node.name
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import pentameter
+from source_files import SOURCE, files, parsed
 
 WINDOWS = """
 import builtins, os, signal, sys, sysconfig
@@ -80,12 +78,11 @@ def test_so_do_a_configuration_and_its_plan(tmp_path):
 
 
 def test_few_files_import_at_their_top_what_windows_lacks():
-    source = Path(pentameter.__file__).parent
     found = set()
-    for path in source.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path in files():
+        for node in parsed(path).body:
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             if {"fcntl", "resource", "pwd", "grp", "termios"} & {*names}:
-                found.add(path.relative_to(source).as_posix())
+                found.add(path.relative_to(SOURCE).as_posix())
     assert found == NEED_POSIX

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from simulated_mps import simulated_mps
+from source_files import SOURCE, files, nodes
 from tiny_runs import config
 
 import pentameter as pm
@@ -21,8 +22,6 @@ from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
 from pentameter.serve.passes import Slots
 from pentameter.train.loop import Trainer
-
-SOURCE = Path(pm.__file__).parent
 
 MAY_WIDEN = {
     # gloo and NCCL sum these: several processes on MPS are refused (`local_device`)
@@ -137,8 +136,8 @@ def names_both(call: ast.Call) -> bool:
 def test_float64_and_a_device_are_named_by_one_call_only_where_there_is_no_mps():
     found = Counter(
         str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path in files()
+        for node in nodes(path)
         if isinstance(node, ast.Call) and names_both(node)
     )
     assert found == MAY_WIDEN
