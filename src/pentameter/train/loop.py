@@ -117,18 +117,7 @@ class Trainer:
         started = perf_counter()
         weights = None if init_from is None else Path(given_path(str(init_from)))
         self.config = load_config(*configuration_of(config, overrides, weights))
-        self.run_dir = Path("runs") / self.config.name
-        if run_dir is not None:
-            self.run_dir = Path(given_path(str(run_dir)))
-        if was_url(self.run_dir):
-            raise ConfigError(
-                f"run_dir={shown_url(str(self.run_dir).replace(':/', '://', 1))} is a URL, and a "
-                "run folder has a lock and logs that grow, which an object store has not; keep it "
-                "on a disk and set checkpoint.copy_to to the URL: on a new machine the run goes on "
-                "from there"
-            )
-        if "\0" in str(self.run_dir):
-            raise ConfigError(f"run_dir={str(self.run_dir)!r} holds a NUL, which no path can")
+        self.run_dir = run_folder_path(run_dir, self.config)
         self.world = world or lone_world()
         self.run: TrainingRun
         """The run, once `fit` has set it up."""
@@ -235,6 +224,23 @@ class Trainer:
         return self._request.supplied.schedule or partial(
             learning_rate, optimizer=config.optimizer, schedule=config.schedule
         )
+
+
+def run_folder_path(run_dir: Path | str | None, config: Config) -> Path:
+    """Return the path of the run folder that is asked for, None for runs/NAME. Raises ConfigError
+    for a URL, and for a path that cannot be."""
+    if run_dir is None:
+        return Path("runs") / config.name
+    path = Path(given_path(str(run_dir)))
+    if was_url(path):
+        raise ConfigError(
+            f"run_dir={shown_url(str(path).replace(':/', '://', 1))} is a URL, and a run folder "
+            "has a lock and logs that grow, which an object store has not; keep it on a disk and "
+            "set checkpoint.copy_to to the URL: on a new machine the run goes on from there"
+        )
+    if "\0" in str(path):
+        raise ConfigError(f"run_dir={str(path)!r} holds a NUL, which no path can")
+    return path
 
 
 def reads_late(run: TrainingRun, hooks: Sequence[object]) -> bool:
