@@ -62,6 +62,17 @@ def _without_middle(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half + 1 :]}"
 
 
+def lone_surrogate(text: str) -> int | None:
+    """Return the position of the first half of a surrogate pair in a text, which is no character
+    and cannot be written as UTF-8; None if there is none. No file has any; JSON and a command line
+    may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the member of `known` with a spelling similar to `word`, which was probably meant;
     None if there is none."""
@@ -179,3 +190,13 @@ class InterruptedRunError(PentameterError):
         self.agreed = agreed
         """True if all processes stop at this step; False if this one stopped by itself,
         before training."""
+
+
+def missing_package(doing: str, what: str, extra: str, instead: str = "") -> ConfigError:
+    """Return the error of `doing` something that needs a package which is not installed, named in
+    `what`, with the command that installs it as the extra `extra`; `instead` is another way out."""
+    other = f", or {instead}" if instead else ""
+    return ConfigError(
+        f"{doing} needs a package that is not installed ({what}); "
+        f"`pip install 'pentameter[{extra}]'`{other}"
+    )

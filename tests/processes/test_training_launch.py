@@ -11,7 +11,7 @@ from pentameter.errors import ConfigError
 from pentameter.machine import cores
 from pentameter.processes.failures.failure import Failure, WorkerFailedError
 from pentameter.processes.launch import local_launch, node_launch, program, training_launch
-from pentameter.processes.launch.training_launch import newest_checkpoint, parse_nodes
+from pentameter.processes.launch.training_launch import parse_nodes
 
 
 def test_numbers_of_nodes():
@@ -50,13 +50,6 @@ def test_respawn_in_a_process_of_torchrun(monkeypatch, capsys):
     monkeypatch.setattr("pentameter.processes.failures.failure.HOLD_BACK_SECONDS", 0)
     assert main(["train", "quickstart", "--respawn", "2"]) == 2
     assert "--respawn and environment exclude each other" in capsys.readouterr().err
-
-
-def test_the_newest_checkpoint(tmp_path):
-    assert newest_checkpoint(tmp_path) == ""
-    for name in ("step-00000005", "step-00000010", "step-00000015.tmp-1"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_checkpoint(tmp_path) == "step-00000010"
 
 
 def test_many_machines_are_checked_against_this_ones_share_of_them(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from pentameter.cli.options.arguments import (
 )
 from pentameter.config.choices import Precision
 from pentameter.config.files.overrides import parse_overrides
-from pentameter.errors import ConfigError, CorruptError, PentameterError
+from pentameter.errors import ConfigError, CorruptError, PentameterError, missing_package
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.folders.load_model import LoadedModel
@@ -225,9 +225,7 @@ def _check_tasks(parsed: EvalArguments, overrides: list[str]) -> None:
         if isinstance(value, int) and value < least:
             raise ConfigError(f"{option} {value} must be at least {least}")
     if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--tasks needs lm-eval, which is not installed: pip install 'pentameter[lm-eval]'"
-        )
+        raise missing_package("--tasks", "lm-eval", "lm-eval")
 
 
 def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:

@@ -15,7 +15,7 @@ from pentameter.cli.options.arguments import (
     load_for_verb,
     parse,
 )
-from pentameter.errors import ConfigError, remark
+from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, bind
 
 
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     SIGTERM, and return the exit code: 0, or 1 if a second SIGINT cut requests off."""
     asked = parse(ServeArguments, arguments, verb="serve")
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise ConfigError(f"serve needs {' and '.join(missing)}: pip install 'pentameter[serve]'")
+        raise missing_package("serve", " and ".join(missing), "serve")
     _check(asked)
     names = [path.resolve().name for path in asked.models]
     for name in names:

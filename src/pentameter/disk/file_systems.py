@@ -1,16 +1,15 @@
-"""File systems that `fsspec` opens by URL (`https://`, `s3://`, `hf://`, …): opening one, repeating
-a request whose failure may pass, and errors in words without the secrets that a URL may hold."""
+"""File systems that `fsspec` opens by URL (`https://`, `s3://`, `hf://`, …): opening one, whether a
+failure may pass, and errors in words without the secrets that a URL may hold."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from pentameter.config.urls import shown_url
-from pentameter.errors import ConfigError, PentameterError, printable
+from pentameter.errors import ConfigError, missing_package, printable
 
 CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
 """Maximum seconds to wait for an HTTP server to accept a connection, and to send the next bytes."""
@@ -21,8 +20,6 @@ _HTTP = ("http", "https")
 
 _PASSING = ("RequestTimeout", "OperationAborted", "ExpiredToken")
 """A store's words for errors that may pass, with a status that says otherwise."""
-
-Result = TypeVar("Result")
 
 
 def has_folders(url: str) -> bool:
@@ -38,20 +35,16 @@ def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tupl
     """
 
     def missing(what: str) -> ConfigError:
-        return ConfigError(
-            f"{doing} {shown_url(url)} needs a package that is not installed ({what}); "
-            f"`pip install 'pentameter[remote]'`, or {instead}"
-        )
+        return missing_package(f"{doing} {shown_url(url)}", what, "remote", instead)
 
     try:
         import fsspec
-    except ImportError as error:
-        raise missing("fsspec") from error
-    if not has_folders(url):
-        try:
+
+        if not has_folders(url):
             import aiohttp
-        except ImportError as error:
-            raise missing("aiohttp") from error
+    except ImportError as error:
+        raise missing(error.name or "fsspec") from error
+    if not has_folders(url):
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
         )
@@ -63,33 +56,6 @@ def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tupl
     except ValueError as error:
         raise ConfigError(f"{shown_url(url)}: {reason(url, error)}") from error
     return fs, path
-
-
-def _slept(error: Exception, pause: float) -> bool:
-    time.sleep(pause)
-    return True
-
-
-def retried(
-    ask: Callable[[], Result],
-    pauses: Iterable[float],
-    failed: Callable[[Exception, int], PentameterError],
-    wait: Callable[[Exception, float], bool] = _slept,
-) -> Result:
-    """Return the result of `ask`, called again after each of `pauses` (seconds) while it fails with
-    an error that may pass. Then raise `failed(error, number of calls)`; an error of ours is raised
-    as it is.
-
-    `wait` is called with the error and the pause; False from it ends the attempts."""
-    for n_calls, pause in enumerate((*pauses, None), start=1):
-        try:
-            return ask()
-        except PentameterError:
-            raise
-        except Exception as error:  # each kind of file system has errors of its own
-            if pause is None or not is_passing(error) or not wait(error, pause):
-                raise failed(error, n_calls) from error
-    raise AssertionError("unreachable")
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:

@@ -25,14 +25,14 @@ from pentameter.disk.file_systems import (
     has_folders,
     open_file_system,
     reason,
-    retried,
     status_of,
 )
+from pentameter.disk.retrying import growing, retried
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
-START_PAUSES = (1.0, 2.0, 4.0, 8.0)
+START_PAUSES = tuple(growing(1.0, 4))
 """Seconds between the attempts at a request while somebody waits for the run to start."""
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
+PAUSES = tuple(growing(1.0, 10, longest=60.0))
 """Seconds between the attempts while training goes on; at most, as each is cut by up to a half."""
 
 BLOCK_BYTES = 8 * 2**20

@@ -26,7 +26,7 @@ from pentameter.config.messages import shown
 from pentameter.data.batches.step import padded_batch
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.disk.atomic import storage_errors
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, lone_surrogate
 from pentameter.evaluate.split import perplexity
 from pentameter.parallel.engine import Engine
 from pentameter.record.events import ChoiceMetrics
@@ -302,12 +302,8 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         given = "is missing" if value is None else f"is {shown(value)}"
         raise CorruptError(f"{what} {given}; a text is expected")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise CorruptError(
-            f"{what} holds a lone surrogate at position {error.start}; it is no valid text"
-        ) from None
+    if (at := lone_surrogate(value)) is not None:
+        raise CorruptError(f"{what} holds a lone surrogate at position {at}; it is no valid text")
     return value
 
 

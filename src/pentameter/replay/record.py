@@ -13,16 +13,15 @@ from typing import Any
 from pentameter.checkpoint.folders.opening import (
     Check,
     Checkpoint,
-    list_checkpoints,
     open_checkpoint,
     read_own_manifest,
-    step_folder_name,
 )
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.disk.atomic import read_own_json
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.layouts.layout import parse_parallel
+from pentameter.record.checkpoints import list_checkpoints, step_folder_name
 from pentameter.record.event_reader import read_events
 from pentameter.record.events import UNKNOWN, Rollback, SkippedStep, StepMetrics, number
 from pentameter.record.identity import RunIdentity, read_identity

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pentameter.data.messages import normalized
-from pentameter.errors import ConfigError, did_you_mean, printable
+from pentameter.errors import ConfigError, did_you_mean, lone_surrogate, printable
 from pentameter.generation.loop import encode_messages, encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
 from pentameter.serve.continuation import TextRequest
@@ -294,11 +294,9 @@ def body_of(text: bytes) -> Any:
 
 def _with_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, _ in pairs:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
+        if lone_surrogate(name) is not None:
             said = f"{printable(name)[:80]} is no field's name: it has half a surrogate pair"
-            raise RequestError(said, param=name[:80]) from error
+            raise RequestError(said, param=name[:80])
     return dict(pairs)
 
 

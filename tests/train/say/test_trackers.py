@@ -293,7 +293,7 @@ def test_a_failed_run_is_marked_as_such(tmp_path, service, monkeypatch):
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_named_before_anything_is_done(tmp_path, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=rf'pip install "pentameter\[{name}\]"'):
+    with pytest.raises(ConfigError, match=rf"pip install 'pentameter\[{name}\]'"):
         fit(tmp_path / "run", **{f"log__{name}": True if name == "tensorboard" else "mine"})
     assert not (tmp_path / "run").exists()
 

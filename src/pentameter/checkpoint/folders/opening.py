@@ -4,7 +4,6 @@ counts only if its manifest and every file's hash verify."""
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,20 +24,17 @@ from pentameter.disk.atomic import (
     decode_json,
     is_temporary,
     read_checked,
-    storage_errors,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
+from pentameter.record.checkpoints import list_checkpoints, step_of
 
 STATE_NAME = "state.json"
-REPLACED = ".replaced"
 
 # A run may prune faster than its remaining checkpoints can be read; large ones take minutes each.
 _PATIENCE_SECONDS, _MIN_SEARCHES = 60, 10
 
 Check = Callable[[Path, Manifest], None]
 """A function that raises CorruptError unless the files in a folder match a manifest."""
-
-_STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 @dataclass(frozen=True)
@@ -74,17 +70,6 @@ class Checkpoint:
         """Return the content of a small file (`config.toml`), verified again; CorruptError if the
         checkpoint has no such file or its bytes changed."""
         return read_checked(self.path, self.manifest.files, name, max_bytes=MAX_JSON_BYTES)
-
-
-def step_folder_name(step: int) -> str:
-    """Return the name for the folder of a checkpoint at `step`: `step-00000500`."""
-    return f"step-{step:08d}"
-
-
-def is_step_folder(name: str) -> bool:
-    """Return True if `name` is one that a finished checkpoint can have: `step-` with eight digits
-    or more, also with the suffix `.replaced`."""
-    return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def check_content(path: Path, manifest: Manifest) -> None:
@@ -225,23 +210,11 @@ def read_own_manifest(path: Path) -> Manifest:
     """Read and verify the manifest in the checkpoint folder `path`; CorruptError if it is missing
     or damaged, or the folder's name gives another step."""
     manifest = read_manifest(path)
-    match = _STEP_FOLDER.fullmatch(path.name)
-    if match and int(match[1]) != manifest.step:
+    if step_of(path.name) not in (None, manifest.step):
         raise CorruptError(
             f"{path / MANIFEST_NAME} is of step {manifest.step}: a folder was renamed or swapped"
         )
     return manifest
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A folder named like a checkpoint; its content has not been read."""
-
-    step: int
-    replaced: bool
-    """True if its name ends with `.replaced`: renamed while a new save at its step commits;
-    restored if that commit never finished."""
-    path: Path
 
 
 def find_checkpoint(
@@ -290,15 +263,3 @@ def find_checkpoint(
                 )
             return None
     raise StorageError(f"{folder} keeps changing while it is read; try again")
-
-
-def list_checkpoints(folder: Path) -> list[Candidate]:
-    """List the folders named like checkpoints, highest step first; the proper name before
-    `.replaced`. Empty if `folder` does not exist."""
-    found = []
-    with storage_errors(folder, "list"), suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            match = _STEP_FOLDER.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                found.append(Candidate(int(match[1]), match[2] is not None, folder / entry.name))
-    return sorted(found, key=lambda candidate: (-candidate.step, candidate.replaced))

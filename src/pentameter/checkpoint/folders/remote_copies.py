@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pentameter.checkpoint.folders.opening import read_own_manifest, step_folder_name
+from pentameter.checkpoint.folders.opening import read_own_manifest
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.manifest import (
     MANIFEST_NAME,
@@ -39,6 +39,7 @@ from pentameter.disk.atomic import MAX_JSON_BYTES, FileRecord, check_hash, write
 from pentameter.disk.owner import Owner, current_owner
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
+from pentameter.record.checkpoints import step_folder_name
 
 RUN_NAME = "run.json"
 FORMAT_VERSION = 1

@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.folders.opening import (
-    REPLACED,
-    Candidate,
     Checkpoint,
     best_checkpoint,
     find_checkpoint,
-    is_step_folder,
-    list_checkpoints,
     read_manifest,
     read_own_manifest,
-    step_folder_name,
 )
 from pentameter.checkpoint.folders.verification import Verification
 from pentameter.checkpoint.format.manifest import Manifest, seal
@@ -52,6 +47,13 @@ from pentameter.disk.atomic import (
 from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.group.world import World
+from pentameter.record.checkpoints import (
+    REPLACED,
+    Candidate,
+    list_checkpoints,
+    step_folder_name,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -210,7 +212,7 @@ class _StepFolders:
         left = [
             name
             for name in names
-            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0])
+            if is_temporary(name) and step_of(name.rsplit(".tmp-", 1)[0]) is not None
         ]
         for name in left:
             self.remove(self._folder / name)

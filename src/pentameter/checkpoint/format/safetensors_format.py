@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import NonNegativeInt
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
+from pentameter.errors import lone_surrogate
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def plan_file(
     offset_bytes = 0
     for name in names:
         tensor = tensors[name]
-        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        if name == "__metadata__" or lone_surrogate(name) is not None:
             raise TypeError(f"a tensor named {name!r} cannot be saved: no reader takes that name")
         code = DTYPE_CODES.get(str(tensor.dtype))
         described, is_dense = str(tensor.dtype), True

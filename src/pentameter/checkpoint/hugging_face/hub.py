@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentameter.disk.atomic import sha256_of, storage_errors
-from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
+from pentameter.disk.retrying import growing, retried
+from pentameter.errors import (
+    ConfigError,
+    CorruptError,
+    PentameterError,
+    StorageError,
+    missing_package,
+    printable,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -111,18 +118,20 @@ def _downloaded(address: HubAddress) -> Path:
     ATTEMPTS times, if the server fails or sends too little."""
     from huggingface_hub import snapshot_download
 
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            folder = snapshot_download(
-                address.repository, revision=address.revision, allow_patterns=list(MODEL_FILES)
-            )
-            return Path(folder)
-        except Exception as error:
+    def ask() -> str:
+        return snapshot_download(
+            address.repository, revision=address.revision, allow_patterns=list(MODEL_FILES)
+        )
+
+    return Path(
+        retried(
+            ask,
+            growing(FIRST_WAIT_SECONDS, ATTEMPTS - 1),
+            lambda error, _: _failure(address, error),
             # A plain OSError is what the library raises for a file of another size.
-            if attempt == ATTEMPTS or not ((_status(error) or 0) >= 500 or type(error) is OSError):
-                raise _failure(address, error) from error
-        time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-    raise AssertionError("unreachable")
+            may_pass=lambda error: (_status(error) or 0) >= 500 or type(error) is OSError,
+        )
+    )
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
@@ -176,10 +185,7 @@ def _api() -> HfApi:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
     except ImportError as error:
-        raise ConfigError(
-            "the Hugging Face Hub needs a package that is not installed (huggingface_hub); "
-            "`pip install 'pentameter[hub]'`"
-        ) from error
+        raise missing_package("the Hugging Face Hub", "huggingface_hub", "hub") from error
     logging.set_verbosity_error()  # whatever ends badly is said here, once
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from pentameter.data.corpora.archives import TAR_SUFFIX
 from pentameter.disk.atomic import storage_errors
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import CorruptError, missing_package
 
 _SUFFIXES = (".gz", ".zst")
 _READ_BYTES = 1 << 16
@@ -119,7 +119,5 @@ def _zstd() -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"reading .zst files needs the package {name}, which is not installed; "
-            "`pip install 'pentameter[zstd]'`, or decompress them with `zstd -d`"
-        ) from error
+        instead = "decompress them with `zstd -d`"
+        raise missing_package("reading .zst files", name, "zstd", instead) from error

@@ -37,7 +37,7 @@ from pentameter.data.corpora.file_kinds import (
 )
 from pentameter.data.corpora.tables import LONGEST_ROW_BYTES, columns_of, is_table, read_rows
 from pentameter.disk.atomic import sha256_of, storage_errors
-from pentameter.errors import CorruptError
+from pentameter.errors import CorruptError, lone_surrogate
 
 # Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
@@ -379,12 +379,8 @@ def _record_text(record: dict[str, Any], field: str, where: str) -> str:
 def check_encodable(text: str, what: str, where: str) -> None:
     """Raise CorruptError if a text holds half a surrogate pair; `what` and `where` name the text
     and its place in the message."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CorruptError(
-                f"{where}: {what} holds half a surrogate pair "
-                f"(\\u{ord(text[error.start]):04x}), which is no character; write both halves, "
-                "or leave it out"
-            ) from error
+    if (at := lone_surrogate(text)) is not None:
+        raise CorruptError(
+            f"{where}: {what} holds half a surrogate pair (\\u{ord(text[at]):04x}), which is no "
+            "character; write both halves, or leave it out"
+        )

@@ -45,10 +45,10 @@ from pentameter.disk.file_systems import (
     is_passing,
     open_file_system,
     reason,
-    retried,
     status_of,
 )
 from pentameter.disk.lock import building
+from pentameter.disk.retrying import growing, retried
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 ATTEMPTS = 5
@@ -149,8 +149,7 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
         ]
         return listed, root
 
-    pauses = [FIRST_WAIT_SECONDS * 2**n for n in range(ATTEMPTS - 1)]
-    files, root = retried(find, pauses, partial(_failure, url))
+    files, root = retried(find, growing(FIRST_WAIT_SECONDS, ATTEMPTS - 1), partial(_failure, url))
     if not files:
         raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
     return files, root

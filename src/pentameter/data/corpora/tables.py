@@ -16,7 +16,7 @@ from typing import Any
 
 from pentameter.data.corpora.decoded_sizes import EXACT_BYTES, cut_rows
 from pentameter.disk.atomic import storage_error
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import CorruptError, missing_package
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 _SPLITS = {
@@ -266,10 +266,8 @@ def _pyarrow(module: str, file: Path) -> Any:
     try:
         return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
     except ImportError as error:
-        raise ConfigError(
-            f"reading {file} needs the package pyarrow, which is not installed; "
-            "`pip install 'pentameter[parquet]'`, or write its text as JSONL"
-        ) from error
+        instead = "write its text as JSONL"
+        raise missing_package(f"reading {file}", "pyarrow", "parquet", instead) from error
 
 
 def _present(value: Any) -> Any:

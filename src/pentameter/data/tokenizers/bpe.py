@@ -15,7 +15,7 @@ import numpy as np
 from pentameter.data.tokenizers.base import Content, Encoded, End, Ids, LibraryBacked, strings
 from pentameter.data.tokenizers.chat import ids_and_texts
 from pentameter.data.tokenizers.chunking import chunks
-from pentameter.errors import ConfigError, CorruptError, printable
+from pentameter.errors import ConfigError, CorruptError, lone_surrogate, printable
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -367,11 +367,8 @@ def refuse_surrogates(texts: Sequence[str]) -> None:
     pair, which is no character."""
     # The library's versions differ in what they make of one; no file has any, a command line may.
     for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
+        if (at := lone_surrogate(text)) is not None:
             raise ConfigError(
-                f"character {half!a} (U+{ord(half):04X}) at position {error.start} of the text is "
+                f"character {text[at]!a} (U+{ord(text[at]):04X}) at position {at} of the text is "
                 "half of a surrogate pair, not a character; the text was not valid UTF-8"
-            ) from error
+            )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Content, End, Ids, Tokenizer
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, lone_surrogate
 
 N_CODE_POINTS = 0x110000
 
@@ -51,7 +51,7 @@ class CharTokenizer(Tokenizer):
         if not self.characters:
             raise ConfigError("a character tokenizer needs text; this one is empty")
         for character in self.characters:
-            if len(character) != 1 or 0xD800 <= ord(character) <= 0xDFFF:
+            if len(character) != 1 or lone_surrogate(character) is not None:
                 raise ConfigError(
                     f"{character!a} is not one Unicode character; a character tokenizer "
                     "takes single characters of valid text"

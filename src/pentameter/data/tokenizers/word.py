@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -11,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Content, Ids, Tokenizer, strings
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, lone_surrogate
 
 UNKNOWN = "<unk>"
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which is no character
 
 
 class WordTokenizer(Tokenizer):
@@ -33,7 +31,7 @@ class WordTokenizer(Tokenizer):
         if self.words[:1] != (UNKNOWN,):
             raise ConfigError(f"the first word of a vocabulary is {UNKNOWN!r}, for unseen words")
         for number, word in enumerate(self.words):
-            if word.split() != [word] or _HALF_A_PAIR.search(word):
+            if word.split() != [word] or lone_surrogate(word) is not None:
                 raise ConfigError(f"word {number} of the vocabulary, {word!a}, is not one word")
         self._ids = {word: number for number, word in enumerate(self.words)}
         if len(self._ids) < len(self.words):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.disk.record import record_of
+from pentameter.disk.retrying import growing
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
 from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
@@ -63,7 +64,7 @@ _STORE_SECONDS = 30.0
 """Seconds without a response after which a store that many may be asking counts as cut off."""
 
 _SPARE_POLL_SECONDS = 0.5  # the longest interval of those that wait for a whole run
-_POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.05  # the first interval, and the longest
 
 _ENDED = "ended"
 
@@ -315,14 +316,14 @@ class Meeting:
     def read(self, key: str, timeout_seconds: float = RENDEZVOUS_SECONDS) -> str:
         """Wait until another process has set `key`, and return its value. Raises LostProcessError
         if none has within `timeout_seconds`, or if the store is gone."""
-        deadline, pause = time.monotonic() + timeout_seconds, _POLL_SECONDS[0]
+        deadline = time.monotonic() + timeout_seconds
+        pauses = growing(_FIRST_POLL_SECONDS, longest=_SPARE_POLL_SECONDS)
         read = _reader(self.store)
         try:
             while not (value := _ask_store(lambda: read(key), time.monotonic() + _STORE_SECONDS)):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no {key} within {timeout_seconds:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, _SPARE_POLL_SECONDS)
+                time.sleep(next(pauses))
         except (RuntimeError, TimeoutError) as error:
             raise LostProcessError(
                 f"rank 0, or the store{_address(self.store)}, is gone ({error or 'no answer'}); "
@@ -344,7 +345,7 @@ class Meeting:
         self.store.set(_ENDED, "1")
         deadline = time.monotonic() + _STORE_SECONDS
         while answers and not self.store.check(answers) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS[1])
+            time.sleep(_POLL_SECONDS)
 
 
 def meet(launched: LaunchedRank, timeout_seconds: float) -> Meeting:
@@ -413,7 +414,7 @@ def absent_ranks(
     with contextlib.suppress(RuntimeError):
         _ask_store(lambda: store.set(f"misses-another/{rank}", told), deadline)
         while absent and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS[1])
+            time.sleep(_POLL_SECONDS)
             absent = _ask_store(silent, deadline)
         heard = [other for other in others if other not in absent]
         read = _reader(store)
@@ -497,7 +498,7 @@ def _agree(store: Store, launched: LaunchedRank, where: str, deadline: float) ->
     come = _propose if launched.rank == 0 else _confirm
     mine = uuid.uuid4().hex
     store.set(f"came/{launched.rank}", mine)
-    start, pause = time.monotonic(), _POLL_SECONDS[0]
+    start, pauses = time.monotonic(), growing(_FIRST_POLL_SECONDS, longest=_POLL_SECONDS)
     has_said = False
     while True:
         try:
@@ -513,8 +514,7 @@ def _agree(store: Store, launched: LaunchedRank, where: str, deadline: float) ->
             has_said = True
             who = f"{spelled(missing)} of {launched.world_size}"
             print(f"pentameter: waiting for {who} to come to {where}", file=sys.stderr, flush=True)
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL_SECONDS[1])
+        time.sleep(next(pauses))
 
 
 def _propose(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | None, list[int]]:

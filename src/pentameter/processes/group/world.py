@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from pentameter.disk.retrying import growing
 from pentameter.errors import PentameterError
 from pentameter.processes.failures.progress import Progress
 
@@ -111,11 +112,10 @@ class World:
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
         """Return once `is_busy` returns False on every rank. Collective."""
-        pause = _FIRST_PAUSE_SECONDS
+        pauses = growing(_FIRST_PAUSE_SECONDS, longest=PAUSE_SECONDS)
         while self.all_reduce_maxima(is_busy())[0]:
             self.progress.note(doing, step, nothing_to_lose=True)
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSE_SECONDS)
+            time.sleep(next(pauses))
 
     def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
         """Run `work` on every rank, and return all results, ordered by rank, on every rank, as

@@ -18,6 +18,7 @@ from pentameter.errors import ConfigError, StorageError
 from pentameter.planning.layouts.layout import BEST, layout_settings, make_layout
 from pentameter.processes.launch.local_launch import check_launch, respawn, run_local
 from pentameter.processes.launch.program import Command, Preloaded, python_command
+from pentameter.record.checkpoints import newest_checkpoint
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -181,12 +182,3 @@ class _SeenFolder:
         checkpoint = self._path / "checkpoints" / self.newest
         if self._held is not None:
             self._held.check(lambda: bool(self.newest) and checkpoint.is_dir())
-
-
-def newest_checkpoint(folder: Path) -> str:
-    """Return the name of the newest complete checkpoint in a run folder; "" without one, and if it
-    cannot be read."""
-    with suppress(OSError):
-        names = [each.name for each in (folder / "checkpoints").glob("step-*") if not each.suffix]
-        return max(names, default="")
-    return ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pentameter.checkpoint.folders.opening import read_own_manifest, step_folder_name
+from pentameter.checkpoint.folders.opening import read_own_manifest
 from pentameter.checkpoint.folders.remote_copies import RemoteCopies
 from pentameter.config.schema import CheckpointConfig
 from pentameter.config.urls import shown_url
@@ -30,6 +30,7 @@ from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
 from pentameter.errors import CorruptError, PentameterError, StorageError
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import PAUSE_SECONDS, World
+from pentameter.record.checkpoints import step_folder_name
 from pentameter.record.events import CopyMetrics
 from pentameter.record.log_files import MAX_METRICS_BYTES
 from pentameter.train.keep.run_folder import RunFolder

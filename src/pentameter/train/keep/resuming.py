@@ -17,8 +17,6 @@ from pentameter.checkpoint.folders.opening import (
     Check,
     Checkpoint,
     find_checkpoint,
-    is_step_folder,
-    list_checkpoints,
     read_own_manifest,
 )
 from pentameter.checkpoint.folders.verification import Verification
@@ -31,6 +29,7 @@ from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import World
+from pentameter.record.checkpoints import list_checkpoints, step_of
 from pentameter.record.identity import RunIdentity, read_identity
 from pentameter.train.user_components import UserComponents
 
@@ -67,7 +66,7 @@ def step_folders(path: Path) -> list[str]:
     """Return the names in `path`/checkpoints that complete checkpoints can have (step-…),
     sorted."""
     names = (entry.name for entry in (path / "checkpoints").glob("step-*"))
-    return sorted(name for name in names if is_step_folder(name))
+    return sorted(name for name in names if step_of(name) is not None)
 
 
 def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:

@@ -19,7 +19,6 @@ from pentameter.checkpoint.folders.opening import (
     Checkpoint,
     check_sizes,
     open_checkpoint,
-    step_folder_name,
 )
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.folders.verification import VISIBLE_SECONDS, Verification
@@ -49,6 +48,7 @@ from pentameter.estimating.bytes.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
 from pentameter.processes.failures.progress import STARTING
 from pentameter.processes.group.world import World
+from pentameter.record.checkpoints import step_folder_name
 from pentameter.record.events import CheckpointMetrics
 from pentameter.record.identity import RunIdentity, read_identity
 from pentameter.record.log_files import Reached, rewind_metrics

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pentameter.config.files.write import to_toml
 from pentameter.config.schema import Config, LogConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import missing_package
 from pentameter.record.events import Event, RunEnd, RunStart
 from pentameter.train.keep.run_folder import RunFolder
 
@@ -174,10 +174,7 @@ def require_trackers(log: LogConfig) -> None:
             continue
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a plain folder with that name, as wandb leaves
-            raise ConfigError(
-                f"log.{name}={getattr(log, name)!r} needs the package {name}, which is not "
-                f'installed: pip install "pentameter[{name}]"'
-            )
+            raise missing_package(f"log.{name}={getattr(log, name)!r}", name, name)
 
 
 def open_trackers(
