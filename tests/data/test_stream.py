@@ -23,7 +23,7 @@ from pentameter.data.prepare.splits import Splitting
 from pentameter.data.prepare.stream import Parts, origin_of
 from pentameter.data.shards import stream as stream_shards
 from pentameter.data.shards.dataset import first_tokens
-from pentameter.data.shards.stream import NoSource, is_stream, open_stream
+from pentameter.data.shards.stream import Source, is_stream, open_stream
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
@@ -73,7 +73,7 @@ def written(origin, target, *, anew=False):
     parts = Parts(origin, target)
     while parts.write_next():
         parts = Parts(origin, target) if anew else parts
-    return open_stream(target, NoSource(target))
+    return open_stream(target, Source(target))
 
 
 def content(dataset):
@@ -243,7 +243,7 @@ def test_another_text_is_another_stream_but_what_was_read_of_it(folder, tmp_path
     shutil.rmtree(tmp_path / "other" / "part-00001")
     shutil.copytree(tmp_path / "one" / "part-00001", tmp_path / "other" / "part-00001")
     with pytest.raises(CorruptError, match="is of another text than the parts before it"):
-        open_stream(tmp_path / "other", NoSource(tmp_path / "other"))
+        open_stream(tmp_path / "other", Source(tmp_path / "other"))
 
 
 def test_what_needs_the_whole_text_is_refused(folder, tmp_path):
@@ -341,10 +341,10 @@ def test_who_closes_at_once_waits_for_no_part(folder, tmp_path, monkeypatch):
     """`close` may come while the process that writes is being started, and cannot be killed."""
     started = threading.Event()
 
-    def slowly(*arguments):
+    def slowly(*arguments, **named):
         started.set()
         time.sleep(0.3)
-        return PythonChild(*arguments)
+        return PythonChild(*arguments, **named)
 
     monkeypatch.setattr(ahead_of_training, "PythonChild", slowly)
     ahead = Ahead(origin(folder), tmp_path / "out")

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from pentameter.errors import PentameterError, TrainingFailedError
+from pentameter.errors import PentameterError, StorageError, TrainingFailedError
 
 if TYPE_CHECKING:  # `--help` would feel the 10 ms of its import
     from multiprocessing.connection import Connection
@@ -151,6 +151,7 @@ class PythonChild(Child):
         folder: Path | None = None,
         output: IO[bytes] | None = None,
         prints: bool = False,
+        task: str = "help this one",
     ) -> None:
         """Start the interpreter. It calls `function` (`module:name`) once, with `arguments`; the
         callable that this returns answers each request.
@@ -158,12 +159,12 @@ class PythonChild(Child):
         The child's stdout and stderr go to `output`; by default stderr is this process's, and
         stdout is discarded, or with `prints` this process's, too. environment: the child's
         variables. folder: a temporary folder that the child removes if this process is killed and
-        cannot. Raises OSError if the system cannot start a process.
+        cannot. Raises StorageError if the system cannot start a process, which names its `task`.
         """
         from multiprocessing import Pipe
 
         self.connection, theirs = Pipe()
-        with theirs:
+        try:
             super().__init__(
                 _command(self._role(), theirs.fileno(), function, *arguments),
                 environment,
@@ -172,6 +173,13 @@ class PythonChild(Child):
                 stderr=output,
                 pass_fds=[theirs.fileno()],
             )
+        except OSError as error:
+            raise StorageError(
+                f"cannot start {sys.executable} to {task}: {error.strerror}; start again when "
+                "fewer processes run"
+            ) from error
+        finally:
+            theirs.close()
 
     def ask(self, request: Any) -> Any:
         """Send `request` (any picklable object) to the child, wait, and return its answer. Raises

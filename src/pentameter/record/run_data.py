@@ -12,7 +12,7 @@ from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import find_header
-from pentameter.data.shards.stream import NoSource, is_stream, open_stream
+from pentameter.data.shards.stream import Source, is_stream, open_stream
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
@@ -101,7 +101,7 @@ def _opened(recorded: Path, run_folder: Path, verify: bool) -> Dataset:
     Raises CorruptError if they are in neither."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
         if is_stream(folder):
-            return open_stream(folder, NoSource(folder), verify=verify)
+            return open_stream(folder, Source(folder), verify=verify)
         if (header := find_header(folder)) is not None:
             return open_shards(header, verify=verify)
     raise CorruptError(

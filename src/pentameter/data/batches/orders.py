@@ -175,7 +175,9 @@ class Streamed(Windows):
         """Return the index of each row's first token (B,): the start of its permuted window. Waits
         until the windows' blocks are tokenized."""
         indices = step * self.batch_size + numbers
-        n_rows = self._rows_up_to(int(indices.max(initial=0)) + 1)
+        # Rows of the blocks that have these; if the text has ended before, an epoch's.
+        n_wanted = tokens_for(int(indices.max(initial=0)) + 1, self.context_length)
+        n_rows = (self.split.tokens.up_to(n_wanted) - 1) // self.context_length
         epochs, indices = np.divmod(indices, n_rows)
         block_rows = (tokens_for(1, self.context_length) - 1) // self.context_length
         blocks, offsets = np.divmod(indices, block_rows)
@@ -187,12 +189,6 @@ class Streamed(Windows):
             size = min(block_rows, n_rows - first)
             chosen[selected] = first + keyed.permute(key, size, offsets[selected])
         return chosen * self.context_length
-
-    def _rows_up_to(self, n_rows: int) -> int:
-        """Wait until the blocks with the first `n_rows` rows are tokenized, and return how many
-        rows these blocks have; if the text has ended before, an epoch's rows."""
-        n_tokens = self.split.tokens.up_to(tokens_for(n_rows, self.context_length))
-        return (n_tokens - 1) // self.context_length
 
 
 class Columns(Order):

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
-from pentameter.data.batches.mixture import SourceRow
 from pentameter.data.batches.step import Int64, TrainingBatches, masked_tokens
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.planning.architecture import IGNORED_TARGET
@@ -104,7 +103,7 @@ def rows_read(
             RowRead(
                 row=int(rows[index]),
                 source=each.source,
-                spans=tuple(_spans(each)),
+                spans=tuple(_span(each.split.document_starts, *span) for span in each.row),
                 tokens=ids.tolist(),
                 counts=counts.tolist(),
                 n_padded=len(targets) + 1 - len(ids),
@@ -114,11 +113,9 @@ def rows_read(
     return found
 
 
-def _spans(row: SourceRow) -> Iterator[Span]:
-    starts = row.split.document_starts
-    for start, stop in row.row:
-        first, last = (np.searchsorted(starts, [start, stop - 1], side="right") - 1).tolist()
-        yield Span(start, stop, first, last, start - int(starts[first]))
+def _span(document_starts: Int64, start: int, stop: int) -> Span:
+    first, last = (np.searchsorted(document_starts, [start, stop - 1], side="right") - 1).tolist()
+    return Span(start, stop, first, last, start - int(document_starts[first]))
 
 
 def _stretches(

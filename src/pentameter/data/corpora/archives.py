@@ -9,16 +9,15 @@ read to any length, in quadratic time (two minutes for 20 MB).
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
+from pentameter.data.corpora.compression import chunk_stream
 from pentameter.errors import CorruptError
 
-TAR_SUFFIX = ".tar"
 LONGEST_HEADER_BYTES = 1 << 20
 """Maximum bytes of a long name, or of pax's keys, before a file."""
 
@@ -48,7 +47,7 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
     """
     archive = _Archive(stream, where)
     while (header := archive.next_header()) is not None:
-        content = _Content(archive, header.size)
+        content = archive.chunks(header.size)
         parts = PurePosixPath(header.name).parts
         is_hidden = any(part[0] == "." and part != ".." for part in parts)
         if not is_hidden and header.kind == _SPARSE:
@@ -57,8 +56,9 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
                 "is no text; pack it without --sparse, or leave it out"
             )
         if not is_hidden and header.kind == _REGULAR:
-            yield header.name, cast(BinaryIO, io.BufferedReader(content))
-        content.skip()
+            yield header.name, chunk_stream(content)
+        for _ in content:  # what was not read of it
+            pass
 
 
 class _Archive:
@@ -78,10 +78,12 @@ class _Archive:
             raise self._damage("it has no end mark")
         return data
 
-    def skip(self, n_bytes: int) -> None:
-        """Read `n_bytes` and forget them; CorruptError if the archive ends before."""
+    def chunks(self, n_bytes: int) -> Iterator[bytes]:
+        """Yield a file's content, the next `n_bytes`, and read what fills its last block;
+        CorruptError if the archive ends before."""
         for start in range(0, n_bytes, _READ_BYTES):
-            self.read(min(_READ_BYTES, n_bytes - start))
+            yield self.read(min(_READ_BYTES, n_bytes - start))
+        self.read(-n_bytes % _BLOCK_BYTES)
 
     def next_header(self) -> _Header | None:
         """Return the next file's header, changed by what stands before it; None at the end."""
@@ -179,29 +181,6 @@ class _Archive:
             f"{self._where} is damaged or cut short, or no tar archive ({reason}); fetch it again, "
             "or leave it out"
         )
-
-
-class _Content(io.RawIOBase):
-    """A file's content as a stream of its bytes, which ends with them."""
-
-    def __init__(self, archive: _Archive, size: int) -> None:
-        self._archive, self._n_left, self._n_padding = archive, size, -size % _BLOCK_BYTES
-
-    def readable(self) -> bool:
-        """Return True, as `io.BufferedReader` asks."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with the next bytes; return their number, 0 at the file's end."""
-        data = self._archive.read(min(len(buffer), self._n_left))
-        self._n_left -= len(data)
-        buffer[: len(data)] = data
-        return len(data)
-
-    def skip(self) -> None:
-        """Read what is left of the file, and forget it."""
-        n_left, self._n_left = self._n_left, 0
-        self._archive.skip(n_left + self._n_padding)
 
 
 def _as_text(name: bytes) -> str:

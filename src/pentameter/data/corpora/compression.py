@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from pentameter.data.corpora.archives import TAR_SUFFIX
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import CorruptError, missing_package
 
+TAR_SUFFIX = ".tar"
 _SUFFIXES = (".gz", ".zst")
 _READ_BYTES = 1 << 16
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS  # zlib then reads header and checksum itself

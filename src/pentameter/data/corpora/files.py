@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from pentameter.config.data_schema import FILE_DEFAULTS
-from pentameter.data.corpora.archives import TAR_SUFFIX, members
+from pentameter.data.corpora.archives import members
 from pentameter.data.corpora.compression import (
+    TAR_SUFFIX,
     chunk_stream,
     compression_of,
     decompressed,

@@ -222,7 +222,7 @@ def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
         return [LocalFile(path)], ""
     if path.exists():
         raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
-    if _is_pattern(path):
+    if glob.has_magic(str(path)):
         matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
         if files := [each for each in matches if each.is_file()]:
             return [LocalFile(file) for file in files], ""
@@ -230,10 +230,6 @@ def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
     raise ConfigError(
         f"{path} does not exist (in {Path.cwd()}){near_files(path)}; give a text file or a folder"
     )
-
-
-def _is_pattern(path: Path) -> bool:
-    return glob.has_magic(str(path)) and not path.exists()
 
 
 def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
@@ -291,7 +287,10 @@ def _by_split(
     out, and each table was named by itself."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
-    n_common = _n_common([path.parent.parts for _, path in named])
+    alike = (
+        len({*parts}) == 1 for parts in zip(*(path.parent.parts for _, path in named), strict=False)
+    )
+    n_common = sum(1 for _ in itertools.takewhile(bool, alike))  # first parts of all paths
     for file, path in named:
         split = split_of(PurePosixPath(*path.parts[n_common:]))
         if split is None and split_of(PurePosixPath(*path.parts[:n_common])) == "train":
@@ -324,9 +323,3 @@ def _by_split(
             "for training; it is left out"
         )
     return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
-
-
-def _n_common(several: Sequence[Sequence[str]]) -> int:
-    """Return how many of the first parts of several paths are the same in all."""
-    alike = (len(set(parts)) == 1 for parts in zip(*several, strict=False))
-    return sum(1 for _ in itertools.takewhile(bool, alike))

@@ -172,7 +172,9 @@ def local_copy(file: RemoteFile) -> Path:
     """
     digest = hashlib.sha256(json.dumps(file.address).encode()).hexdigest()
     folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
-    path = folder / _copy_name(file.name)
+    # A name that is too long keeps its end, which tells the format.
+    is_short = len(file.name) <= LONGEST_NAME and len(file.name.encode()) <= LONGEST_NAME_BYTES
+    path = folder / name_of(file.name if is_short else file.name[-LONGEST_NAME // 2 :])
     if not path.exists():
         partial = folder.with_name(f".{folder.name}.download")
         with suppress(FolderExistsError), building(folder) as unfinished:
@@ -186,12 +188,6 @@ def local_copy(file: RemoteFile) -> Path:
             f"{folder} and start again"
         )
     return path
-
-
-def _copy_name(name: str) -> str:
-    """Return a file's name for its copy; one too long keeps its end, which tells the format."""
-    is_short = len(name) <= LONGEST_NAME and len(name.encode()) <= LONGEST_NAME_BYTES
-    return name_of(name if is_short else name[-LONGEST_NAME // 2 :])
 
 
 def _n_kept(file: RemoteFile, partial: Path) -> int:

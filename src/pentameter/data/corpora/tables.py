@@ -98,7 +98,7 @@ def columns_of(file: Path) -> list[str]:
     StorageError for a damaged or unreadable file."""
     with _table_errors(file):
         if _is_parquet(file):
-            return list(_pyarrow("parquet", file).read_schema(file).names)
+            return list(_pyarrow(file).parquet.read_schema(file).names)
         with _arrow_reader(file) as reader:
             return list(reader.schema.names)
 
@@ -122,7 +122,7 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
 
 
 def _parquet_batches(file: Path, columns: list[str]) -> Iterator[Any]:
-    parquet, types = _pyarrow("parquet", file), _pyarrow("types", file)
+    parquet, types = _pyarrow(file).parquet, _pyarrow(file).types
     # A buffer, and nothing read ahead: else whole column chunks of a row group are held.
     options: dict[str, Any] = {
         "buffer_size": 1 << 20,
@@ -181,7 +181,7 @@ def _validate(batch: Any, file: Path, first: int) -> None:
     """Raise CorruptError unless all that a record batch refers to (offsets, indices) lies within
     it, and its texts are UTF-8: pyarrow would read memory beyond the file. Its first row is number
     `first` of the file."""
-    invalid = _pyarrow("", file).lib.ArrowException
+    invalid = _pyarrow(file).lib.ArrowException
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             column.validate(full=True)
@@ -212,7 +212,8 @@ def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
     """Context manager that yields a reader for the batches in an Arrow file or stream, of which it
     decompresses only `columns` (none: all); CorruptError without an end mark. Not memory-mapped:
     the pages of a large file would count as this process's memory."""
-    pyarrow, ipc = _pyarrow("", file), _pyarrow("ipc", file)
+    pyarrow = _pyarrow(file)
+    ipc = pyarrow.ipc
     with file.open("rb") as opened:
         start = opened.read(len(_ARROW_FILE))
         end = b""
@@ -237,7 +238,7 @@ def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
 def _table_errors(file: Path) -> Iterator[None]:
     """Context manager that turns pyarrow's errors into CorruptError about `file`, and OSError into
     StorageError."""
-    invalid = (_pyarrow("", file).lib.ArrowException, *_OF_FOREIGN_BYTES)
+    invalid = (_pyarrow(file).lib.ArrowException, *_OF_FOREIGN_BYTES)
     try:
         yield
     except OSError as error:
@@ -259,12 +260,12 @@ def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0][:200]
 
 
-def _pyarrow(module: str, file: Path) -> Any:
-    """Import pyarrow, or its named module; ConfigError if pyarrow is absent, which names `file`."""
-    import importlib
-
+def _pyarrow(file: Path) -> Any:
+    """Import pyarrow, with its formats; ConfigError if it is absent, which names `file`."""
     try:
-        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+        import pyarrow.parquet
+
+        return pyarrow
     except ImportError as error:
         instead = "write its text as JSONL"
         raise missing_package(f"reading {file}", "pyarrow", "parquet", instead) from error

@@ -18,15 +18,16 @@ from pentameter.data.prepare.stream import Origin, origin_of
 from pentameter.data.progress import BEGINNING
 from pentameter.data.shards.dataset import Dataset
 from pentameter.data.shards.stream import (
+    Source,
     is_stream,
     n_parts_of,
     n_tokens_of,
     open_stream,
     part_header,
 )
-from pentameter.disk.atomic import read_json, write_atomic
+from pentameter.disk.atomic import make_folder, read_json, write_atomic
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
-from pentameter.machine.child import ChildEndedError, PythonChild, exit_reason
+from pentameter.machine.child import ChildEndedError, PythonChild
 
 POLL_SECONDS = 0.05
 _RUN = (
@@ -47,7 +48,7 @@ def failure_file(folder: Path) -> Path:
     return folder / f"failed-{hashlib.sha256(run.encode()).hexdigest()[:12]}.json"
 
 
-class Ahead:
+class Ahead(Source):
     """Writes a stream's parts (shards of a text that is tokenized while a run reads it) in the
     background. It is the `Source`, the object that a stream asks for tokens, in the leading process
     on a machine.
@@ -57,7 +58,8 @@ class Ahead:
     """
 
     def __init__(self, origin: Origin, folder: Path) -> None:
-        self._origin, self._folder = origin, folder
+        super().__init__(folder)
+        self._origin = origin
         self._n_wanted = 0
         self._thread: threading.Thread | None = None
         self._child: PythonChild | None = None
@@ -119,36 +121,28 @@ class Ahead:
         request = None
         try:
             if self._child is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._child = PythonChild("pentameter.data.prepare.stream:preparer")
+                make_folder(self._folder)
+                self._child = PythonChild(
+                    "pentameter.data.prepare.stream:preparer", task="tokenize the text"
+                )
                 request = (self._origin, self._folder)
                 if self._is_closing:  # since before there was a process to kill
                     self._child.kill()
             self._child.ask(request)
         except ChildEndedError as error:
             raise StorageError(
-                f"the process that tokenizes the text {exit_reason(error.code)}; start again"
-            ) from error
-        except OSError as error:
-            raise StorageError(
-                f"cannot start a process to tokenize the text: {error.strerror}; start again when "
-                "fewer run"
+                f"the process that tokenizes the text {error}; start again"
             ) from error
 
 
-class Follower:
+class Follower(Source):
     """A `Source` (the object that a stream asks for tokens) that writes no parts: it waits for
     those that another process on this machine writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._file = failure_file(folder)
         self._before = self._written_at()  # by an earlier run
-
-    def prepare(self, n_tokens: int) -> None:
-        """Do nothing: the other process prepares."""
-
-    def close(self) -> None:
-        """Do nothing: the other process continues."""
 
     def wait(self, n_tokens: int) -> None:
         """Sleep for POLL_SECONDS, whatever `n_tokens`. Raises the error that the other process has

@@ -7,13 +7,12 @@ Processes rather than threads: words are found in Python, which has one lock, an
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.disk.lock import scratch_folder
-from pentameter.errors import StorageError
+from pentameter.errors import PentameterError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.cores import n_usable_cores
 
@@ -31,25 +30,37 @@ if TYPE_CHECKING:  # each process imports this file, and needs nothing of what r
     Passages = list[Passage]
     Encoded = tuple[Passages, list[npt.NDArray[Any]]]
 
+Item = TypeVar("Item")
+
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
 
 
-def batches(passages: Iterable[Passage], n_characters: int) -> Iterator[Passages]:
-    """Yield the passages in lists, each ended by the passage that brings it to `n_characters`
-    characters; a passage counts 16 more than its text has, so that many tiny ones make a list
-    too."""
-    batch: Passages = []
+def batches(
+    items: Iterable[Item], most_characters: int, n_characters: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Yield items in lists, each ended by the item that brings it to `most_characters`, as
+    `n_characters` counts them. If reading the next one fails, those before it are yielded first."""
+    batch: list[Item] = []
     held = 0
-    for passage in passages:
-        batch.append(passage)
-        held += len(passage.text) + 16  # many tiny documents make a batch too
-        if held >= n_characters:
-            yield batch
-            batch, held = [], 0
+    try:
+        for item in items:
+            batch.append(item)
+            held += n_characters(item)
+            if held >= most_characters:
+                yield batch
+                batch, held = [], 0
+    except PentameterError:
+        yield batch
+        raise
     if batch:
         yield batch
+
+
+def _counted(passage: Passage) -> int:
+    """Return the characters of a passage, and 16 more, so that many tiny ones make a batch too."""
+    return len(passage.text) + 16
 
 
 def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
@@ -72,7 +83,8 @@ def encoded_passages(
     StorageError if a process cannot be started or ends early."""
     # A passage alone where a character may be unknown, so that it is known which.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
-    return encoded(batches(passages, size), tokenizer, processes_for(tokenizer, n_bytes))
+    cut = batches(passages, size, _counted)
+    return encoded(cut, tokenizer, processes_for(tokenizer, n_bytes))
 
 
 def encoded(
@@ -116,10 +128,7 @@ def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArr
     try:
         ids, lengths = child.ask(texts)
     except ChildEndedError as error:
-        raise StorageError(
-            f"a process that encoded text ended (exit code {error.code}; -9 is often a lack of "
-            "memory); start again"
-        ) from error
+        raise StorageError(f"a process that encoded text {error}; start again") from error
     finally:
         idle.put(child)
     return np.split(ids, np.cumsum(lengths)[:-1])
@@ -133,21 +142,16 @@ def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChil
         folder = stack.enter_context(scratch_folder())
         tokenizer.save(folder / "tokenizer.json")
         children: list[PythonChild] = []
-        try:
-            while len(children) < n_processes:
-                child = PythonChild(
-                    f"{__name__}:encoder",
-                    str(folder / "tokenizer.json"),
-                    environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-                    folder=folder,
-                )
-                stack.callback(child.close)
-                children.append(child)
-        except OSError as error:
-            raise StorageError(
-                f"cannot start {sys.executable} to encode text: {error.strerror}; start again when "
-                "fewer processes run"
-            ) from error
+        for _ in range(n_processes):
+            child = PythonChild(
+                f"{__name__}:encoder",
+                str(folder / "tokenizer.json"),
+                environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                folder=folder,
+                task="encode text",
+            )
+            stack.callback(child.close)
+            children.append(child)
         yield children
 
 

@@ -24,6 +24,7 @@ from pentameter.config.choices import TEMPLATE_DATE
 from pentameter.data.corpora.conversations import Chat, Conversation, Conversations, Exchange
 from pentameter.data.corpora.files import check_encodable
 from pentameter.data.corpora.text import utf8_size
+from pentameter.data.prepare.encoders import batches
 from pentameter.data.prepare.preparation import Contents, Preparation
 from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting
 from pentameter.data.progress import READING
@@ -42,7 +43,7 @@ from pentameter.data.tokenizers.chat import (
 from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
 from pentameter.data.tokenizers.rendering import Rendering, prompt_of_answers, prompt_remark
 from pentameter.data.tokenizers.template_forms import QUESTION
-from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 BATCH_DOCUMENTS = 256
 """Number of documents encoded at once."""
@@ -135,6 +136,80 @@ def _names(functions: Sequence[Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Conversations, and what makes documents of them."""
+
+    conversations: Conversations
+    chat: ChatTemplate | None
+    """The template that renders messages; None only if no record has any."""
+    special_texts: Sequence[str]
+    """Texts of the tokenizer's special tokens, which text in a message never becomes."""
+    date: str
+    """The day that the template is told."""
+
+    def documents(self, remarks: Remarks | None = None) -> Iterator[list[Document]]:
+        """Yield each conversation's documents, at least one, up to `max_bytes` of text; a document
+        that would exceed it is left out. Raises ConfigError for messages without a template,
+        CorruptError for a record that is damaged or refused by the template."""
+        n_bytes, most_bytes = 0, self.conversations.max_bytes
+        for documents, where in self._rendered(remarks):
+            for number, document in enumerate(documents):
+                check_encodable(text := document.text, "a message", where)
+                n_bytes += utf8_size(text)
+                if most_bytes is not None and n_bytes > most_bytes:
+                    if number:
+                        yield documents[:number]
+                    return
+            yield documents
+
+    def _rendered(self, remarks: Remarks | None) -> Iterator[tuple[list[Document], str]]:
+        """Yield, for each conversation, its documents with its file and line: one document for a
+        prompt and completion, one or more for messages. Raises ConfigError for messages without a
+        template, CorruptError if the template refuses them."""
+        with ExitStack() as stack:
+            rendering: Rendering | None = None
+            for batch in _batches(self.conversations.records()):
+                chats = [(each, where) for each, where in batch if isinstance(each, Chat)]
+                if chats and rendering is None:
+                    if self.chat is None:
+                        raise ConfigError(
+                            f"{chats[0][1]} has messages, and the tokenizer no chat template that "
+                            "would make them text; set data.chat_template (in prepare "
+                            f"--chat-template): {CHATML!r}, a Jinja file, or a folder with the "
+                            "tokenizer_config.json of a Hugging Face model"
+                        )
+                    rendering = stack.enter_context(Rendering(self.chat))
+                found: Iterator[Documents | TemplateRefusalError] = iter(())
+                if rendering is not None:
+                    asked = [self._asked(each, where) for each, where in chats]
+                    try:
+                        found = iter(rendering.documents(asked))
+                    except TemplateBoundsError as error:
+                        raise CorruptError(f"{chats[0][1]}, or soon after: {error}") from error
+                for conversation, where in batch:
+                    if isinstance(conversation, Exchange):
+                        segments = [(conversation.prompt, False), (conversation.completion, True)]
+                        yield [Document([each for each in segments if each[0]], False)], where
+                        continue
+                    documents = _accepted(next(found), where)
+                    if remarks is not None and rendering is not None:
+                        remarks.add(conversation, documents, where, rendering, self.date)
+                    yield documents, where
+
+    def _asked(self, chat: Chat, where: str) -> RenderRequest:
+        """Return the request to render a chat, with special tokens escaped; CorruptError for
+        reserved characters in its texts."""
+        try:
+            messages, tools, variables = (
+                escaped(each, self.special_texts)
+                for each in (chat.messages, chat.tools, chat.variables)
+            )
+        except TemplateRefusalError as error:
+            raise CorruptError(f"{where}: {error}") from error
+        return RenderRequest(messages, tools, chat.targets, date=self.date, variables=variables)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversationContents(Contents):
     """Contents of a corpus of conversations, found in the first pass; the hash covers all
@@ -143,11 +218,7 @@ class ConversationContents(Contents):
     kind = "conversations"
     has_loss_mask = True
 
-    conversations: Conversations
-    date: str
-    """The day that the template is told."""
-    special_texts: Sequence[str]
-    """Texts of the tokenizer's special tokens, which text in a message never becomes."""
+    source: _Source
     splits: bytes
     """One byte per document: its split's index in SPLITS."""
     has_several: bool
@@ -162,7 +233,7 @@ class ConversationContents(Contents):
         documents of one conversation, and encoded prompt and answer apart."""
         chat = None if self.chat is None else self.chat.to_json()
         split = {"split": "conversations"} if self.has_several else {}
-        special = [*self.special_texts]
+        special = [*self.source.special_texts]
         return {**super().key, "chat": chat, "special": special, **split, **ENCODED_WHOLE}
 
     def count(self) -> dict[str, int]:
@@ -172,8 +243,7 @@ class ConversationContents(Contents):
     def documents(self) -> Iterator[Document]:
         """Start a new pass over the documents, which reads the files and renders the messages
         again."""
-        read = _documents(self.conversations, self.chat, self.special_texts, self.date)
-        return itertools.chain.from_iterable(read)
+        return itertools.chain.from_iterable(self.source.documents())
 
     def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
         """Yield each document's text (an empty string if it is not in train) with the UTF-8 bytes
@@ -213,8 +283,8 @@ class ConversationPreparation(Preparation):
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
         digest, characters = hashlib.sha256(), set[str]()
         n_bytes, n_documents, splits = 0, list[int](), list[int]()  # of each conversation
-        remarks = Remarks()
-        for documents in _documents(corpus, self.chat, self.special_texts, self.date, remarks):
+        remarks, source = Remarks(), _Source(corpus, self.chat, self.special_texts, self.date)
+        for documents in source.documents(remarks):
             for document in documents:
                 digest.update(document.to_bytes())
                 text = document.text
@@ -236,109 +306,20 @@ class ConversationPreparation(Preparation):
             n_bytes=n_bytes,
             own_characters="".join(characters),
             chat=self.chat,
-            date=self.date,
-            special_texts=self.special_texts,
-            conversations=corpus,
+            source=source,
             splits=np.repeat(np.array(splits, np.uint8), n_documents).tobytes(),
             remarks=() if self.chat is None else remarks.sentences(self.chat),
             has_several=max(n_documents) > 1 and len(set(splits)) > 1,
         )
 
 
-def _documents(
-    conversations: Conversations,
-    chat: ChatTemplate | None,
-    special_texts: Sequence[str],
-    date: str,
-    remarks: Remarks | None = None,
-) -> Iterator[list[Document]]:
-    """Yield each conversation's documents, at least one, rendered by `chat`, up to `max_bytes` of
-    text; a document that would exceed it is left out. Raises ConfigError for messages without a
-    template (None), CorruptError for a record that is damaged or refused by the template."""
-    n_bytes = 0
-    records = conversations.records()
-    for documents, where in _rendered(records, chat, special_texts, date, remarks):
-        for number, document in enumerate(documents):
-            check_encodable(text := document.text, "a message", where)
-            n_bytes += utf8_size(text)
-            if conversations.max_bytes is not None and n_bytes > conversations.max_bytes:
-                if number:
-                    yield documents[:number]
-                return
-        yield documents
-
-
-def _rendered(
-    records: Records,
-    chat: ChatTemplate | None,
-    special_texts: Sequence[str],
-    date: str,
-    remarks: Remarks | None,
-) -> Iterator[tuple[list[Document], str]]:
-    """Yield, for each conversation, its documents with its file and line: one document for a prompt
-    and completion, one or more for messages. `chat` is the template, with None only if no record
-    has messages; `special_texts` are the special tokens, `date` the day that it is told. Raises
-    ConfigError for messages without a template, CorruptError if the template refuses them."""
-    with ExitStack() as stack:
-        rendering: Rendering | None = None
-        for batch in _batches(records):
-            chats = [(each, where) for each, where in batch if isinstance(each, Chat)]
-            if chats and rendering is None:
-                if chat is None:
-                    raise ConfigError(
-                        f"{chats[0][1]} has messages, and the tokenizer no chat template that "
-                        "would make them text; set data.chat_template (in prepare "
-                        f"--chat-template): {CHATML!r}, a Jinja file, or a folder with the "
-                        "tokenizer_config.json of a Hugging Face model"
-                    )
-                rendering = stack.enter_context(Rendering(chat))
-            found: Iterator[Documents | TemplateRefusalError] = iter(())
-            if rendering is not None:
-                asked = [_asked(each, where, special_texts, date) for each, where in chats]
-                try:
-                    found = iter(rendering.documents(asked))
-                except TemplateBoundsError as error:
-                    raise CorruptError(f"{chats[0][1]}, or soon after: {error}") from error
-            for conversation, where in batch:
-                if isinstance(conversation, Exchange):
-                    segments = [(conversation.prompt, False), (conversation.completion, True)]
-                    yield [Document([each for each in segments if each[0]], False)], where
-                    continue
-                documents = _accepted(next(found), where)
-                if remarks is not None and rendering is not None:
-                    remarks.add(conversation, documents, where, rendering, date)
-                yield documents, where
-
-
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
     """Yield the conversations in lists with up to BATCH_RENDERED of them and about BATCH_CHARACTERS
-    characters; the last list may be empty. If reading fails, those before the error are yielded
-    first."""
-    batch: list[tuple[Conversation, str]] = []
-    n_characters = 0
-    try:
-        for conversation, where in records:
-            batch.append((conversation, where))
-            n_characters += n_characters_of(vars(conversation))
-            if len(batch) == BATCH_RENDERED or n_characters > BATCH_CHARACTERS:
-                yield batch
-                batch, n_characters = [], 0
-    except PentameterError:
-        yield batch
-        raise
-    yield batch
-
-
-def _asked(chat: Chat, where: str, special_texts: Sequence[str], date: str) -> RenderRequest:
-    """Return the request to render a chat, with special tokens escaped; CorruptError for reserved
-    characters in its texts."""
-    try:
-        messages = escaped(chat.messages, special_texts)
-        tools = escaped(chat.tools, special_texts)
-        variables = escaped(chat.variables, special_texts)
-        return RenderRequest(messages, tools, chat.targets, date=date, variables=variables)
-    except TemplateRefusalError as error:
-        raise CorruptError(f"{where}: {error}") from error
+    characters."""
+    least = BATCH_CHARACTERS // BATCH_RENDERED  # what a conversation counts, so that as many do
+    return batches(
+        records, BATCH_CHARACTERS, lambda each: max(least, n_characters_of(vars(each[0])))
+    )
 
 
 def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
@@ -391,6 +372,6 @@ def _encode(
         yield sum(utf8_size(document.text) for document in batch)
     if digest.hexdigest() != contents.sha256:
         raise StorageError(
-            f"the conversations in {contents.conversations.files[0]} changed while they were read; "
-            "start again"
+            f"the conversations in {contents.source.conversations.files[0]} changed while they "
+            "were read; start again"
         )

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +27,7 @@ BLOCK_TOKENS = 1 << 22
 """Tokens per block within which `data.order = "streamed"` permutes a text: the first step waits for
 one block, and larger ones mix a text better."""
 END_FILE, PART_NAME = "end.json", "part"
+_HASHED = ("tokenizer", "splits", "files", "documents")  # what a part's header says of its tokens
 
 
 def part_header(folder: Path, number: int) -> Path:
@@ -66,40 +65,27 @@ def tokens_for(n_rows: int, context_length: int) -> int:
     return -(-n_rows * context_length // block) * block + 1
 
 
-class Source(Protocol):
-    """The writer of a stream's parts, as `TokenStream` sees it."""
-
-    def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background, up to `n_tokens` training tokens; return at
-        once."""
-
-    def wait(self, n_tokens: int) -> None:
-        """Sleep for a moment while `n_tokens` training tokens are awaited; raise the error if
-        writing has failed."""
-
-    def close(self) -> None:
-        """Stop writing parts."""
-
-
-class NoSource:
-    """A `Source` for a stream that is only read: waiting for missing tokens is an error, in which
-    `folder` is named."""
+class Source:
+    """Where a stream's parts come from, as `TokenStream` sees it. This one, of a stream that is
+    only read, has no parts but those in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def prepare(self, n_tokens: int) -> None:
-        """Do nothing: no more parts are written."""
+        """Start writing parts in the background, up to `n_tokens` training tokens, if this is what
+        writes them; return at once."""
 
     def wait(self, n_tokens: int) -> None:
-        """Raise CorruptError: the first `n_tokens` are not all there, and nobody writes them."""
+        """Sleep for a moment while `n_tokens` training tokens are awaited. Raises CorruptError if
+        nobody writes them, or the error with which writing has failed."""
         raise CorruptError(
             f"{self._folder} lacks some of the first {n_tokens:,} tokens. The command that trained "
             "on them prepares them again from the same text"
         )
 
     def close(self) -> None:
-        """Do nothing: no parts are being written."""
+        """Stop writing parts."""
 
 
 class TokenStream(TokenSequence):
@@ -156,7 +142,9 @@ class TokenStream(TokenSequence):
         n_tokens = self.up_to(n_tokens)
         hashes = []
         for part in self._parts:
-            hashes.append(_hash_of_part(part.header))
+            # Independent of the text's name and place.
+            what = {key: part.header[key] for key in _HASHED}
+            hashes.append(hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest())
             n_tokens -= part.split("train").n_tokens
             if n_tokens <= 0:
                 break
@@ -196,13 +184,6 @@ class TokenStream(TokenSequence):
         for array in tokens.arrays() if len(tokens) else ():
             self._append(array)
         return True
-
-
-def _hash_of_part(header: Mapping[str, Any]) -> str:
-    """Return the sha256, in hex, over a part's tokens, splits and tokenizer, independent of the
-    text's name and place."""
-    what = {key: header[key] for key in ("tokenizer", "splits", "files", "documents")}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def open_stream(

@@ -212,12 +212,12 @@ class Encoded(NamedTuple):
         offsets = np.concatenate([np.empty((0, 2), np.int64), *(part.offsets for part in parts)])
         return cls(np.concatenate([_NO_IDS, *(part.ids for part in parts)]), offsets)
 
-    def learned(self, segments: Sequence[tuple[int, bool]]) -> Mask:
-        """Return the loss mask for a text in segments, each its number of characters and whether it
-        is learned: as in transformers, True for every token with a character in one that is."""
-        stops = np.cumsum([0, *(length for length, _ in segments)])
-        is_learned = np.array([False, *(is_learned for _, is_learned in segments)])
-        starts, stops = stops[:-1][is_learned[1:]], stops[is_learned]
+    def learned(self, lengths: Sequence[int], are_learned: Sequence[bool]) -> Mask:
+        """Return the loss mask for a text in segments, by each one's number of characters and
+        whether it is learned: as in transformers, True for every token with a character in one that
+        is."""
+        ends, chosen = np.cumsum([0, *lengths]), np.array(are_learned, dtype=bool)
+        starts, stops = ends[:-1][chosen], ends[1:][chosen]
         number = np.searchsorted(stops, self.offsets[:, 0], side="right")  # of the next to end
         return self.offsets[:, 1] > np.append(starts, np.iinfo(np.int64).max)[number]
 
@@ -238,12 +238,9 @@ class LibraryBacked(Tokenizer):
         encoded = self._encoded_rendered(texts) if is_rendered else self._encoded(texts)
         found = []
         for each, segments in zip(encoded, documents, strict=True):
-            shown = [
-                (unescaped(text) if is_rendered else text, learned) for text, learned in segments
-            ]
-            found.append(
-                (each.ids, each.learned([(len(text), learned) for text, learned in shown]))
-            )
+            texts = [unescaped(text) if is_rendered else text for text, _ in segments]
+            is_learned = [learned for _, learned in segments]
+            found.append((each.ids, each.learned(list(map(len, texts)), is_learned)))
         return found
 
     @abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from pentameter.data.tokenizers.renderer import (
 )
 from pentameter.data.tokenizers.template_forms import QUESTION
 from pentameter.disk.macos import MemoryBound
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
 _ANSWER = "2 + 2 = 4"
@@ -50,15 +49,9 @@ class Rendering:
         self._template = template
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            silence = stack.enter_context(Path(os.devnull).open("wb"))
-            try:
-                self._child = PythonChild(f"{renderer.__module__}:renderer", output=silence)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot start {sys.executable} to render {self._template.origin}: "
-                    f"{error.strerror}; start again when fewer processes run"
-                ) from error
+        task = f"render {self._template.origin}"
+        with Path(os.devnull).open("wb") as silence:
+            self._child = PythonChild(f"{renderer.__module__}:renderer", output=silence, task=task)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,6 +9,7 @@ serves, which a `Naming` turns into names.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,28 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_COLLECTIVES = {
-    "all_gather": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_object": "all-gather",
-    "all_gather_single": "all-gather",
-    "all_reduce": "all-reduce",
-    "all_to_all": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "barrier": "barrier",
-    "batch_isend_irecv": "messages",
-    "irecv": "messages",
-    "isend": "messages",
-    "broadcast": "broadcast",
-    "broadcast_object_list": "broadcast",
-    "recv": "messages",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce-scatter",
-    "reduce_scatter_single": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "send": "messages",
-}
-"""Function in torch.distributed → the collective in words."""
+_MESSAGES = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
+_COLLECTIVE = re.compile(
+    r"(all_gather|all_reduce|all_to_all|barrier|broadcast|reduce|reduce_scatter)"
+    r"(_into_tensor|_object|_object_list|_single|_tensor)?"
+)
+"""Functions in torch.distributed whose names say which collective they are."""
 
 _DISTRIBUTED, _MODULES = "torch/distributed/distributed_c10d.py", "torch/nn/modules/module.py"
 _STAGES = ("torch/distributed/pipelining/", "parallel/pipeline/")
@@ -116,6 +101,8 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
     naming: names the modules, parameters and groups that the traceback's frames hold.
     seconds: time since the rank's action began.
     """
+    import torch.distributed as dist
+
     placed = list(traceback.walk_tb(_innermost(error).__traceback__))[::-1]
     if not placed:
         return None
@@ -134,7 +121,8 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
         parameters, *group = summed
         collective, serves = "all-reduce", f"of the gradients of {parameters}"
     along, ranks = group or ("", [])
-    if not serves and _is_world(ranks):  # also the group of a dimension, if there is only one
+    world_size = dist.get_world_size() if dist.is_initialized() else None
+    if not serves and len(ranks) == world_size:  # also the group of the only dimension
         along, ranks = "", []
     calls = [
         f"{_short(frame)}:{line} in {frame.f_code.co_name}"
@@ -160,12 +148,6 @@ def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:
     return min(direct or waits, key=lambda wait: wait.seconds, default=None)
 
 
-def _is_world(ranks: Sequence[int]) -> bool:
-    import torch.distributed as dist
-
-    return dist.is_initialized() and len(ranks) == dist.get_world_size()
-
-
 def _innermost(error: BaseException) -> BaseException:
     """Return the error from the library among `error` and its causes: the last one that was
     raised."""
@@ -183,8 +165,10 @@ def _collective(inward: Sequence[FrameType], naming: Naming) -> tuple[str, Any]:
     found, start = "", 0
     for index, frame in enumerate(inward):
         name, path = frame.f_code.co_name, _path(frame)
-        if path.endswith(_DISTRIBUTED) and name in _COLLECTIVES:
-            found = _COLLECTIVES[name]
+        if path.endswith(_DISTRIBUTED) and name in _MESSAGES:
+            found = "messages"
+        elif path.endswith(_DISTRIBUTED) and (named := _COLLECTIVE.fullmatch(name)):
+            found = named[1].replace("_", "-")
         elif name == "finish" and path.endswith("parallel/waits.py"):
             found = frame.f_locals["collective"]
         elif any(part in path for part in _STAGES) and not found:

@@ -157,7 +157,7 @@ class World:
         If several ranks fail, PentameterErrors come before any other error, then the lowest rank's.
         """
         result, own = _attempted(work)
-        self._raise_first(self.all_gather(_sendable(own)), own)
+        self._exchanged((None, own))
         return result  # type: ignore[return-value]
 
     def gathered(self, work: Callable[[], T]) -> list[T]:
@@ -172,24 +172,15 @@ class World:
 
     def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
         """Return the results of all ranks, of which `outcome` is this one's with its error; raise
-        the first error. Collective."""
-        outcomes = self.all_gather((outcome[0], _sendable(outcome[1])))
-        self._raise_first([error for _, error in outcomes], outcome[1])
-        return [result for result, _ in outcomes]  # type: ignore[misc]
-
-    def _raise_first(
-        self, by_rank: Sequence[BaseException | None], own: BaseException | None
-    ) -> None:
-        """Raise the first error in `by_rank`, which has each rank's error or None, the same on
-        every rank; PentameterErrors come first. If there is none, return.
-
-        own: this rank's error, which is raised with its traceback if it is the first.
-        """
-        failures = [(rank, error) for rank, error in enumerate(by_rank) if error is not None]
+        the first error, the same on every rank, this one's with its traceback. Collective."""
+        own = outcome[1]
+        outcomes = self.all_gather((outcome[0], _sendable(own)))
+        failures = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]
         if failures:
             ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
             rank, error = (ours or failures)[0]
             raise own if own is not None and rank == self.rank else error
+        return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone, and return its result on every rank. If it raises, every

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -269,19 +269,19 @@ class _Ping:
         self.is_refused = False
 
     def send(self) -> None:
-        self._attempt(lambda: self.socket.send(self._name))
+        with self._told():
+            self.socket.send(self._name)
 
     def take(self) -> None:
-        self._attempt(self._take)
+        with self._told():
+            if self.socket.recv(64) == self._name:
+                self.answered_at = time.monotonic()
+                self.is_refused = False
 
-    def _take(self) -> None:
-        if self.socket.recv(64) == self._name:
-            self.answered_at = time.monotonic()
-            self.is_refused = False
-
-    def _attempt(self, work: object) -> None:
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            work()  # type: ignore[operator]
+            yield
         except ConnectionRefusedError:
             self.is_refused = True
         except OSError:
