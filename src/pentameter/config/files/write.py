@@ -97,6 +97,7 @@ def _taken(leaf: Leaf) -> str:
     """Return the values that a key takes, shorter than a message says them: a range of whole
     numbers by its ends, and none only where the default does not tell."""
     words = re.sub(r"a whole number from (\S+) to ", r"\1 … ", leaf.expected)
+    words = words.replace(" of at least 1 characters", "")
     return words.removesuffix(f" or {ABSENT}") if leaf.default is None else words
 
 
