@@ -12,9 +12,9 @@ def main() -> int:
     if sys.platform == "win32" and not set(sys.argv[1:2]) <= _TELLING:
         print(f"pentameter: {NO_WINDOWS}", file=sys.stderr)
         return 2
-    from pentameter.processes.streams import open_closed_streams
+    from pentameter.processes.standard_streams import open_standard_streams
 
-    open_closed_streams()  # before any file is opened, which would get the number of one
+    open_standard_streams()  # before any file is opened, which would get the number of one
     if sys.argv[1:2] == ["train"]:
         from pentameter.processes.launch.stop_signals import stop_at_once
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -134,6 +135,18 @@ def listed(values: Iterable[object]) -> str:
 def either(values: Iterable[object]) -> str:
     """Join values as text with "or": "a or b or c"."""
     return " or ".join(map(str, values))
+
+
+def exit_reason(code: int) -> str:
+    """Return an exit code in words: `ended with exit code 1`,
+    `was killed by SIGKILL (out of memory?)` for a negative one."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
 NO_WINDOWS = (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.owners import exchange, held_regions
-from pentameter.checkpoint.state.replicas import differing_copies
+from pentameter.checkpoint.state.replicas import differing_replicas
 from pentameter.processes.group.world import World
 
 DIMENSIONS = ("pipeline", "data", "shard", "tensor")
@@ -71,7 +71,7 @@ def count_messages(world: World, folder: Path) -> dict[str, Any]:
             counting = Counting(world.rank, world.size)
             object.__setattr__(counting, "sent", [])
             tensors = state(mesh, n_layers)
-            assert differing_copies(tensors, counting, (mesh,)) is None
+            assert differing_replicas(tensors, counting, (mesh,)) is None
             store = CheckpointStore(folder / f"{sizes}-{n_layers}", run_id="r", config_hash="c")
             saved = store.save(1, tensors, {}, {}, {}, counting, (mesh,))
             found[f"{sizes} {n_layers}"] = counting.sent

@@ -10,7 +10,7 @@ from failing_server import failing_server
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import last_part, shown_path, shown_url, url_problem
 from pentameter.data.corpora import remote
-from pentameter.data.corpora.remote import local_copy, remote_files
+from pentameter.data.corpora.remote import cached_file, remote_files
 from pentameter.data.open_dataset import open_dataset
 from pentameter.disk import file_systems
 from pentameter.disk.cache import cache_folder
@@ -47,7 +47,7 @@ def server(one_server, tmp_path, monkeypatch):
 
 def copied(server, path="/a.txt"):
     (file,), _ = remote_files(server.url(path))
-    return local_copy(file)
+    return cached_file(file)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_file_that_changes_while_it_is_copied_is_not_mixed(server, monkeypatch
     monkeypatch.setattr(remote, "_append", changing)
     monkeypatch.setattr(remote, "ATTEMPTS", 3)
     with pytest.raises(StorageError, match="it changed while it was copied"):
-        local_copy(file)
+        cached_file(file)
     assert copied(server).read_bytes() == BODY[::-1]
 
 
@@ -177,10 +177,10 @@ def test_without_a_version_the_size_is_what_is_known(server):
     assert file.version is None
     server.failures += ["cut"] * 50
     with pytest.raises(StorageError):
-        local_copy(file)
+        cached_file(file)
     server.failures.clear()
     server.requests.clear()
-    assert local_copy(file).read_bytes() == BODY
+    assert cached_file(file).read_bytes() == BODY
     assert server.gets() == [None]  # nothing is added to a part that may be of another version
 
 
@@ -379,7 +379,7 @@ def test_a_container_keeps_its_account(server, monkeypatch):
             accounts.clear()
             (file,), _ = remote_files(asked)
             assert file.url == f"{url}/a.txt"
-            assert local_copy(file).read_bytes() == b"text"
+            assert cached_file(file).read_bytes() == b"text"
             assert {*accounts} <= {"account"}
     finally:
         fs.store.clear()
@@ -390,7 +390,7 @@ def test_a_query_is_sent_and_never_shown(server):
     url = server.url("/b.txt?download=hunter2#part")
     assert url_problem(url) is None
     (file,), _ = remote_files(url)
-    assert local_copy(file).read_bytes() == b"text"
+    assert cached_file(file).read_bytes() == b"text"
     assert server.requests[0][1] == "/b.txt?download=hunter2"
     server.failures += ["500"] * 9
     server.head_failures += ["500"] * 9
@@ -489,7 +489,7 @@ def test_a_folder_and_a_pattern(memory):
     assert root == "memory://set"
     assert remote_files("memory://set/data/other.jsonl")[1] == ""  # one file, and no folder
     found, _ = remote_files("memory://set/data/part-*.txt")
-    assert [local_copy(file).read_bytes() for file in found] == [
+    assert [cached_file(file).read_bytes() for file in found] == [
         b"data/part-0.txt",
         b"data/part-1.txt",
     ]

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 import pentameter.machine.child as child_module
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, exit_reason
 from pentameter.machine.child import (
     LIFELINE,
     ChildEndedError,
     ForkServer,
     PythonChild,
     end_with_parent,
-    exit_reason,
 )
 
 HERE = Path(__file__).parent

@@ -261,7 +261,7 @@ def waits(
                 engine.forward_backward(own_batch(engine, 0), 0)
                 engine.gradient_norm()
         except RuntimeError as error:
-            found.append(wait_behind(error, world.progress.naming, 1.5))
+            found.append(wait_behind(error, world.activity.naming, 1.5))
         else:
             found.append(None)
     return found

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
-from pentameter.processes.failures import progress
+from pentameter.processes.failures import activity
 from pentameter.processes.failures.failure import failure_ends_process
 from pentameter.processes.group.join import joined_world
 from pentameter.processes.group.rank import find_rank
@@ -26,7 +26,7 @@ from pentameter.processes.launch.stop_signals import STOP_SIGNALS
 from pentameter.processes.launch.worker import watch_launcher
 from pentameter.train.signals import StopSignals
 
-progress.LEAST_TIMEOUT_SECONDS = float(os.environ.get("TEST_TIMEOUT_SECONDS", "30"))
+activity.LEAST_TIMEOUT_SECONDS = float(os.environ.get("TEST_TIMEOUT_SECONDS", "30"))
 GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
 
 
@@ -108,7 +108,7 @@ def freeze(folder: str, how: str) -> None:
 
     with StopSignals() as signals, joined_world("cpu", find_rank()) as world:
         for step in range(2):
-            world.progress.note("training", step)
+            world.activity.note("training", step)
             dist.all_reduce(torch.ones(1))
         signals.nothing_to_lose = False
         Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))

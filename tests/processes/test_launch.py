@@ -467,7 +467,7 @@ def test_one_device_is_not_shared():
 def test_several_that_do_not_tell_need_not_all_be_lost(tmp_path):
     stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
     worlds = [World(rank, 4, rank, 4, 7.0, store=store) for rank, store in enumerate(stores)]
-    worlds[0].progress.note("training", 17)
+    worlds[0].activity.note("training", 17)
     gone = RuntimeError("[/x/pair.cc:553] Connection closed by peer [::1]:7")
     told = str(loss_behind(gone, worlds[0]))
     assert told.startswith("at least one of ranks 1, 2 and 3 went away in step 17 (training); look")
@@ -485,7 +485,7 @@ def test_a_local_variable_that_cannot_be_looked_at_hides_no_loss(tmp_path):
             raise ValueError("no such attribute")
 
     world = World(0, 2, 0, 2, 7.0, store=dist.FileStore(str(tmp_path / "store")))
-    world.progress.naming = Odd()
+    world.activity.naming = Odd()
     try:
         raise RuntimeError("Connection closed by peer [::1]:7")
     except RuntimeError as error:

@@ -94,7 +94,7 @@ def test_the_last_save_may_take_as_long_as_those_beside_training(tmp_path):
 
     class Notes:
         def on_start(self, trainer):
-            progress = trainer.world.progress
+            progress = trainer.world.activity
             real, took = progress.note, progress.took
             progress.note = lambda doing, *a, **k: (done.append(doing), real(doing, *a, **k))
             progress.took = lambda doing, s: (seconds.append((doing, s)), took(doing, s))

@@ -9,8 +9,8 @@ from tiny_runs import config, events, fit
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import ahead, encoders
-from pentameter.data.prepare import stream as preparing_stream
-from pentameter.data.shards import stream as stream_shards
+from pentameter.data.prepare import token_stream_writer as preparing_stream
+from pentameter.data.shards import token_stream as stream_shards
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.planning.layouts.layout import Layout
 from pentameter.verify.data import verify_data

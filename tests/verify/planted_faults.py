@@ -53,7 +53,7 @@ def no_sum_after_backward() -> None:
 
 def no_sum_of_tied_copies() -> None:
     """Embedding and head go different ways."""
-    plant(tied_parameters.TiedCopies, "add_up", lambda self: None)
+    plant(tied_parameters.TiedReplicas, "add_up", lambda self: None)
 
 
 def averaged_shards() -> None:
@@ -248,9 +248,9 @@ def keys_of_another_head() -> None:
     local_rows = context.local_rows
 
     def in_turn(self, linear):
-        if self.sharding.kv_copies == 1 or isinstance(linear.weight, DTensor):
+        if self.sharding.kv_replicas == 1 or isinstance(linear.weight, DTensor):
             return local_rows(self, linear)
-        n = self.size // self.sharding.kv_copies
+        n = self.size // self.sharding.kv_replicas
         found = [gradients.local(each) for each in (linear.weight, linear.bias) if each is not None]
         return [each.chunk(n)[self.rank % n] for each in found]
 

@@ -138,7 +138,7 @@ class _Planted:
     def on_start(self, run: Any) -> None:
         if run.world.rank != 1:
             return
-        note = run.world.progress.note
+        note = run.world.activity.note
 
         def noted(doing: str, step: int, **options: Any) -> None:
             note(doing, step, **options)
@@ -146,7 +146,7 @@ class _Planted:
             if doing == "saving" and self.where == "save":
                 self.hang()
 
-        run.world.progress.note = noted
+        run.world.activity.note = noted
         named = {name: each for model in run.engine.models for name, each in model.named_modules()}
         block = named["blocks.1"]
         if self.where == "forward":

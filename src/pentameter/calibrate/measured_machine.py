@@ -47,10 +47,10 @@ from pentameter.fused_cpu.functions import (
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.machine.capabilities import Capabilities, find_compiler, machine_capabilities
 from pentameter.machine.child import PythonChild
-from pentameter.machine.choices import tune_allocator
 from pentameter.machine.cores import host_memory_bytes
 from pentameter.machine.peaks import measure_matmul
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.planning.plan import Plan, make_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

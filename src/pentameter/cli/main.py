@@ -18,7 +18,7 @@ from pentameter.processes.failures.failure import (
     print_failure,
     tell_failure,
 )
-from pentameter.processes.streams import named_streams, outlived
+from pentameter.processes.standard_streams import named_standard_streams, outlived
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
-    with named_streams():
+    with named_standard_streams():
         try:
             try:
                 code = _run(arguments)

@@ -22,7 +22,7 @@ from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch
 from pentameter.processes.launch.worker import become_rank, watch_launcher
-from pentameter.processes.streams import outlived
+from pentameter.processes.standard_streams import outlived
 
 if TYPE_CHECKING:
     from pentameter.autotune.sweep import SweepRun

@@ -15,7 +15,7 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import Conversations
 from pentameter.data.corpora.registry import corpus_of
-from pentameter.data.prepare.ahead import StreamPreparation
+from pentameter.data.prepare.ahead import TokenStreamPreparation
 from pentameter.data.prepare.from_conversations import ConversationPreparation
 from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.preparation import Preparation
@@ -157,7 +157,7 @@ def preparation_of(
             f"data.chat_template={data.chat_template!r} is for conversations, and "
             f"{data.path or data.corpus} holds text; leave it out"
         )
-    kind = StreamPreparation if data.order == "streamed" else TextPreparation
+    kind = TokenStreamPreparation if data.order == "streamed" else TextPreparation
     return kind(corpus, wanted, splitting, progress, special)
 
 

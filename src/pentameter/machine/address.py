@@ -1,9 +1,15 @@
-"""The address at which a server listens, as `--host` and `--port` name it."""
+"""Addresses of this machine: the one by which other nodes reach it, and those of its servers, as
+`--host` and `--port` name them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import os
 import socket
+import struct
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pentameter.errors import ConfigError
@@ -16,6 +22,45 @@ PAGE_POLICY = (
 """Content-Security-Policy of a page that is one file and may speak to its own server alone."""
 NEXT_PORTS = 20
 """Ports above one in use of which a free one is named."""
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the IPv4 address by which other nodes reach this machine, and its network interface:
+    the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it names one, else that of the
+    host's name, else the first. Raises ConfigError if there is none but the loopback."""
+    addresses = _interfaces()
+    if name := environ.get("GLOO_SOCKET_IFNAME"):
+        if name not in addresses:
+            known = ", ".join(addresses) or "none"
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name} is no network interface here; known: {known}"
+            )
+        return addresses[name], name
+    # NCCL takes patterns, too: ^docker,lo is any but these, eth the first that begins so.
+    name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if name in addresses:
+        return addresses[name], name
+    others = {address: name for name, address in addresses.items() if name != "lo"}
+    with contextlib.suppress(OSError):
+        if (named := socket.gethostbyname(socket.gethostname())) in others:
+            return named, others[named]
+    for address, name in others.items():
+        return address, name
+    raise ConfigError("--nodes needs a network interface beside the loopback, and there is none")
+
+
+def _interfaces() -> dict[str, str]:
+    """Return network interface → its IPv4 address, for those that have one (Linux)."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                packed = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Child processes that end when this process ends, and whose exit is told in words.
+"""Child processes that end when this process ends.
 
 `Child` runs any command. `PythonChild` runs a function in this package that answers requests over a
 connection. `ForkServer` is a PythonChild that imports a module once and forks workers from there;
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from pentameter.errors import PentameterError, StorageError, TrainingFailedError
+from pentameter.errors import PentameterError, StorageError, TrainingFailedError, exit_reason
 
 if TYPE_CHECKING:  # `--help` would feel the 10 ms of its import
     from multiprocessing.connection import Connection
@@ -324,18 +324,6 @@ def _command(role: str, connection: int, function: str, *arguments: str) -> list
     process's search path among them. connection: the file descriptor."""
     python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
     return [*python, role, str(connection), json.dumps(sys.path), function, *arguments]
-
-
-def exit_reason(code: int) -> str:
-    """Return an exit code in words: `ended with exit code 1`,
-    `was killed by SIGKILL (out of memory?)` for a negative one."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
 # -- in the child -------------------------------------------------------------------------------

@@ -37,18 +37,20 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
             assert schedule.decay_interval is not None  # the plan resolved it
             return peak * schedule.gamma ** (step // schedule.decay_interval)
         case "cosine":
-            return low + 0.5 * (1 + math.cos(math.pi * _progress(step, schedule))) * (peak - low)
+            return low + 0.5 * (1 + math.cos(math.pi * _decayed_fraction(step, schedule))) * (
+                peak - low
+            )
         case "linear":
-            progress = _progress(step, schedule)
+            progress = _decayed_fraction(step, schedule)
         case "wsd":
             assert schedule.cooldown_steps is not None  # the plan resolved it
-            progress = _progress(step, schedule, longest=schedule.cooldown_steps)
+            progress = _decayed_fraction(step, schedule, longest=schedule.cooldown_steps)
         case unknown:
             refuse_unknown(unknown, "schedule.name", "the learning rate")
     return (1 - progress) * peak + progress * low  # both ends exactly
 
 
-def _progress(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
+def _decayed_fraction(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
     """Return the completed fraction of the decay at `step`, counted from `schedule.start_step`: 0
     until the decay begins, 1 from `decay_steps` on. It begins after the warm-up; with `longest`,
     not earlier than `longest` steps before its end."""

@@ -18,7 +18,7 @@ from pentameter.parallel.mesh import Mesh, build_mesh
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.parallel.sources.gpt_source import GPTSource, gpt_slice
 from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.parallel.sources.tied_parameters import TiedCopies, tie
+from pentameter.parallel.sources.tied_parameters import TiedReplicas, tie
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import Plan
 from pentameter.processes.group.world import World
@@ -82,4 +82,4 @@ def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> E
     install_forwards(model, how.matmul, {})
     module = StageModule(gpt_slice(model), device, how)
     mesh = Mesh(plan.layout, World())
-    return Engine([module], {0: module}, TiedCopies(), plan, device, mesh, BUILT_IN)
+    return Engine([module], {0: module}, TiedReplicas(), plan, device, mesh, BUILT_IN)

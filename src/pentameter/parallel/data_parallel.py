@@ -1,7 +1,8 @@
-"""Data parallelism: ranks that compute different batch rows, with full copies or with shards.
+"""Data parallelism: ranks that compute different batch rows, with full replicas or with shards.
 
-DDP all-reduces the gradients of full copies during the backward pass. `fully_shard` (FSDP2) shards
-optimizer state, gradients and weights, as ZeRO does (Rajbhandari et al. 2020). Both sum and do not
+DDP all-reduces the gradients of full replicas during the backward pass. `fully_shard` (FSDP2)
+shards optimizer state, gradients and weights, as ZeRO does (Rajbhandari et al. 2020). Both sum and
+do not
 average: the loss is already divided by the global target count, so a mean would divide twice.
 """
 

@@ -33,7 +33,7 @@ from pentameter.parallel.names import Names
 from pentameter.parallel.pipeline.pipeline import Pipeline
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.parallel.sources.tied_parameters import TiedCopies
+from pentameter.parallel.sources.tied_parameters import TiedReplicas
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.layouts.layout import BATCH_DIMENSIONS
@@ -82,7 +82,7 @@ class Engine:
         self,
         stage_modules: Sequence[StageModule],
         wrapped: Mapping[int, nn.Module],
-        tied: TiedCopies,
+        tied: TiedReplicas,
         plan: Plan,
         device: torch.device,
         mesh: Mesh,
@@ -108,7 +108,7 @@ class Engine:
             plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
         )
         self._tied = tied
-        mesh.world.progress.naming = Names(dict(zip(wrapped, stage_modules, strict=True)), mesh)
+        mesh.world.activity.naming = Names(dict(zip(wrapped, stage_modules, strict=True)), mesh)
         self._stages: Pipeline | SingleStage
         if plan.layout.pipeline == 1 or not self.meshes:
             self._stages = SingleStage(stage_modules[0], wrapped, plan)
@@ -117,7 +117,7 @@ class Engine:
             self._stages = Pipeline(wrapped, stage_modules[0], plan, group, collect)
         self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
         self.expert_loads = ExpertLoads(self.models, plan, mesh, device)
-        self._summed = gradients.summed_copies(
+        self._summed = gradients.replicas_to_sum(
             self._named, plan, mesh.along, by_dtensor=source.computes_with_dtensors
         )
 
@@ -165,14 +165,14 @@ class Engine:
         return self._shard.rows
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (name, parameter) for this rank's slices, copies of tied parameters included; names
-        are those of the full model."""
+        """Yield (name, parameter) for this rank's slices, replicas of tied parameters included;
+        names are those of the full model."""
         yield from self._named
 
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (name, parameter) as `named_parameters` does, but leave out copies of tied
+        """Yield (name, parameter) as `named_parameters` does, but leave out replicas of tied
         parameters that another stage owns."""
-        yield from (pair for pair in self._named if pair[0] not in self._tied.copies)
+        yield from (pair for pair in self._named if pair[0] not in self._tied.replicas)
 
     @property
     def adds_up_in_place(self) -> bool:
@@ -216,16 +216,16 @@ class Engine:
         return LossSum(self._shard.sum_losses(total), n_targets)
 
     def _reduce_gradients(self) -> None:
-        """All-reduce gradients that backward did not: over sequence and data ranks and tied copies.
-        A parameter that took no part in the loss gets a zero gradient, on every rank."""
+        """All-reduce gradients that backward did not: over sequence and data ranks and tied
+        replicas. A parameter that took no part in the loss gets a zero gradient, on every rank."""
         for parameter in self.parameters() if self.source.may_leave_unused else ():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if not self.meshes:
             return
         gradients.placed_as_parameters(self.parameters())
-        for group, copies in self._summed:
-            gradients.add_up_all(copies, group)
+        for group, replicas in self._summed:
+            gradients.add_up_all(replicas, group)
         self._tied.add_up()
 
     def gradient_norm(self) -> Tensor:
@@ -460,7 +460,7 @@ class BatchShard:
     def _counts_loss(self) -> bool:
         """Whether this rank's losses enter a sum over all ranks. Ranks that shard the vocabulary
         hold the same loss, and only the one at coordinate 0 counts."""
-        return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
+        return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_replicas)
 
     def gather_rows(self, own: Tensor) -> np.ndarray:
         """Return every row's loss in a full batch, float64 (n_batch_shards · B,), in row order,

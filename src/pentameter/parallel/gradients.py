@@ -66,7 +66,7 @@ def add_up_all(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> Non
     add_up([local(each.grad) for each in parameters if each.grad is not None], group)
 
 
-def summed_copies(
+def replicas_to_sum(
     named: Sequence[tuple[str, Parameter]],
     plan: Plan,
     along: Callable[[str], DeviceMesh],
@@ -88,7 +88,11 @@ def summed_copies(
         ]
         for dimension in reversed(dimensions)  # neighbouring ranks first
     }
-    return [(along(dimension).get_group(), copies) for dimension, copies in found.items() if copies]
+    return [
+        (along(dimension).get_group(), replicas)
+        for dimension, replicas in found.items()
+        if replicas
+    ]
 
 
 def is_sharded(parameter: Tensor, dimension: str) -> bool:
@@ -127,7 +131,7 @@ def global_norm(parameters: Iterable[Parameter], *meshes: DeviceMesh) -> Tensor:
     `parameters` are this rank's. `meshes` factorize the same ranks; a parameter lies on the first
     one that has all its dimensions. An element is counted on the one rank whose coordinate is 0
     along every dimension of that mesh, except `pipeline`, that does not shard the parameter. The
-    caller leaves out copies of tied parameters in other stages. Collective over the world.
+    caller leaves out replicas of tied parameters in other stages. Collective over the world.
     """
     counted = [
         local(parameter.grad)

@@ -164,7 +164,7 @@ class LogFile:
                 write_atomic(self.path, os.pread(self._fd, self._size(), 0))
             os.close(self._fd)
             self._fd = self._torn_at = None
-        # No link, which could lead anywhere, and no pipe, which might have no reader.
+        # No symlink, which could lead anywhere, and no pipe, which might have no reader.
         how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self.path, how, mode=0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):

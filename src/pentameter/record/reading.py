@@ -1,6 +1,6 @@
 """A run folder read into a RecordedRun, whatever its state: half a line, half a run, foreign files.
 
-Only regular files with bounded size are read, and no link is followed: the folder may come from
+Only regular files with bounded size are read, and no symlink is followed: the folder may come from
 elsewhere, and its page goes to others. `unread` names the files left out.
 """
 

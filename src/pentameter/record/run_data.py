@@ -12,7 +12,7 @@ from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import find_header
-from pentameter.data.shards.stream import Source, is_stream, open_stream
+from pentameter.data.shards.token_stream import Source, is_token_stream, open_token_stream
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
@@ -100,8 +100,8 @@ def _opened(recorded: Path, run_folder: Path, verify: bool) -> Dataset:
     """Open token shards at their recorded path, else by the same name in this machine's cache.
     Raises CorruptError if they are in neither."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
-        if is_stream(folder):
-            return open_stream(folder, Source(folder), verify=verify)
+        if is_token_stream(folder):
+            return open_token_stream(folder, Source(folder), verify=verify)
         if (header := find_header(folder)) is not None:
             return open_shards(header, verify=verify)
     raise CorruptError(

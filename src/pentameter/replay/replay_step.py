@@ -113,7 +113,7 @@ def replay_step(
     rows: list[HighestRows] = []
 
     def before_step(number: int) -> None:
-        world.progress.note("training", number)
+        world.activity.note("training", number)
         if number == step:
             rows.append(replay.highest_rows(step))
 

@@ -87,7 +87,7 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
-    async def health() -> Response:
+    async def report_status() -> Response:
         """Return the server's status and texts in progress; 200 while requests are taken,
         else 503."""
         status = "stopping" if worker.is_stopping else "ok" if worker.is_alive else "failed"

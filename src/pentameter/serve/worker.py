@@ -32,8 +32,8 @@ from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, TextRequest
 from pentameter.serve.passes import Slots
 
-STREAM_SECONDS = 0.05
-"""Least seconds between two events in a stream: readers see no difference, and the processor
+EVENT_SECONDS = 0.05
+"""Least seconds between two events of an answer: readers see no difference, and the processor
 computes tokens meanwhile."""
 
 
@@ -161,7 +161,7 @@ class Job:
             self._pieces = []
             yield list(joined.items())
             if self.n_left:
-                await asyncio.sleep(STREAM_SECONDS)
+                await asyncio.sleep(EVENT_SECONDS)
 
 
 class Worker:

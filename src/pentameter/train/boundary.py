@@ -63,7 +63,7 @@ class Boundary:
         assert not isinstance(interval, str)  # resolved by the plan
         if not state.is_due(interval, state.last_eval_step, run.plan.steps):
             return
-        run.world.progress.note("evaluating", state.step)
+        run.world.activity.note("evaluating", state.step)
         found = evaluate_all(run, self._is_stopping)
         if not found:  # there is nothing to evaluate on, or a signal came
             return
@@ -93,7 +93,7 @@ class Boundary:
         if self.signals.agreed or not due or not run.plan.gives_logits:
             return
         state.last_sample_step = state.step
-        run.world.progress.note("sampling", state.step)
+        run.world.activity.note("sampling", state.step)
         try:
             text = _sampled(run)
         except CorruptError:  # raised on every rank that samples: they have the same logits

@@ -26,12 +26,12 @@ from pentameter.machine.choices import (
     choose_device,
     choose_precision,
     emulates,
-    tune_allocator,
 )
 from pentameter.machine.cores import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops
 from pentameter.model.attention.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle
 from pentameter.planning.layouts.layout_checks import compile_obstacle, uncompiled_blocks

@@ -102,7 +102,7 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
     is_off = run.config.train.eval_interval is None or not run.batches.are_tokens
     if split.n_tokens < 2 or is_off:
         return None
-    run.world.progress.note("testing", state.step)
+    run.world.activity.note("testing", state.step)
     last = best = None
     if state.best_step != state.step:
         verification = run.folder.store.verification

@@ -184,7 +184,7 @@ class Trainer:
             loop = _Loop(run, checkpoints, called, signals, throughput, self._rate(), late)
             try:
                 called.call("on_start", run)
-                run.world.progress.note("training", run.state.step + 1, nothing_to_lose=True)
+                run.world.activity.note("training", run.state.step + 1, nothing_to_lose=True)
                 wrong = refuse_wrong_graphs(run.engine, run.batches, run.state.step)
                 if wrong is not None:
                     console.say(f"warning: {wrong}")
@@ -287,7 +287,7 @@ class _Loop:
         self.boundary = Boundary(run, checkpoints, hooks, signals)
         self._pace = RankPace(run.plan, run.world)
         for tokens in run.dataset.training_tokens:
-            tokens.waiting = lambda: run.world.progress.note(AWAITING_TOKENS, run.state.step + 1)
+            tokens.waiting = lambda: run.world.activity.note(AWAITING_TOKENS, run.state.step + 1)
 
     def _new_guard(self) -> Guard | None:
         """Return a guard that goes on from the run's state; None if no update can be left out but
@@ -333,14 +333,14 @@ class _Loop:
 
     def _train_step(self) -> None:
         run, state, throughput = self._run, self._run.state, self._throughput
-        run.world.progress.note(
+        run.world.activity.note(
             "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
         )
         with throughput:
             with throughput.reading_batch():
                 batch = run.batches.batch(state.step, run.engine.rows)
-            if run.world.progress.latest.doing == AWAITING_TOKENS:
-                run.world.progress.note("training", state.step + 1)
+            if run.world.activity.latest.doing == AWAITING_TOKENS:
+                run.world.activity.note("training", state.step + 1)
             scale = state.loss_scale.scale if run.compute.precision == "fp16" else 1.0
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm

@@ -182,7 +182,7 @@ EXPERT_LAYOUTS = (
 with as many ranks as experts whole ranks get none. And those that compile recomputed experts."""
 
 WITH_COPIED_HEADS = "tensor=4,kv_heads=2"
-"""The layout, for a model whose query heads share keys, in which ranks hold copies of several key
+"""The layout, for a model whose query heads share keys, in which ranks hold replicas of several key
 heads."""
 
 WITH_OTHER_HEAD = (
@@ -323,10 +323,10 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             for case in possible:
                 n_kv = case.kv_heads or config.model.n_kv_heads
                 model = config.model.model_copy(update={"n_kv_heads": n_kv})
-                kv_copies = sharding_of(case.layout, model).kv_copies
+                kv_replicas = sharding_of(case.layout, model).kv_replicas
                 if not (
                     (case.compile and config.model.n_experts is None)
-                    or adapters_obstacle(config.lora, case.layout, kv_copies)
+                    or adapters_obstacle(config.lora, case.layout, kv_replicas)
                     or model_obstacle(config.model, case.layout)
                 ):
                     cases.append(case)

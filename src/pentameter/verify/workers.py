@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from pentameter.disk.lock import scratch_folder
-from pentameter.errors import TrainingFailedError
-from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
+from pentameter.errors import TrainingFailedError, exit_reason
+from pentameter.machine.child import ChildEndedError, Forked, ForkServer
 from pentameter.processes.launch.program import Launched, worker_environment
 from pentameter.verify.jobs import Failed, Job
 

@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from pentameter.disk import record
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import CorruptError, StorageError
 from pentameter.processes.nodes import roll
-from pentameter.processes.nodes.roll import Roll, own_address
+from pentameter.processes.nodes.roll import Roll
 
 LOOPBACK = "127.0.0.1"
 
@@ -88,21 +88,6 @@ def test_a_file_that_a_dead_launcher_left_is_no_node(tmp_path, monkeypatch):
     wait_until(newcomer.knows_all)
     assert newcomer.present().keys() == {newcomer.me.name}
     newcomer.close()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="asks Linux for interfaces")
-def test_the_interface_that_gloo_is_told_is_the_address():
-    assert own_address({"GLOO_SOCKET_IFNAME": "lo"}) == (LOOPBACK, "lo")
-    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=none0 is no network interface"):
-        own_address({"GLOO_SOCKET_IFNAME": "none0"})
-    assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == (LOOPBACK, "lo")
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="asks Linux for interfaces")
-@pytest.mark.parametrize("pattern", ["^docker0,lo", "none", "eth,ib"])
-def test_a_pattern_for_nccl_is_no_interface(pattern, monkeypatch):
-    monkeypatch.setattr(roll, "_interfaces", lambda: {"lo": LOOPBACK, "eth7": "10.0.0.7"})
-    assert own_address({"NCCL_SOCKET_IFNAME": pattern}) == ("10.0.0.7", "eth7")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from tiny_runs import config, events, fit, hashes
 
 from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.planning.plan import make_plan
-from pentameter.train.faults.checking import _odd, _odd_copies, _word_sum
+from pentameter.train.faults.checking import _odd, _odd_replicas, _word_sum
 
 CHECKED = {"train": {"check_every": 3, "eval_interval": None}, "checkpoint": {"interval": 4}}
 
@@ -38,7 +38,7 @@ def test_each_flipped_bit_changes_the_sum(dtype):
     ],
 )
 def test_who_is_odd(asked, found, odd):
-    assert _odd_copies(asked, [(ord(each),) for each in found]) == odd
+    assert _odd_replicas(asked, [(ord(each),) for each in found]) == odd
 
 
 def test_a_rank_is_accused_by_a_majority_alone():

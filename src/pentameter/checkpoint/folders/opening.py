@@ -184,8 +184,8 @@ def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
 def open_checkpoint(path: Path, check: Check = check_content) -> Checkpoint:
     """Open the checkpoint in the folder `path`, verified by `check`.
 
-    Raises CorruptError naming the file that is missing, damaged, malformed or a link; ConfigError
-    if `path` is not a folder.
+    Raises CorruptError naming the file that is missing, damaged, malformed or a symlink;
+    ConfigError if `path` is not a folder.
     """
     path = Path(path)
     if not path.is_dir():

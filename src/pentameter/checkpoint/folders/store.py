@@ -133,7 +133,7 @@ class _StepFolders:
         target = self._folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
-            if os.path.lexists(target):  # includes a link whose folder may be elsewhere or gone
+            if os.path.lexists(target):  # includes a symlink whose folder may be elsewhere or gone
                 valid = self.is_valid(target)
                 # A valid one can still be found by its second name until the new one is there.
                 aside = target.with_name(

@@ -70,7 +70,7 @@ class Verification:
 
         Where `work` calls `check` for a checkpoint that was not hashed yet, all ranks hash it, and
         then `work` begins anew: what it changes it must change after all its checks. `doing` and
-        `step` are noted as the progress of all ranks.
+        `step` are noted as the activity of all ranks.
         """
 
         def attempt() -> tuple[Result | None, tuple[Path, Manifest] | None]:

@@ -14,7 +14,7 @@ from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.checkpoint.state.upcycling import (
     dense_architecture,
     dense_name,
-    fill_copies,
+    fill_experts,
     needed_settings,
 )
 from pentameter.config.messages import shown
@@ -103,7 +103,7 @@ class InitialWeights:
             if not local.numel():
                 continue
             if is_stack:
-                fill_copies(local, region, theirs, specs[name], self.config)
+                fill_experts(local, region, theirs, specs[name], self.config)
             else:
                 copy_region(local, theirs, region)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CHUNK_WORDS = 2**18  # 2 MB: stays in a CPU's cache, and is enough work for a GPU's kernel
 
 
-def differing_copies(
+def differing_replicas(
     groups: Groups,
     world: World,
     meshes: Sequence[DeviceMesh] = (),

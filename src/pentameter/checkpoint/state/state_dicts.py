@@ -213,7 +213,7 @@ def _fill(
         raise CorruptError(
             f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
         )
-    world.patiently(lambda _: copy(), "loading", world.progress.latest.step)
+    world.patiently(lambda _: copy(), "loading", world.activity.latest.step)
 
 
 def _slots_to_load(

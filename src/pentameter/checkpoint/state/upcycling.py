@@ -66,7 +66,7 @@ def needed_settings(dense: ModelConfig, mixture: ModelConfig) -> list[str]:
     return needed
 
 
-def fill_copies(
+def fill_experts(
     target: torch.Tensor,
     region: tuple[slice, ...],
     dense: torch.Tensor | LazyTensor,

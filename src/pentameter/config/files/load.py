@@ -237,7 +237,9 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
         try:
             if path.is_dir():
                 raise ConfigError(f"{named_by}{label} is a folder; {_configuration_in(path)}")
-            text = read_small_file(path, f"{named_by}{label}")  # first: of a loop of links it says
+            text = read_small_file(
+                path, f"{named_by}{label}"
+            )  # first: of a loop of symlinks it says
             return str(path.resolve()), label, text
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{named_by}{_not_found(path, label)}") from None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pentameter import keyed
 from pentameter.data.shards.dataset import TokenSplit
-from pentameter.data.shards.stream import tokens_for
+from pentameter.data.shards.token_stream import tokens_for
 from pentameter.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]

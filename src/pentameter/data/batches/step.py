@@ -30,7 +30,7 @@ from pentameter.data.batches.orders import (
 )
 from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.data.shards.dataset import TokenSplit
-from pentameter.data.shards.stream import tokens_for
+from pentameter.data.shards.token_stream import tokens_for
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
-from pentameter.data.corpora.compression import chunk_stream
+from pentameter.data.corpora.compression import chunked_file
 from pentameter.errors import CorruptError
 
 LONGEST_HEADER_BYTES = 1 << 20
@@ -24,7 +24,7 @@ LONGEST_HEADER_BYTES = 1 << 20
 _BLOCK_BYTES = 512
 _READ_BYTES = 1 << 16
 _REGULAR, _FOLDER, _SPARSE = b"0", b"5", b"S"
-_AS_REGULAR, _WITHOUT_CONTENT = b"0\x007", b"123456"  # links, devices, folders, pipes
+_AS_REGULAR, _WITHOUT_CONTENT = b"0\x007", b"123456"  # symlinks, devices, folders, pipes
 _GNU_NAME, _GNU_LINK, _PAX, _PAX_OF_ALL = b"L", b"K", (b"x", b"X"), b"g"
 _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
 
@@ -40,7 +40,7 @@ class _Header:
 
 def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
     """Yield the name and content stream of each regular file in a tar archive, in order; each must
-    be read before the next is asked for. Hidden files, links and devices are left out.
+    be read before the next is asked for. Hidden files, symlinks and devices are left out.
 
     Raises CorruptError if the archive is damaged or truncated, or holds a file with holes; `where`
     names it in the message.
@@ -56,7 +56,7 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
                 "is no text; pack it without --sparse, or leave it out"
             )
         if not is_hidden and header.kind == _REGULAR:
-            yield header.name, chunk_stream(content)
+            yield header.name, chunked_file(content)
         for _ in content:  # what was not read of it
             pass
 

@@ -59,7 +59,7 @@ def decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
         with storage_errors(where, "read"):
             match kind:
                 case ".gz":
-                    yield chunk_stream(_gunzipped(stream))
+                    yield chunked_file(_gunzipped(stream))
                 case ".zst":
                     yield _zstd().ZstdFile(stream)
                 case _:
@@ -70,12 +70,12 @@ def decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
         ) from error
 
 
-def chunk_stream(chunks: Iterator[bytes]) -> BinaryIO:
+def chunked_file(chunks: Iterator[bytes]) -> BinaryIO:
     """Return chunks of bytes as a buffered stream."""
-    return cast(BinaryIO, io.BufferedReader(_ChunkStream(chunks)))
+    return cast(BinaryIO, io.BufferedReader(_ChunkedFile(chunks)))
 
 
-class _ChunkStream(io.RawIOBase):
+class _ChunkedFile(io.RawIOBase):
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._ready = chunks, memoryview(b"")
 

@@ -23,7 +23,7 @@ from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import members
 from pentameter.data.corpora.compression import (
     TAR_SUFFIX,
-    chunk_stream,
+    chunked_file,
     compression_of,
     decompressed,
     open_decompressed,
@@ -198,7 +198,7 @@ def _documents_in(
         yield _text_in(opened, where, contents)
         return
     with opened as stream:
-        for record, line in _stream_records(stream, where, contents):
+        for record, line in _records_in(stream, where, contents):
             yield iter((_record_text(record, contents.text_field, line),))
 
 
@@ -309,15 +309,15 @@ def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str
         yield from read_rows(file, [contents.text_field, *fields])
         return
     with open_decompressed(file) as stream:
-        yield from _stream_records(stream, str(file), contents)
+        yield from _records_in(stream, str(file), contents)
 
 
-def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Records:
+def _records_in(stream: BinaryIO, file: str, contents: FileContents) -> Records:
     """Yield the records in a JSONL byte stream, each with its file and line; `file` names it in
     messages."""
     offset = 0
     chunks = _decoded(stream, file, contents)
-    utf8 = stream if contents.is_utf8 else chunk_stream(chunk.encode() for chunk in chunks)
+    utf8 = stream if contents.is_utf8 else chunked_file(chunk.encode() for chunk in chunks)
     for number in itertools.count(1):
         line = utf8.readline(LONGEST_LINE_BYTES + 1)
         if not line:

@@ -119,8 +119,8 @@ def inputs_at(
     says that the user has named what is held out, and needs no advice on it.
 
     A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
-    links to folders, links to files that are in it anyway and special files (pipes, sockets) are
-    left out; in a folder with tables (Parquet, Arrow), so is everything else; in one without,
+    symlinks to folders, symlinks to files that are in it anyway and special files (pipes, sockets)
+    are left out; in a folder with tables (Parquet, Arrow), so is everything else; in one without,
     binary files, unless `contents` names another encoding than UTF-8. If all files are tables and
     some are named for training, those named for validation and test are held out. Raises
     ConfigError for a path that does not exist or holds no file, StorageError for one that cannot be
@@ -182,7 +182,7 @@ def _left_out_warning(folder: str | Path, files: Sequence[InputFile]) -> str:
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
     """List the regular files below a folder, sorted by the parts of their path, without hidden
-    ones; links to folders are not followed, nor are links to files that are listed anyway.
+    ones; symlinks to folders are not followed, nor are those to files that are listed anyway.
 
     Folders named in `skip` are not entered. Raises ConfigError if there is no file, StorageError if
     a folder cannot be listed.
@@ -196,7 +196,7 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         for name in files:
             path = Path(parent, name)
-            # A link to nowhere is kept: reading it then fails with its name.
+            # A symlink to nowhere is kept: reading it then fails with its name.
             regular = path.is_file() or (path.is_symlink() and not path.exists())
             if regular and not name.startswith("."):
                 found.append(path)

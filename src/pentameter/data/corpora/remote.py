@@ -103,17 +103,17 @@ class RemoteFile:
 
     def sha256(self) -> str:
         """Return the sha256, in hex, of the local copy, which is downloaded if absent."""
-        return sha256_of(local_copy(self))
+        return sha256_of(cached_file(self))
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
         """Yield the documents in the local copy (downloaded if absent), each as an iterator of text
         chunks."""
-        return read_documents(local_copy(self), contents)
+        return read_documents(cached_file(self), contents)
 
     def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
         """Yield the records in the local copy (downloaded if absent), each with its file and line
         or row."""
-        return read_records(local_copy(self), contents, fields)
+        return read_records(cached_file(self), contents, fields)
 
     def __str__(self) -> str:
         return shown_url(self.url)
@@ -162,7 +162,7 @@ def _is_hidden(name: str, pattern: str) -> bool:
     return any(part[:1] == "." for part in parts) and not any(part[:1] == "." for part in asked)
 
 
-def local_copy(file: RemoteFile) -> Path:
+def cached_file(file: RemoteFile) -> Path:
     """Return the path to a remote file's copy in the cache, downloading it if it is not there.
 
     One process at a time copies a file, others wait. An incomplete copy is kept, and a later call

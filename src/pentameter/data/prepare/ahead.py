@@ -14,15 +14,15 @@ from pathlib import Path
 
 from pentameter.data.prepare.from_text import TextPreparation
 from pentameter.data.prepare.preparation import cached_folder, holds_tokenizer
-from pentameter.data.prepare.stream import Origin, origin_of
+from pentameter.data.prepare.token_stream_writer import Origin, origin_of
 from pentameter.data.progress import BEGINNING
 from pentameter.data.shards.dataset import Dataset
-from pentameter.data.shards.stream import (
+from pentameter.data.shards.token_stream import (
     Source,
-    is_stream,
+    is_token_stream,
     n_parts_of,
     n_tokens_of,
-    open_stream,
+    open_token_stream,
     part_header,
 )
 from pentameter.disk.atomic import make_folder, read_json, write_atomic
@@ -123,7 +123,7 @@ class Ahead(Source):
             if self._child is None:
                 make_folder(self._folder)
                 self._child = PythonChild(
-                    "pentameter.data.prepare.stream:preparer", task="tokenize the text"
+                    "pentameter.data.prepare.token_stream_writer:preparer", task="tokenize the text"
                 )
                 request = (self._origin, self._folder)
                 if self._is_closing:  # since before there was a process to kill
@@ -161,7 +161,7 @@ class Follower(Source):
 
 
 @dataclass(frozen=True)
-class StreamPreparation(TextPreparation):
+class TokenStreamPreparation(TextPreparation):
     """A text with `data.order = "streamed"`: a run reads its first tokens while later ones are
     encoded."""
 
@@ -180,7 +180,7 @@ class StreamPreparation(TextPreparation):
         if holds_tokenizer(part_header(cached_folder(made.key), 0).parent, setting, self.tokenizer):
             origin = made  # the stream that the model was trained on
         folder = cached_folder(origin.key)
-        if not is_stream(folder):
+        if not is_token_stream(folder):
             self.progress(BEGINNING, 0, self.corpus.n_bytes)
         source = Ahead(origin, folder) if verify else Follower(folder)
-        return open_stream(folder, source, verify=verify, progress=self.progress)
+        return open_token_stream(folder, source, verify=verify, progress=self.progress)

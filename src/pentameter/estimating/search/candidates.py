@@ -246,13 +246,13 @@ class _Elements:
         return others + self.of_experts / shard
 
 
-def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int]:
-    """Return the ZeRO stages worth trying for `n_copies` data × context ranks. With several
+def _zero_stages(n_replicas: int, pipeline: int, *, offload: bool) -> Sequence[int]:
+    """Return the ZeRO stages worth trying for `n_replicas` data × context ranks. With several
     pipeline ranks, stages 2 and 3 behave like 1; offloading requires a stage above 0."""
     stages = (1,) if pipeline > 1 else (1, 2, 3)
     if offload:
         return stages
-    return (0,) if n_copies == 1 else (0, *stages)
+    return (0,) if n_replicas == 1 else (0, *stages)
 
 
 def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:

@@ -74,8 +74,8 @@ class ModelSource(ABC):
     may_leave_unused = False
     """Whether some parameter may take no part in a micro-batch's loss, and so get no gradient."""
     computes_with_dtensors = False
-    """Whether modules compute with DTensors, whose backward pass sums copies' gradients along their
-    own mesh; otherwise they compute with local shards, and the engine sums."""
+    """Whether modules compute with DTensors, whose backward pass sums replicas' gradients along
+    their own mesh; otherwise they compute with local shards, and the engine sums."""
     takes_any_batch = False
     """Whether inputs and targets may be any structure of tensors (B, …), not only tokens."""
     table_of: TableOf | None = None

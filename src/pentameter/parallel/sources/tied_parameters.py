@@ -1,4 +1,4 @@
-"""Tied parameters: one parameter under several names in a module, kept as one; and copies in
+"""Tied parameters: one parameter under several names in a module, kept as one; and replicas in
 several pipeline stages, whose gradients are summed.
 
 PyTorch gives each name its own tensor when a module leaves `meta`, or when tensor-parallel styles
@@ -57,18 +57,18 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     tie_again(module, tied)
 
 
-def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedCopies:
+def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedReplicas:
     """Tie parameters across this rank's slices, in place, and return those tied to slices on other
     ranks. `models` are the slices; `tied` maps each tied parameter's name to the `pipeline`
     coordinates that hold it, the owner's first. Collective over the world, as it creates process
     groups."""
     tie_within(models, tied)
     if mesh.parameters is None:
-        return TiedCopies()
+        return TiedReplicas()
     own_stage = mesh.coordinates["pipeline"]
     named = {name: each for model in models for name, each in model.named_parameters()}
     elsewhere = {name: at for name, at in tied.items() if own_stage in at and len(at) > 1}
-    copies = frozenset(name for name, at in elsewhere.items() if at[0] != own_stage)
+    replicas = frozenset(name for name, at in elsewhere.items() if at[0] != own_stage)
     held: list[tuple[dist.ProcessGroup, list[Parameter]]] = []
     # In the same order on every rank, so that no two wait for each other.
     for holders in sorted({tuple(sorted(at)) for at in elsewhere.values()}):
@@ -79,7 +79,7 @@ def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Me
             group = make_group([ranks[each] for each in holders], mesh.world)
         names = sorted(name for name, at in elsewhere.items() if tuple(sorted(at)) == holders)
         held.append((group, [named[name] for name in names]))
-    return TiedCopies(copies, held)
+    return TiedReplicas(replicas, held)
 
 
 def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
@@ -99,11 +99,11 @@ def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
                 _set(model, alias, found)
 
 
-class TiedCopies(NamedTuple):
+class TiedReplicas(NamedTuple):
     """Parameters tied across stages on different ranks: for example an embedding and the tied
-    head's copy."""
+    head's replica."""
 
-    copies: frozenset[str] = frozenset()
+    replicas: frozenset[str] = frozenset()
     """Names of those that this rank holds but another stage owns."""
     held: Sequence[tuple[dist.ProcessGroup, Sequence[Parameter]]] = ()
     """Parameters that this rank holds, owned or not, each list with the process group that holds

@@ -191,10 +191,10 @@ class TensorParallelContext(TensorContext):
         matrices are replicated instead, and a rank uses the rows for the KV head that its own
         queries read."""
         found = [local(each) for each in (linear.weight, linear.bias) if each is not None]
-        n_copies = self.sharding.kv_copies
-        if isinstance(linear.weight, DTensor) or n_copies == 1:
+        n_replicas = self.sharding.kv_replicas
+        if isinstance(linear.weight, DTensor) or n_replicas == 1:
             return found
-        n_shards = self.size // n_copies
+        n_shards = self.size // n_replicas
         return [each.chunk(n_shards)[self.rank * n_shards // self.size] for each in found]
 
     def vector(self, vector: Tensor | None) -> Tensor | None:

@@ -122,9 +122,9 @@ class Layout:
     def parameter_sizes(self) -> dict[str, int]:
         """Maps each of PARAMETER_DIMENSIONS, in that order, to the number of ranks along it."""
         sizes = dict(self.sizes)
-        copies = "shard" if self.zero else "data"
-        sizes[copies] *= sizes.pop("context")
-        sizes["row" if self.is_3d else copies] *= sizes.pop("depth")
+        replicas = "shard" if self.zero else "data"
+        sizes[replicas] *= sizes.pop("context")
+        sizes["row" if self.is_3d else replicas] *= sizes.pop("depth")
         return sizes
 
     @cached_property

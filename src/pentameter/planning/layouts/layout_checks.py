@@ -38,8 +38,8 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     _check_places(sharding, model, local_size)
     if layout.turns_back and model.tied_head:  # the V's first and last stage are on one rank
         held = "holds the embedding and the tied head on one process"
-        _check_tied_copies(layout, held, "parallel.zero to 0, model.tied_head to false")
-    _check_adapters(config.lora, layout, sharding.kv_copies)
+        _check_tied_replicas(layout, held, "parallel.zero to 0, model.tied_head to false")
+    _check_adapters(config.lora, layout, sharding.kv_replicas)
 
 
 def check_custom_layout(
@@ -103,18 +103,18 @@ def check_custom_layout(
         )
 
 
-def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
+def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_replicas: int = 1) -> str | None:
     """Return the layout's first setting under which adapters (LoRA) cannot be trained, with the
     reason, as text; None if they can be, or if there are none. Obstacles are a tensor mode other
-    than 1d, `kv_copies` above 1, and a schedule that splits the backward pass. `kv_copies` is the
-    number of tensor-parallel ranks that compute the same key and value head."""
+    than 1d, `kv_replicas` above 1, and a schedule that splits the backward pass. `kv_replicas` is
+    the number of tensor-parallel ranks that compute the same key and value head."""
     if lora.rank is None:
         return None
     if layout.is_grid:
         return f"{layout.grid_setting}, whose products know no adapters; use '1d'"
-    if kv_copies > 1:
+    if kv_replicas > 1:
         return (
-            f"parallel.tensor={layout.tensor}, of which {kv_copies} processes compute the "
+            f"parallel.tensor={layout.tensor}, of which {kv_replicas} processes compute the "
             "same keys and values, each by its own rows; lower it"
         )
     if layout.splits_backward:
@@ -186,10 +186,11 @@ def _expert_setting(layout: Layout) -> str:
     return f"parallel.{name}={getattr(layout, name)}"
 
 
-def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
+def _check_adapters(lora: LoraConfig, layout: Layout, kv_replicas: int = 1) -> None:
     """Raise ConfigError if adapters (LoRA) cannot be trained under the layout, naming the setting.
-    `kv_copies` is the number of tensor-parallel ranks that compute the same key and value head."""
-    if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
+    `kv_replicas` is the number of tensor-parallel ranks that compute the same key and value
+    head."""
+    if (obstacle := adapters_obstacle(lora, layout, kv_replicas)) is not None:
         raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
 
 
@@ -202,12 +203,12 @@ def check_tied_within(
     for name, holders in tied.items():
         if len(holders) < sum(name in own for own in stage_names):
             stages = f"with {layout.virtual_stages} stages a process"
-            _check_tied_copies(layout, f"{stages} holds two copies of {name} on one of them")
+            _check_tied_replicas(layout, f"{stages} holds two copies of {name} on one of them")
 
 
-def _check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
+def _check_tied_replicas(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
     """Raise ConfigError if the layout uses ZeRO, which would shard a tied parameter twice. For the
-    message, `held` names the copies on one rank, and `remedy` the settings to change."""
+    message, `held` names the replicas on one rank, and `remedy` the settings to change."""
     if layout.zero:
         raise ConfigError(
             f"parallel.schedule='{layout.schedule}' {held}, where parallel.zero={layout.zero} "
@@ -224,7 +225,7 @@ def divides_heads(model: ModelConfig, tensor: int) -> bool:
 def check_passes(layout: Layout, train: TrainConfig) -> None:
     """Raise ConfigError if the schedule splits the backward pass and activation checkpointing is
     on, if compilation is requested and the layout prevents it, or if `train.check_every` is set and
-    data-parallel copies do not compute for themselves."""
+    data-parallel replicas do not compute for themselves."""
     if layout.splits_backward and train.activation_checkpoint is not None:
         # PyTorch calls autograd once per weight group, and each call would recompute its block.
         raise ConfigError(
@@ -373,7 +374,7 @@ def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
 def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
     """Raise ConfigError if `model.qk_norm` is 'width', which normalizes keys over all heads'
     channels, and several `tensor` ranks compute the same key head, so that no rank has them all."""
-    if sharding.kv_copies > 1 and model.qk_norm == "width":
+    if sharding.kv_replicas > 1 and model.qk_norm == "width":
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
             f"heads together, of which each of parallel.tensor={sharding.layout.tensor} processes "

@@ -103,7 +103,7 @@ class Sharding:
     n_kv_heads: int
 
     @property
-    def kv_copies(self) -> int:
+    def kv_replicas(self) -> int:
         """Ranks along `tensor` that compute the same key and value head: `tensor` ÷ `n_kv_heads` if
         that is a whole number and the tensor mode is 1d, else 1."""
         n_ranks = 1 if self.layout.is_grid else self.layout.tensor
@@ -128,7 +128,7 @@ class Sharding:
                 and (axis not in whole_tokens or dimension != "tensor")
             )
             for axis, dimensions in table.items()
-            if axis != "kv_heads" or self.kv_copies == 1  # else some ranks replicate heads
+            if axis != "kv_heads" or self.kv_replicas == 1  # else some ranks replicate heads
         }
         return {axis: dimensions for axis, dimensions in found.items() if dimensions}
 
@@ -143,7 +143,7 @@ class Sharding:
         return tuple(dict.fromkeys(itertools.chain(*self.sharded_axes.values())))
 
     @property
-    def loss_copies(self) -> tuple[str, ...]:
+    def loss_replicas(self) -> tuple[str, ...]:
         """Mesh dimensions along which every rank computes the same loss: those that shard the
         vocabulary, as their ranks exchange sums over it. () if none does."""
         return self.sharded_axes.get("vocab", ())
@@ -157,7 +157,7 @@ class Sharding:
         coordinates = coordinates or {}
         local = list(shape)
         for index, axis in enumerate(axes):
-            if axis == "kv_heads" and self.kv_copies > 1:
+            if axis == "kv_heads" and self.kv_replicas > 1:
                 local[index] //= self.n_kv_heads
             if axis == "received":  # every rank that has a shard of an expert gets the row
                 local[index] *= self.layout.expert_tensor
@@ -308,13 +308,13 @@ def _placement_of(
         # `context` is not among these dimensions: it is summed together with the data dimension.
         summed = {"heads" if axis == "kv_heads" else axis for axis in (*axes, *sums_over)}
         partial = set(itertools.chain(*(sharding.sharded_axes.get(axis, ()) for axis in summed)))
-        copies = [name for name in PARAMETER_DIMENSIONS if name in partial]
+        replicas = [name for name in PARAMETER_DIMENSIONS if name in partial]
     else:
         sharded_by = _placement_in_a_grid(layout, axes)
         # Every rank in a grid computes a distinct block of every activation.
-        copies = [name for name in ("row", "tensor") if sizes[name] > 1]
+        replicas = [name for name in ("row", "tensor") if sizes[name] > 1]
     held = set(itertools.chain(*sharded_by))
-    summed_over = tuple(name for name in copies if name not in held)
+    summed_over = tuple(name for name in replicas if name not in held)
     match sharding.data_sum:
         case "none":
             return Placement(sharded_by, summed_over=summed_over)

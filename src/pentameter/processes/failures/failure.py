@@ -32,7 +32,7 @@ from pentameter.errors import (
 )
 from pentameter.processes.failures.waiting import Wait
 from pentameter.processes.group.rank import LAUNCH_FOLDER, find_rank
-from pentameter.processes.streams import NAMES
+from pentameter.processes.standard_streams import NAMES
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
 """Exceptions whose message is enough for a person; others are printed with their traceback."""

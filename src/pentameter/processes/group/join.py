@@ -31,8 +31,8 @@ from pentameter.disk.record import record_of
 from pentameter.disk.retrying import growing
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
+from pentameter.processes.failures.activity import Activity, activity_path
 from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
-from pentameter.processes.failures.progress import Progress, progress_path
 from pentameter.processes.failures.waiting import Wait, first_wait, wait_behind
 from pentameter.processes.group.rank import LAUNCH_FOLDER, LaunchedRank, find_rank
 from pentameter.processes.group.world import World
@@ -154,12 +154,12 @@ def joined_world(
         timeout_seconds = ParallelConfig().timeout_seconds
     launched = launched or LaunchedRank(0, 1, 0, 1, "", "one process")
     store = (meeting or meet(launched, timeout_seconds)).store
-    is_launched = LAUNCH_FOLDER in os.environ  # the launcher reads progress, and asks for stacks
-    path = progress_path(Path(os.environ[LAUNCH_FOLDER]), launched.rank) if is_launched else None
+    is_launched = LAUNCH_FOLDER in os.environ  # the launcher reads activities, and asks for stacks
+    path = activity_path(Path(os.environ[LAUNCH_FOLDER]), launched.rank) if is_launched else None
     dump_stacks = launched.world_size > 1 and not is_launched
-    progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
+    activity = Activity(path, timeout_seconds, dump_stacks=dump_stacks)
     sizes = (launched.rank, launched.world_size, launched.local_rank, launched.local_size)
-    world = World(*sizes, timeout_seconds, progress, store)
+    world = World(*sizes, timeout_seconds, activity, store)
     try:
         if device_type == "cuda" and torch.cuda.device_count() > launched.local_rank:
             # The default device for nccl and allocations.
@@ -185,7 +185,7 @@ def joined_world(
             raise
         raise lost from error
     finally:
-        progress.close()
+        activity.close()
         if world.size == 1 and dist.is_initialized():
             dist.destroy_process_group()
     if world.size > 1:
@@ -204,10 +204,10 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     if how is None or world.store is None:
         return None
     is_cut_off = False
-    progress = world.progress
+    activity = world.activity
     own = None
     with contextlib.suppress(Exception):  # a detail of the message must not hide the loss
-        own = wait_behind(error, progress.naming, time.monotonic() - progress.latest.since)
+        own = wait_behind(error, activity.naming, time.monotonic() - activity.latest.since)
     if own is not None:
         own = replace(own, timed_out=how == "late")
     waits = {} if own is None else {world.rank: own}
@@ -229,7 +229,7 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     if earliest is not None:
         before = f", before {earliest}"
         where = f": it did not reach {earliest}, where {_waiting(waits, earliest)}"
-    said = f"{who} did not answer {waited} {progress.latest}{where}."
+    said = f"{who} did not answer {waited} {activity.latest}{where}."
     if is_cut_off and absent:
         said = (
             f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
@@ -237,10 +237,10 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         )
     elif how == "gone" and not any(wait.timed_out for wait in waits.values()):
         who = who if absent else "another process of the run"
-        said = f"{who} went away {progress.latest}{before}; look for its message."
+        said = f"{who} went away {activity.latest}{before}; look for its message."
     elif not absent:
         said = (
-            f"no answer {waited} {progress.latest}{where}, and no process hangs: is the network "
+            f"no answer {waited} {activity.latest}{where}, and no process hangs: is the network "
             "cut?"
         )
     return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)

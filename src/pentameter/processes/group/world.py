@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.disk.retrying import growing
 from pentameter.errors import PentameterError
-from pentameter.processes.failures.progress import Progress
+from pentameter.processes.failures.activity import Activity
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,7 +49,7 @@ class World:
     local_size: int = 1
     timeout_seconds: float = math.inf
     """Longest wait for another rank in any process group; infinite without a process group."""
-    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     """Record of this rank's current step and action (training, saving, …)."""
     store: Store | None = field(default=None, compare=False, repr=False)
     """The store through which the processes met; ranks that lost another one report it there. None
@@ -107,14 +107,14 @@ class World:
     def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
         """Return once `is_busy`, asked every PAUSE_SECONDS on rank 0, returns False. For what takes
         one rank longer than others may wait in a collective; `doing` and `step` are noted as this
-        rank's progress meanwhile. Collective."""
+        rank's activity meanwhile. Collective."""
         self._await_all(lambda: self.is_main and is_busy(), doing, step)
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
         """Return once `is_busy` returns False on every rank. Collective."""
         pauses = growing(_FIRST_PAUSE_SECONDS, longest=PAUSE_SECONDS)
         while self.all_reduce_maxima(is_busy())[0]:
-            self.progress.note(doing, step, nothing_to_lose=True)
+            self.activity.note(doing, step, nothing_to_lose=True)
             time.sleep(next(pauses))
 
     def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
@@ -125,7 +125,7 @@ class World:
 
         `work` is called with a function that it calls now and then; this raises an exception once
         the waiting has ended (a signal, a lost rank), and so ends the work. `doing` and `step` are
-        noted as this rank's progress meanwhile.
+        noted as this rank's activity meanwhile.
         """
         if self.size == 1:
             return [work(lambda: None)]

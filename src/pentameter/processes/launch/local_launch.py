@@ -22,13 +22,19 @@ from typing import TYPE_CHECKING
 
 from pentameter.disk.lock import scratch_folder
 from pentameter.disk.owner import is_stopped
-from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
+from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError, exit_reason
 from pentameter.machine.child import (
     Child,
     ForkedChild,
-    exit_reason,
 )
 from pentameter.machine.cores import check_memory, check_processes, has_gpu_file
+from pentameter.processes.failures.activity import (
+    Note,
+    Watchdog,
+    culprits,
+    read_activity,
+    stacks,
+)
 from pentameter.processes.failures.failure import (
     Failure,
     WorkerFailedError,
@@ -36,13 +42,6 @@ from pentameter.processes.failures.failure import (
     print_failure,
     read_report,
     spelled,
-)
-from pentameter.processes.failures.progress import (
-    Note,
-    Watchdog,
-    culprits,
-    read_progress,
-    stacks,
 )
 from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.launch.program import Launched, Program, worker_environment
@@ -347,7 +346,7 @@ class Workers:
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
             return []
-        return [_unreported(rank, code, read_progress(self._folder, rank))]
+        return [_unreported(rank, code, read_activity(self._folder, rank))]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""
@@ -424,12 +423,12 @@ class _Suspension:
         workers.send(signal.SIGSTOP)
 
 
-def _unreported(rank: int, code: int, progress: Note) -> Failure:
+def _unreported(rank: int, code: int, latest: Note) -> Failure:
     """Return the failure of a process that ended with exit code `code` (negative: the signal that
-    ended it) and left no report; `progress` is the last that it noted."""
+    ended it) and left no report; `latest` is the last activity that it noted."""
     message, now = f"{exit_reason(code)} and no report", time.time()
     if code < 0:
-        where = f" {progress}" if progress.step else ""
+        where = f" {latest}" if latest.step else ""
         message = f"{exit_reason(code)}{where}; the same command goes back to the last checkpoint"
         now = 0.0 if -code in _ROOT_CAUSES else now
         code = TrainingFailedError.exit_code

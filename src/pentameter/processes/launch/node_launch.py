@@ -25,6 +25,7 @@ from pentameter.errors import (
     RunFolderInUseError,
     StorageError,
 )
+from pentameter.machine.address import own_address
 from pentameter.processes.failures.failure import first_failure
 from pentameter.processes.group.rank import STORE
 from pentameter.processes.launch.local_launch import POLL_SECONDS, Workers, handling_ctrl_z
@@ -37,7 +38,7 @@ from pentameter.processes.nodes.attempts import (
     read_attempt,
     write_attempt,
 )
-from pentameter.processes.nodes.roll import GONE_SECONDS, Node, Roll, own_address
+from pentameter.processes.nodes.roll import GONE_SECONDS, Node, Roll
 
 SETTLE_SECONDS = 1.5
 """Seconds without a change among the nodes until those that are there begin."""

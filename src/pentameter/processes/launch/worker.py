@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from pentameter.machine.child import LIFELINE, end_with_parent
-from pentameter.processes.failures.progress import write_stacks_when_asked
+from pentameter.processes.failures.activity import write_stacks_when_asked
 from pentameter.processes.group.rank import LAUNCH_FOLDER
 from pentameter.processes.launch.stop_signals import stop_at_once
 

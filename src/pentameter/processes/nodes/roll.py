@@ -10,11 +10,9 @@ never by their times, and clocks of different machines play no part.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -38,8 +36,6 @@ reach. Links that lose a fifth of all messages lose sixteen pings in a row once 
 
 FORGOTTEN_SECONDS = 600.0
 """Seconds without a new beat after which a node's file is removed."""
-
-_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -325,43 +321,6 @@ def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
         if not any(missed.values()):
             return [group[name] for name in sorted(group)]
         del group[max(missed, key=lambda name: (missed[name], name))]
-
-
-def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the IPv4 address by which other nodes reach this machine, and its network interface:
-    the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it names one, else that of the
-    host's name, else the first. Raises ConfigError if there is none but the loopback."""
-    addresses = _interfaces()
-    if name := environ.get("GLOO_SOCKET_IFNAME"):
-        if name not in addresses:
-            known = ", ".join(addresses) or "none"
-            raise ConfigError(
-                f"GLOO_SOCKET_IFNAME={name} is no network interface here; known: {known}"
-            )
-        return addresses[name], name
-    # NCCL takes patterns, too: ^docker,lo is any but these, eth the first that begins so.
-    name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
-    if name in addresses:
-        return addresses[name], name
-    others = {address: name for name, address in addresses.items() if name != "lo"}
-    with contextlib.suppress(OSError):
-        if (named := socket.gethostbyname(socket.gethostname())) in others:
-            return named, others[named]
-    for address, name in others.items():
-        return address, name
-    raise ConfigError("--nodes needs a network interface beside the loopback, and there is none")
-
-
-def _interfaces() -> dict[str, str]:
-    """Return network interface → its IPv4 address, for those that have one (Linux)."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                packed = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, packed)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
 
 
 def _udp_socket(address: str) -> socket.socket:

@@ -3,16 +3,16 @@ fails.
 
 Four things are compared, none of which needs a second model:
 
-1. *Copies.* Ranks that hold replicas of a tensor must hold the same bits (`different_copies`).
+1. *Replicas.* Ranks that hold replicas of a tensor must hold the same bits (`different_replicas`).
 2. *State.* What every rank remembers of the run (tokens, losses, the guard's history) must be the
    same.
 3. *Memory.* Weights and optimizer state must be, before an update, what the last update left: each
    rank sums the words of its own shards after an update, and again before the next one. This is
    what finds a fault in a shard of which there is one copy only.
-4. *Computing.* Two data-parallel copies compute the gradients of the same micro-batch, one after
-   the other: the ranks of one copy scale their loss by 1, all others by 0, so the reduced gradients
-   are those of that copy alone, on any layout, and go the way of a step's. They must be equal to
-   the bit. A layout with one copy computes them twice itself.
+4. *Computing.* Two data-parallel replicas compute the gradients of the same micro-batch, one after
+   the other: the ranks of one replica scale their loss by 1, all others by 0, so the reduced
+   gradients are those of that replica alone, on any layout, and go the way of a step's. They must
+   be equal to the bit. A layout with one replica computes them twice itself.
 
 1 is made every `train.check_copies` steps, all are made every `train.check_every` steps, and before
 every checkpoint.
@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import pad
 
 from pentameter.checkpoint.format.owners import Groups
-from pentameter.checkpoint.state.replicas import content_hash, differing_copies
+from pentameter.checkpoint.state.replicas import content_hash, differing_replicas
 from pentameter.checkpoint.state.state_dicts import model_state, optimizer_state
 from pentameter.keyed import bits, make_key
 from pentameter.parallel.engine import keeping_buffers
@@ -78,7 +78,7 @@ class FaultChecks:
         nothing is. Collective."""
         run = self._run
         if not self._is_full:
-            return _copies_fault(run)
+            return _replicas_fault(run)
         self._memory.compare()
         changed, states = zip(
             *run.world.all_gather((self._memory.changed(), _state_hash(run))), strict=True
@@ -91,22 +91,22 @@ class FaultChecks:
             )
         if len(set(states)) > 1:
             return f"what ranks remember of the run (tokens, losses) differs: {_odd(states)}"
-        if (wrong := _copies_fault(run)) is not None or self._checked_step == run.state.step:
+        if (wrong := _replicas_fault(run)) is not None or self._checked_step == run.state.step:
             return wrong
         self._checked_step = run.state.step
         return GradientCheck(run).fault() if _is_deterministic(run) else None
 
 
-def different_copies(run: TrainingRun) -> str | None:
+def different_replicas(run: TrainingRun) -> str | None:
     """Compare the replicas of every parameter and of its optimizer state between ranks. Return the
     first difference in words, the same on every rank; None if all are equal. Collective."""
     if run.world.size == 1:
         return None
-    return differing_copies(_held(run), run.world, run.engine.meshes, run.plan.tied)
+    return differing_replicas(_held(run), run.world, run.engine.meshes, run.plan.tied)
 
 
-def _copies_fault(run: TrainingRun) -> str | None:
-    wrong = different_copies(run)
+def _replicas_fault(run: TrainingRun) -> str | None:
+    wrong = different_replicas(run)
     if wrong is None:
         return None
     return (
@@ -213,53 +213,55 @@ def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GradientCheck:
-    """The comparison of the gradients that two data-parallel copies compute of the same rows of the
-    latest step. Pairs of copies take turns, so that each computes in one of ⌈copies / 2⌉ checks;
-    the micro-batch follows from the seed and the step. Methods are collective."""
+    """The comparison of the gradients that two data-parallel replicas compute of the same rows of
+    the latest step. Pairs of replicas take turns, so that each computes in one of ⌈replicas / 2⌉
+    checks; the micro-batch follows from the seed and the step. Methods are collective."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._layout = run.plan.layout
-        self._n_copies = self._layout.data
+        self._n_replicas = self._layout.data
         self._index = run.state.step - 1  # of the latest step's batch
         train, step = run.config.train, run.state.step
         assert train.check_every is not None
-        self._first = 2 * (step // train.check_every) % self._n_copies
+        self._first = 2 * (step // train.check_every) % self._n_replicas
         drawn = bits(make_key("check", run.config.seed, step), np.zeros(1, dtype=np.int32))
         self._micro_batch = int(drawn[0]) % run.plan.n_micro_batches
 
     def fault(self) -> str | None:
-        """Return in words which copy computes other gradients, the same on every rank; None if they
-        are equal to the bit."""
-        self._run.world.progress.note("training", self._run.state.step)
+        """Return in words which replica computes other gradients, the same on every rank; None if
+        they are equal to the bit."""
+        self._run.world.activity.note("training", self._run.state.step)
         with keeping_buffers(self._run.engine.models):
             return self._difference()
 
     def _difference(self) -> str | None:
-        """Compare the first two copies; if they differ, ask further ones, or both again."""
-        first, n = self._first, self._n_copies
+        """Compare the first two replicas; if they differ, ask further ones, or both again."""
+        first, n = self._first, self._n_replicas
         asked = [first, (first + 1) % n]
-        found = [self._gradients_of(copy) for copy in asked]
+        found = [self._gradients_of(replica) for replica in asked]
         if found[0] == found[1]:
             return None
         asked += [(first + 2) % n] if n > 2 else asked
-        found += [self._gradients_of(copy) for copy in asked[2:]]
-        copies = " and ".join(self._named(copy) for copy in sorted(set(_odd_copies(asked, found))))
+        found += [self._gradients_of(replica) for replica in asked[2:]]
+        replicas = " and ".join(
+            self._named(replica) for replica in sorted(set(_odd_replicas(asked, found)))
+        )
         differing = [
             rank for rank, pair in enumerate(zip(*found[:2], strict=True)) if len({*pair}) > 1
         ]
         return (
-            f"the gradients that {copies} computed are not those that "
+            f"the gradients that {replicas} computed are not those that "
             f"{'another copy' if n > 1 else 'it'} computed of the same rows"
             f"{'' if n > 1 else ' before'} (they differ on {spelled(differing)}). A faulty "
             "processor, memory or link does this"
         )
 
-    def _gradients_of(self, copy: int) -> Hashes:
-        """Compute the gradients of the chosen rows with the ranks of `copy`, and return their
+    def _gradients_of(self, replica: int) -> Hashes:
+        """Compute the gradients of the chosen rows with the ranks of `replica`, and return their
         hashes, and those of the loss, on every rank."""
         run, engine, layout = self._run, self._run.engine, self._layout
-        counts = _copy_of(layout, run.world.rank) == copy
+        counts = _replica_of(layout, run.world.rank) == replica
         batch = run.batches.batch(self._index, self._rows())
         loss = engine.forward_backward(batch, self._index, loss_scale=float(counts))
         hashes = [
@@ -275,8 +277,8 @@ class GradientCheck:
 
     def _rows(self) -> np.ndarray:
         """Return the row numbers in the global batch that are computed, int64 (B,): those that this
-        rank would compute in the first asked copy, a micro-batch of them, or with a pipeline, which
-        needs several to run, all."""
+        rank would compute in the first asked replica, a micro-batch of them, or with a pipeline,
+        which needs several to run, all."""
         plan, layout = self._run.plan, self._layout
         rank = _counterpart(layout, self._run.world.rank, self._first)
         rows = layout.rows(rank, plan.batch_size)
@@ -285,34 +287,34 @@ class GradientCheck:
             rows = rows[start : start + plan.micro_batch_size]
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
-    def _named(self, copy: int) -> str:
+    def _named(self, replica: int) -> str:
         ranks = range(self._run.world.size)
-        return spelled([rank for rank in ranks if _copy_of(self._layout, rank) == copy])
+        return spelled([rank for rank in ranks if _replica_of(self._layout, rank) == replica])
 
 
-def _odd_copies(asked: Sequence[int], found: Sequence[Hashes]) -> list[int]:
-    """Return the copies whose gradients are wrong, as far as it can be told. `found` holds what
+def _odd_replicas(asked: Sequence[int], found: Sequence[Hashes]) -> list[int]:
+    """Return the replicas whose gradients are wrong, as far as it can be told. `found` holds what
     each of `asked` computed, in order; the first two differ.
 
-    What most computations gave is right; with two copies, each asked twice, what was given three
-    times. Where there is no such majority, a copy that differs from itself is wrong; else any may
-    be."""
+    What most computations gave is right; with two replicas, each asked twice, what was given three
+    times. Where there is no such majority, a replica that differs from itself is wrong; else any
+    may be."""
     usual = max(found, key=found.count)
     if found.count(usual) * 2 > len(found):
-        return [copy for copy, each in zip(asked, found, strict=True) if each != usual]
+        return [replica for replica, each in zip(asked, found, strict=True) if each != usual]
     given: dict[int, set[Hashes]] = {}
-    for copy, each in zip(asked, found, strict=True):
-        given.setdefault(copy, set()).add(each)
-    return [copy for copy, each in given.items() if len(each) > 1] or list(given)
+    for replica, each in zip(asked, found, strict=True):
+        given.setdefault(replica, set()).add(each)
+    return [replica for replica, each in given.items() if len(each) > 1] or list(given)
 
 
-def _copy_of(layout: Layout, rank: int) -> int:
-    """Return the number of the data-parallel copy that a rank is part of."""
+def _replica_of(layout: Layout, rank: int) -> int:
+    """Return the number of the data-parallel replica that a rank is part of."""
     coordinates = layout.coordinates(rank)
     return coordinates["data"] * layout.sizes["shard"] + coordinates["shard"]
 
 
-def _counterpart(layout: Layout, rank: int, copy: int) -> int:
-    """Return the rank that is in `copy` what `rank` is in its own."""
-    data, shard = divmod(copy, layout.sizes["shard"])
+def _counterpart(layout: Layout, rank: int, replica: int) -> int:
+    """Return the rank that is in `replica` what `rank` is in its own."""
+    data, shard = divmod(replica, layout.sizes["shard"])
     return layout.rank_of(**{**layout.coordinates(rank), "data": data, "shard": shard})

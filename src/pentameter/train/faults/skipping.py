@@ -104,7 +104,7 @@ def _roll_back(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, why:
     if not guard.rollback_steps:
         _give_up(run, checkpoints, f"{why}; there is no checkpoint left to roll back to")
     *earlier, target = guard.rollback_steps
-    run.world.progress.note("rolling back", state.step)
+    run.world.activity.note("rolling back", state.step)
     checkpoint = checkpoints.leave_for(target)
     if checkpoint is None:
         _give_up(run, checkpoints, f"{why}; the checkpoint to roll back to, step {target}, is gone")

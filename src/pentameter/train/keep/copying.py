@@ -28,7 +28,7 @@ from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import MAX_JSON_BYTES, read_regular
 from pentameter.disk.remote_folder import PAUSES, SAY_AFTER_SECONDS, Attempts
 from pentameter.errors import CorruptError, PentameterError, StorageError
-from pentameter.processes.failures.progress import STARTING
+from pentameter.processes.failures.activity import STARTING
 from pentameter.processes.group.world import PAUSE_SECONDS, World
 from pentameter.record.checkpoints import step_folder_name
 from pentameter.record.events import CopyMetrics

@@ -33,7 +33,7 @@ from pentameter.processes.group.world import World
 from pentameter.record.identity import RunIdentity
 from pentameter.train.keep.copying import COPIED_FILES, SAMPLES_NAME
 from pentameter.train.keep.resuming import RunRequest, newest_of_run, refuse_foreign
-from pentameter.train.keep.run_folder import RESUME_WORDS, refuse_links
+from pentameter.train.keep.run_folder import RESUME_WORDS, refuse_symlinks
 from pentameter.train.say.console import Console
 
 
@@ -147,7 +147,7 @@ class _Restoring(threading.Thread):
     def _bring_back(self, copies: RemoteCopies, newer: list[Copy], fence: Fence) -> None:
         """Restore the newest of the copies in `newer` (newest first) that is whole."""
         assert copies.run_id is not None  # there are copies
-        refuse_links(self._path)
+        refuse_symlinks(self._path)
         refuse_foreign(self._path, RunIdentity(copies.run_id))
         store = CheckpointStore(
             self._path / "checkpoints",

@@ -27,7 +27,7 @@ from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
-from pentameter.processes.failures.progress import STARTING
+from pentameter.processes.failures.activity import STARTING
 from pentameter.processes.group.world import World
 from pentameter.record.checkpoints import list_checkpoints, step_of
 from pentameter.record.identity import RunIdentity, read_identity

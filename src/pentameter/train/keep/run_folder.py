@@ -30,7 +30,7 @@ from pentameter.checkpoint.state.initial_weights import (
 from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import config_hash
 from pentameter.data.shards.dataset import Dataset
-from pentameter.data.shards.stream import tokens_for
+from pentameter.data.shards.token_stream import tokens_for
 from pentameter.disk.atomic import (
     MAX_JSON_BYTES,
     is_temporary,
@@ -46,7 +46,7 @@ from pentameter.disk.lock import Fence
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.estimating.bytes.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
-from pentameter.processes.failures.progress import STARTING
+from pentameter.processes.failures.activity import STARTING
 from pentameter.processes.group.world import World
 from pentameter.record.checkpoints import step_folder_name
 from pentameter.record.events import CheckpointMetrics
@@ -65,8 +65,8 @@ from pentameter.train.state import SavedRun, saved_state
 RESUME_WORDS = ("auto", "never", "must", "extend")
 RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
-"""Files that are appended to in place; any other is replaced as a whole, so that a link at its name
-is harmless."""
+"""Files that are appended to in place; any other is replaced as a whole, so that a symlink at its
+name is harmless."""
 WRITTEN_FOLDERS = (
     "checkpoints",
     "samples",
@@ -232,9 +232,9 @@ def _holds(path: Path, run_id: str) -> bool:
     return identity is not None and identity.run_id == run_id
 
 
-def refuse_links(path: Path) -> None:
-    """Raise ConfigError if a name that training writes to in the run folder `path` is a symbolic
-    link, or not a regular file. The folder itself may be a link."""
+def refuse_symlinks(path: Path) -> None:
+    """Raise ConfigError if a name that training writes to in the run folder `path` is a
+    symlink, or not a regular file. The folder itself may be a symlink."""
     for name in (*APPENDED_FILES, *WRITTEN_FOLDERS):
         entry = path / name
         if entry.is_symlink():
@@ -256,7 +256,7 @@ def _open(
     begins with none."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
     check, begins_with = request.verification.check, None
-    refuse_links(path)
+    refuse_symlinks(path)
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from, check)
     identity = read_identity(path)
     refuse_foreign(path, identity)

@@ -106,14 +106,14 @@ class _PendingSave:
     def commit(self, run: TrainingRun) -> Saved:
         """Wait until every rank has written, make the checkpoint visible, and note its step in the
         run's state. Collective. Raises StorageError if a rank could not write."""
-        state, progress, is_beside = run.state, run.world.progress, self.save.is_beside
+        state, activity, is_beside = run.state, run.world.activity, self.save.is_beside
         if is_beside:
-            progress.note("committing", state.step)
+            activity.note("committing", state.step)
         run.world.agreed(run.folder.check_there)  # it was planned steps ago, perhaps
         saved = run.folder.store.commit(self.save)
         if is_beside:  # to wait for a write may take as long as the whole write
-            progress.took("committing", saved.seconds)
-        progress.took("saving", saved.seconds)
+            activity.took("committing", saved.seconds)
+        activity.took("saving", saved.seconds)
         if self.is_best:
             state.saved_best_step = saved.step
         if self.is_proved:
@@ -317,10 +317,11 @@ class RunCheckpoints:
 
     def _plan(self, doing: str) -> _PendingSave:
         """Check that every tensor is finite and replicas are equal, then plan this step's save.
-        `doing` names the action in the progress report. Raises TrainingFailedError. Collective."""
+        `doing` names the action in what ranks note of their activity. Raises TrainingFailedError.
+        Collective."""
         start = time.perf_counter()
         run, world = self.run, self.run.world
-        world.progress.note(doing, run.state.step)
+        world.activity.note(doing, run.state.step)
         world.agreed(run.folder.check_ours)
         tensors = world.agreed(lambda: tensors_to_save(run.engine, run.optimizer))
         wrong = first_non_finite(tensors, world)
@@ -515,17 +516,17 @@ def _planned(
 
 
 def tensors_to_save(engine: Engine, optimizer: AnyOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return this rank's tensors by group, `model` and `optimizer`, and name, without copies of
+    """Return this rank's tensors by group, `model` and `optimizer`, and name, without replicas of
     tied parameters that another pipeline stage owns. Collective."""
     # First, as it shards what FSDP left gathered: `named` must hold the optimizer's parameters.
     model = model_state(engine.models)
     named = dict(engine.named_parameters())
-    copies = named.keys() - {name for name, _ in engine.owned_parameters()}
+    replicas = named.keys() - {name for name, _ in engine.owned_parameters()}
     if engine.mesh.coordinates["pipeline"]:
-        copies |= {""}  # what a custom optimizer keeps beside its states is the first stage's
+        replicas |= {""}  # what a custom optimizer keeps beside its states is the first stage's
     return {
-        "model": {name: tensor for name, tensor in model.items() if name not in copies},
-        "optimizer": optimizer_state(optimizer, named.items(), copies),
+        "model": {name: tensor for name, tensor in model.items() if name not in replicas},
+        "optimizer": optimizer_state(optimizer, named.items(), replicas),
     }
 
 

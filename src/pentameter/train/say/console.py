@@ -33,7 +33,7 @@ from pentameter.disk.atomic import no_check
 from pentameter.formatting import size
 from pentameter.processes.failures.failure import EXPECTED
 from pentameter.processes.group.world import World
-from pentameter.processes.streams import Stream
+from pentameter.processes.standard_streams import StandardStream
 from pentameter.record.log_files import LogFile
 
 REFRESH_SECONDS = 0.1
@@ -55,8 +55,8 @@ class Console:
         # A console that goes away ends no training. The command has seen to that already.
         self._stream = (
             sys.stdout
-            if isinstance(sys.stdout, Stream)
-            else Stream(sys.stdout or StringIO(), "stdout", lasts=True)
+            if isinstance(sys.stdout, StandardStream)
+            else StandardStream(sys.stdout or StringIO(), "stdout", lasts=True)
         )
         self._is_told = False
         self._rich = RichConsole(

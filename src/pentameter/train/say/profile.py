@@ -144,7 +144,7 @@ class Profile:
         try:
             run.folder.check_ours()
             path.parent.mkdir(exist_ok=True)
-            path.unlink(missing_ok=True)  # do not follow a link
+            path.unlink(missing_ok=True)  # do not follow a symlink
             if _is_on_gpu(run):
                 memory = path.with_name(f"{rank}-memory.pickle")
                 memory.unlink(missing_ok=True)

@@ -6,7 +6,7 @@
 
 Part ends follow from the text and the settings alone, and so does each token's position in the
 stream. A part appears whole. Its header records, as its text, a hash of the stream's origin and the
-place in the text from which the next part continues. `prepare/stream.py` writes parts.
+place in the text from which the next part continues. `prepare/token_stream_writer.py` writes parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def part_header(folder: Path, number: int) -> Path:
     return folder / f"{PART_NAME}-{number:05d}" / f"{PART_NAME}.json"
 
 
-def is_stream(folder: Path) -> bool:
+def is_token_stream(folder: Path) -> bool:
     """Return True if a folder has a stream's first part."""
     return part_header(folder, 0).exists()
 
@@ -186,7 +186,7 @@ class TokenStream(TokenSequence):
         return True
 
 
-def open_stream(
+def open_token_stream(
     folder: Path, source: Source, *, verify: bool = True, progress: Progress = no_progress
 ) -> Dataset:
     """Open the stream in a folder as a Dataset, waiting for its first part; `source` writes the

@@ -1,4 +1,4 @@
-"""Writes a text as the parts of a stream (`shards/stream.py`), one after another.
+"""Writes a text as the parts of a stream (`shards/token_stream.py`), one after another.
 
 To continue after any interruption, each part records its end: after a passage (a piece of text
 encoded by itself) of a file. Passages follow from a file and the kind of tokenizer alone. The
@@ -27,7 +27,7 @@ from pentameter.data.prepare.from_text import PassageWriter
 from pentameter.data.prepare.preparation import known_by
 from pentameter.data.prepare.splits import Passage, Splitting, split_passages
 from pentameter.data.shards.format import TOKENIZER_FILE
-from pentameter.data.shards.stream import (
+from pentameter.data.shards.token_stream import (
     BLOCK_TOKENS,
     END_FILE,
     PART_NAME,

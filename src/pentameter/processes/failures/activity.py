@@ -1,8 +1,8 @@
-"""The progress of each process, as the launcher sees it: its latest note, and its stacks on
+"""What each process does now, as the launcher sees it: its latest note, and its stacks on
 request.
 
 A process notes every action (training, saving, …) that it begins, for messages and for the launcher
-of `--nproc`. From these notes the launcher sees when no process makes progress any more, and
+of `--nproc`. From these notes the launcher sees when none of the processes goes on, and
 requests the stacks of those that hang.
 """
 
@@ -58,8 +58,9 @@ class Note:
         return f"in step {self.step} ({self.doing})"
 
 
-class Progress:
-    """The latest Note of this process, also written to the file `path`, if given, for the launcher.
+class Activity:
+    """What this process does now: its latest Note, also written to the file `path`, if given, for
+    the launcher.
 
     timeout_seconds: limit for an action that was never timed before. A later one gets 3 times the
         longest that an action with this name took, at least LEAST_TIMEOUT_SECONDS.
@@ -124,19 +125,19 @@ class Progress:
             self._fd = -1
 
 
-def progress_path(folder: Path, rank: int) -> Path:
+def activity_path(folder: Path, rank: int) -> Path:
     """Return the path of the file in the launch folder to which `rank` writes its latest Note."""
-    return folder / f"progress-{rank}"
+    return folder / f"activity-{rank}"
 
 
-def read_progress(folder: Path, rank: int) -> Note:
+def read_activity(folder: Path, rank: int) -> Note:
     """Return the latest Note that `rank` wrote to the launch folder; a Note that says it is
     starting if there is none."""
-    return read_record(progress_path(folder, rank), Note) or Note()
+    return read_record(activity_path(folder, rank), Note) or Note()
 
 
 class Watchdog:
-    """The launcher's view of how long each worker has made no progress. `folder` is the launch
+    """The launcher's view of how long each worker has noted nothing new. `folder` is the launch
     folder, to which workers write their notes.
 
     Times are the launcher's own, from the moment it saw a note change; workers' clocks play no
@@ -151,7 +152,7 @@ class Watchdog:
         """Read the notes of `ranks`, and record the current time for each rank whose note has
         changed."""
         for rank in ranks:
-            note = read_progress(self._folder, rank)
+            note = read_activity(self._folder, rank)
             if rank not in self._seen or self._seen[rank][0] != note:
                 self._seen[rank] = note, time.monotonic()
 

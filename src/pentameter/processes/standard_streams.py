@@ -17,7 +17,7 @@ NAMES = ("stdout", "stderr")
 """The streams of a process that it writes to, as errors name them."""
 
 
-def open_closed_streams() -> None:
+def open_standard_streams() -> None:
     """Have stdin, stdout and stderr lead to the null device where they are closed (`2>&-`). The
     next file to be opened would get their number, and whatever is printed."""
     for number in range(3):
@@ -30,7 +30,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
 
 
-class Stream:
+class StandardStream:
     """A text stream that names itself in the error when its file fails; or, if it `lasts`, that
     raises none. `failure` then says why; what is written is lost, by children and by C++ too."""
 
@@ -71,11 +71,11 @@ class Stream:
 
 
 @contextmanager
-def named_streams() -> Iterator[None]:
-    """While the block runs, stdout and stderr are a `Stream` each."""
+def named_standard_streams() -> Iterator[None]:
+    """While the block runs, stdout and stderr are a `StandardStream` each."""
     before = sys.stdout, sys.stderr
     for name in NAMES:
-        setattr(sys, name, Stream(getattr(sys, name), name))
+        setattr(sys, name, StandardStream(getattr(sys, name), name))
     try:
         yield
     finally:
@@ -84,9 +84,9 @@ def named_streams() -> Iterator[None]:
 
 @contextmanager
 def outlived() -> Iterator[None]:
-    """While the block runs, stdout and stderr fail nothing that prints, where `named_streams` are
-    in force."""
-    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, Stream)]
+    """While the block runs, stdout and stderr fail nothing that prints, where
+    `named_standard_streams` are in force."""
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, StandardStream)]
     for each in streams:
         each.lasts = True
     try:

@@ -17,13 +17,13 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora import files
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.prepare import ahead as ahead_of_training
-from pentameter.data.prepare import stream as preparing_stream
+from pentameter.data.prepare import token_stream_writer as preparing_stream
 from pentameter.data.prepare.ahead import Ahead, Follower, failure_file
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.prepare.stream import Parts, origin_of
-from pentameter.data.shards import stream as stream_shards
+from pentameter.data.prepare.token_stream_writer import Parts, origin_of
+from pentameter.data.shards import token_stream as stream_shards
 from pentameter.data.shards.dataset import first_tokens
-from pentameter.data.shards.stream import Source, is_stream, open_stream
+from pentameter.data.shards.token_stream import Source, is_token_stream, open_token_stream
 from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
@@ -73,7 +73,7 @@ def written(origin, target, *, anew=False):
     parts = Parts(origin, target)
     while parts.write_next():
         parts = Parts(origin, target) if anew else parts
-    return open_stream(target, Source(target))
+    return open_token_stream(target, Source(target))
 
 
 def content(dataset):
@@ -201,7 +201,7 @@ def test_a_step_reads_the_same_whatever_is_there(folder, tmp_path):
     expected = [batches.batch(step).hash() for step in steps]
     assert len(set(expected)) == len(steps)
     source = Slowly(Parts(origin(folder), tmp_path / "slow"))
-    growing = batches_of(open_stream(tmp_path / "slow", source))
+    growing = batches_of(open_token_stream(tmp_path / "slow", source))
     assert source.n_waits == 1
     assert growing.batch(0).hash() == expected[0]
     assert source.n_waits == 1  # the first block is enough
@@ -210,7 +210,7 @@ def test_a_step_reads_the_same_whatever_is_there(folder, tmp_path):
         assert np.array_equal(np.concatenate(rows), batches.batch(step).inputs)
         assert growing.batch(step).hash() == each
     source = Slowly(Parts(origin(folder), tmp_path / "late"))
-    late = batches_of(open_stream(tmp_path / "late", source))
+    late = batches_of(open_token_stream(tmp_path / "late", source))
     assert [late.batch(step).hash() for step in reversed(steps)] == expected[::-1]
     assert growing.rows_per_epoch is batches.rows_per_epoch is None
 
@@ -243,7 +243,7 @@ def test_another_text_is_another_stream_but_what_was_read_of_it(folder, tmp_path
     shutil.rmtree(tmp_path / "other" / "part-00001")
     shutil.copytree(tmp_path / "one" / "part-00001", tmp_path / "other" / "part-00001")
     with pytest.raises(CorruptError, match="is of another text than the parts before it"):
-        open_stream(tmp_path / "other", Source(tmp_path / "other"))
+        open_token_stream(tmp_path / "other", Source(tmp_path / "other"))
 
 
 def test_what_needs_the_whole_text_is_refused(folder, tmp_path):
@@ -263,7 +263,7 @@ def test_what_needs_the_whole_text_is_refused(folder, tmp_path):
 def test_the_beginning_alone_is_evaluated(folder, tmp_path):
     whole = written(origin(folder), tmp_path / "whole")
     target = tmp_path / "slow"
-    growing = open_stream(target, Slowly(Parts(origin(folder), target)))
+    growing = open_token_stream(target, Slowly(Parts(origin(folder), target)))
     for n_tokens in (100, 400, 10**9):
         few, same = (first_tokens(each.split("train"), n_tokens) for each in (growing, whole))
         assert few.tokens[:].tolist() == same.tokens[:].tolist()
@@ -290,7 +290,7 @@ def test_the_text_is_tokenized_in_the_background(folder):
         assert n_tokens == train.n_tokens > train.beginning.n_tokens
     finally:
         dataset.close()
-    assert is_stream(dataset.folders[0])
+    assert is_token_stream(dataset.folders[0])
     again = opened(folder)  # finds all of it
     assert content(again)["train"][:2] == (
         train.tokens[:].tolist(), again.split("train").document_starts.tolist()
@@ -329,12 +329,12 @@ def test_those_who_wait_for_another_process_hear_of_its_error(folder, tmp_path):
     ahead = Ahead(origin(folder), target)
     try:
         with pytest.raises(CorruptError, match=r"0\.jsonl, line 1 is not JSON"):
-            open_stream(target, ahead)
+            open_token_stream(target, ahead)
     finally:
         ahead.close()
     assert failure_file(target).exists()
     with pytest.raises(CorruptError, match=r"0\.jsonl, line 1 is not JSON"):
-        open_stream(target, follower)
+        open_token_stream(target, follower)
 
 
 def test_who_closes_at_once_waits_for_no_part(folder, tmp_path, monkeypatch):
@@ -351,7 +351,7 @@ def test_who_closes_at_once_waits_for_no_part(folder, tmp_path, monkeypatch):
     ahead.prepare(1 << 40)
     assert started.wait(60)
     ahead.close()
-    assert not is_stream(tmp_path / "out")
+    assert not is_token_stream(tmp_path / "out")
     assert not failure_file(tmp_path / "out").exists()
 
 

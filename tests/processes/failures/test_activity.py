@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.processes.failures import progress
-from pentameter.processes.failures.progress import (
+from pentameter.processes.failures import activity
+from pentameter.processes.failures.activity import (
+    Activity,
     Note,
-    Progress,
     Watchdog,
+    activity_path,
     culprits,
-    progress_path,
-    read_progress,
+    read_activity,
 )
 
 
@@ -22,12 +22,12 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
-    monkeypatch.setattr(progress.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(activity.time, "monotonic", lambda: Clock.now)
     return Clock
 
 
 def test_a_note_may_last_three_times_as_long_as_it_ever_took(clock):
-    noted = Progress(timeout_seconds=600)
+    noted = Activity(timeout_seconds=600)
     noted.note("training", 1, nothing_to_lose=True)
     assert noted.latest.timeout_seconds == 30
     clock.now += 300  # it compiled, which is no measure of a step
@@ -49,7 +49,7 @@ def test_a_note_may_last_three_times_as_long_as_it_ever_took(clock):
 
 def test_what_was_done_beside_training_is_a_measure_too(clock):
     """The last save of a run is waited for, and only those beside training were timed."""
-    noted = Progress(timeout_seconds=600)
+    noted = Activity(timeout_seconds=600)
     noted.note("saving", 1)
     clock.now += 1
     noted.note("training", 2)
@@ -60,21 +60,21 @@ def test_what_was_done_beside_training_is_a_measure_too(clock):
 
 
 def test_the_launcher_reads_what_a_worker_notes(tmp_path):
-    assert read_progress(tmp_path, 3) == Note()
-    noted = Progress(progress_path(tmp_path, 3), 600)
+    assert read_activity(tmp_path, 3) == Note()
+    noted = Activity(activity_path(tmp_path, 3), 600)
     noted.note("training", 123456, nothing_to_lose=True)
     noted.note("saving", 7)
-    found = read_progress(tmp_path, 3)
+    found = read_activity(tmp_path, 3)
     assert (found.doing, found.step, found.timeout_seconds) == ("saving", 7, 600)
     noted.close()
     noted.note("training", 8)
-    assert read_progress(tmp_path, 3) == found
-    progress_path(tmp_path, 3).write_text("[half")
-    assert read_progress(tmp_path, 3) == Note()
+    assert read_activity(tmp_path, 3) == found
+    activity_path(tmp_path, 3).write_text("[half")
+    assert read_activity(tmp_path, 3) == Note()
 
 
 def test_a_watchdog_times_out_when_nobody_has_made_progress(tmp_path, clock):
-    workers = [Progress(progress_path(tmp_path, rank), 600) for rank in range(2)]
+    workers = [Activity(activity_path(tmp_path, rank), 600) for rank in range(2)]
     watchdog = Watchdog(tmp_path)
     for step in range(1, 4):
         for worker in workers:
