@@ -16,11 +16,11 @@ from source_files import FEW_LINES, SOURCE, code_lines, file_imports, files, nod
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_CLASS = 150
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_THE_COMMAND_LINE = 2000
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
-    "verify/text.py": "as report/plan/plan_text.py: what rich shows is not in the command",
-    "evaluate/expert_choices.py": "importing it imports torch, which the command's help does not",
+    "report/text/machine.py": "what a terminal shows of something is not in the command",
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }
@@ -56,6 +56,21 @@ def test_classes_and_functions_are_short(kinds, most_lines):
                 if n_lines > most_lines:
                     long[f"{path.relative_to(SOURCE)}:{node.name}"] = n_lines
     assert not long
+
+
+def test_the_command_line_only_parses_and_prints():
+    """Its classes are the options of a verb; what is kept any longer has a room, for Python too."""
+    of_cli = files(SOURCE / "cli")
+    n_lines = sum(len(code_lines(parsed(path))) for path in of_cli)
+    classes = [each for path in of_cli for each in nodes(path) if isinstance(each, ast.ClassDef)]
+    kept = [
+        each.name
+        for each in classes
+        if not each.name.endswith(("Arguments", "Options"))
+        or any(isinstance(inside, ast.FunctionDef) for inside in each.body)
+    ]
+    assert n_lines <= MOST_LINES_OF_THE_COMMAND_LINE
+    assert not kept
 
 
 def test_docstrings_and_comments_are_free():

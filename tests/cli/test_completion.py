@@ -15,7 +15,7 @@ from importlib import resources
 
 import pytest
 
-from pentameter.cli.completion import SCRIPTS, candidates, run
+from pentameter.cli.completion import SHELLS, candidates, run
 from pentameter.cli.main import VERBS
 from pentameter.config.files.load import load_config, preset_names
 from pentameter.config.files.write import json_schema, to_toml
@@ -60,7 +60,7 @@ def test_a_run_folder_is_offered(tmp_path, monkeypatch):
     assert candidates(["sample", "runs/"]) == ["runs/novel"]
 
 
-@pytest.mark.parametrize("shell", SCRIPTS)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_takes_its_script(shell, tmp_path, capsys):
     assert run([shell]) == 0
     script = tmp_path / "script"

@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from pentameter.cli import doctor
+from pentameter.report.text.machine import machine_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +54,10 @@ def test_the_verb(facts, monkeypatch, capsys):
 
 
 def test_a_containers_limits_are_listed(facts):
-    rows = list(doctor._rows(facts | {"limits": {"cores": 1.5, "memory_bytes": 2 * 10**9}}))
+    rows = list(machine_rows(facts | {"limits": {"cores": 1.5, "memory_bytes": 2 * 10**9}}))
     assert ("cpu quota", "1.5 cores", "the time that this container has") in rows
     assert ("memory limit", "2 GB", "what this container may hold") in rows
-    none = doctor._rows(facts | {"limits": {"cores": None, "memory_bytes": None}})
+    none = machine_rows(facts | {"limits": {"cores": None, "memory_bytes": None}})
     assert not {"cpu quota", "memory limit"} & {name for name, *_ in none}
 
 
@@ -65,7 +66,7 @@ def test_proved_and_refused_kernels_are_listed(facts, monkeypatch):
     monkeypatch.setattr("pentameter.machine.kernel_checks.verdicts", lambda: iter(found))
     kernels = doctor._kernels()
     assert kernels == {"proved": ["fold"], "refused": ["unfold (-O2)", "vector kernels (plain)"]}
-    rows = list(doctor._rows(facts | {"kernels": kernels}))
+    rows = list(machine_rows(facts | {"kernels": kernels}))
     assert ("kernels proved", "1", "fold") in rows
     assert ("kernels refused", "2", "unfold (-O2), vector kernels (plain)") in rows
 
@@ -77,14 +78,14 @@ def test_gpus_are_listed(facts):
         "devices": {**facts["devices"], "gpus": [gpu], "gpu_runtime": "cuda 12.8"},
         "published_peak_flops": 989.4e12,
     }
-    rows = {name: (value, remark) for name, value, remark in doctor._rows(with_gpu)}
+    rows = {name: (value, remark) for name, value, remark in machine_rows(with_gpu)}
     assert rows["gpu 0"] == ("140 GiB", "NVIDIA H200, sm_90")
     assert rows["published"][0] == "989.4 TFLOP/s"
 
 
 def test_an_untested_torch_is_marked(facts):
     def said(**change):
-        rows = {name: remark for name, _, remark in doctor._rows({**facts, **change})}
+        rows = {name: remark for name, _, remark in machine_rows({**facts, **change})}
         return rows["torch"]
 
     assert facts["torch_tested"] == list(doctor.TESTED_TORCH)

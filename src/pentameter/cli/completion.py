@@ -9,6 +9,7 @@ import keyword
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,45 +21,10 @@ WORDS = "--words"
 """The option with which a shell script asks for completions; the words typed so far follow it, the
 last one unfinished."""
 
-# A shell completes file names itself where the command names nothing.
-BASH = f"""\
-_pentameter() {{
-  local IFS=$'\\n' typed=("${{COMP_WORDS[@]:1:COMP_CWORD}}")
-  COMPREPLY=($("${{COMP_WORDS[0]}}" completion {WORDS} "${{typed[@]}}" 2>/dev/null))
-  [[ "${{COMPREPLY[*]}}" == *. ]] && compopt -o nospace
-}}
-complete -o default -F _pentameter pentameter
-"""
-ZSH = f"""\
-#compdef pentameter
-_pentameter() {{
-  local -a found
-  found=("${{(@f)$("${{words[1]}}" completion {WORDS} "${{(@)words[2,CURRENT]}}" 2>/dev/null)}}")
-  local -a begun=("${{(@M)found:#*.}}")
-  found=("${{(@)found:#*.}}")
-  if [[ -z "$begun$found" ]]; then _files; return; fi
-  compadd -S "" -a begun
-  compadd -a found
-}}
-case "${{funcstack[1]}}" in
-  _pentameter) _pentameter ;;
-  *) compdef _pentameter pentameter ;;
-esac
-"""
-"""The script for zsh. Configuration sections, which end in a point, get no space after them. The
-file works both as an autoloaded function in $fpath and when sourced."""
-FISH = f"""\
-function __pentameter
-  set -l found (pentameter completion {WORDS} (commandline -opc)[2..] (commandline -ct) 2>/dev/null)
-  if test -n "$found"
-    string join \\n -- $found
-  else
-    __fish_complete_path (commandline -ct)
-  end
-end
-complete -c pentameter -f -a '(__pentameter)'
-"""
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+SHELLS = ("bash", "zsh", "fish")
+"""Shells with a script in the folder `scripts`, which asks with WORDS. A shell completes file names
+itself where the command names nothing. Sections of the configuration, which end in a point, get no
+space after them."""
 
 OVERRIDING = ("train", "plan", "verify", "eval")
 """Verbs that take configuration keys as options."""
@@ -95,7 +61,8 @@ def run(arguments: list[str]) -> int:
 
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
     else:
-        sys.stdout.write(SCRIPTS[asked.kind])
+        script = resources.files("pentameter.cli") / "scripts" / f"pentameter.{asked.kind}"
+        sys.stdout.write(script.read_text(encoding="utf-8"))
     return 0
 
 
@@ -182,5 +149,5 @@ def _positionals(verb: str) -> list[str]:
 
         return preset_names()
     if verb == "completion":
-        return [*SCRIPTS, "toml"]
+        return [*SHELLS, "toml"]
     return [str(path) for path in sorted(Path("runs").glob("*/")) if verb != "prepare"]

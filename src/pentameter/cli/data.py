@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from pentameter.cli.options.arguments import parse
-from pentameter.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    from pentameter.data.batches.rows_read import RowRead, Stretch
-    from pentameter.data.batches.step import Batch
-    from pentameter.record.run_data import RunData
+from pentameter.errors import ConfigError
 
 SHOWN_ROWS = 4
 """Number of rows printed without --rows."""
-
-SHOWN_SPANS = 8
-"""Most document spans in a packed row that are listed above its text."""
-
-TERMINAL_LEGEND = "dim: read, but no target that counts in the loss · ‹bold›: a special token"
-LEGEND = "⟦…⟧ read, but no target that counts in the loss · ‹…› a special token"
 
 
 @dataclass(frozen=True)
@@ -53,9 +41,11 @@ def run(arguments: list[str]) -> int:
     and return the exit code 0."""
     asked = parse(DataArguments, arguments, verb="data")
     import numpy as np
+    from rich.console import Console
 
     from pentameter.data.batches.rows_read import rows_read
     from pentameter.record.run_data import open_run_data
+    from pentameter.report.text.batch_rows import BatchRows
 
     data = open_run_data(asked.run_dir)
     index = data.batch_index(asked.step)
@@ -63,10 +53,13 @@ def run(arguments: list[str]) -> int:
     chosen = _chosen_rows(asked, len(batch.rows))
     numbers = np.arange(chosen.start, chosen.stop, dtype=np.int64)
     rows = rows_read(data.batches, data.dataset.tokenizer, index, numbers)
+    shown = BatchRows(data, asked.step, batch, rows)
     if asked.json:
-        print(json.dumps(_record(asked.step, data, batch, rows)))
-    else:
-        _print(asked, data, batch, rows)
+        print(json.dumps(shown.to_json()))
+        return 0
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in shown.lines(plain=not console.is_terminal):
+        console.print(line)
     return 0
 
 
@@ -85,80 +78,3 @@ def _chosen_rows(asked: DataArguments, n_rows: int) -> range:
         f"--rows {asked.rows} must be FIRST:END, or a number, within the batch's rows 0:{n_rows}; "
         "e.g. --rows 0:4"
     )
-
-
-def _record(step: int, data: RunData, batch: Batch, rows: list[RowRead]) -> dict[str, Any]:
-    return {
-        "name": data.config.name,
-        "step": step,
-        "batch_index": step - 1,
-        "batch_sha256": batch.hash(),
-        "batch_rows": len(batch.rows),
-        "context_length": data.config.model.context_length,
-        "n_targets": batch.n_targets,
-        "sources": data.source_names,
-        "rows": [each.to_json() for each in rows],
-    }
-
-
-def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead]) -> None:
-    """Print batch rows as text; tokens that do not count in the loss are dim on a terminal, else
-    inside ⟦ ⟧."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    n_rows, index = len(batch.rows), asked.step - 1
-    per_epoch = data.batches.rows_per_epoch
-    epoch = "" if per_epoch is None else f" · epoch {index * n_rows // per_epoch:,}"
-    console.print(
-        f"{data.config.name}, step {asked.step:,}: batch {index:,} (counted from 0), {n_rows:,} "
-        f"rows × {data.config.model.context_length:,} tokens · {batch.n_targets:,} targets count"
-        f"{epoch} · sha256 {batch.hash()[:16]}"
-    )
-    console.print(LEGEND if not console.is_terminal else TERMINAL_LEGEND)
-    for row in rows:
-        console.print("")
-        console.print(_heading(row, data), style="bold")
-        text = Text()
-        for words, style in _styled(row.stretches, plain=not console.is_terminal):
-            text.append(printable(words, keep="\n\t"), style)
-        for line in text.split("\n", allow_blank=True):
-            console.print(Text("  │ ").append_text(line))
-    if (n_left_out := n_rows - len(rows)) > 0:
-        console.print(f"\n{n_left_out:,} of {n_rows:,} rows are not shown: --rows :, or --json")
-
-
-def _heading(row: RowRead, data: RunData) -> str:
-    """Return the lines above a row's text: its number, source and targets, and a line per document
-    span."""
-    source = printable(data.source_names[row.source])
-    n_targets = len(row.tokens) - 1 + row.n_padded
-    padded = f" · {row.n_padded:,} padded" if row.n_padded else ""
-    lines = [
-        f"row {row.row:,} · {source} · {row.n_targets:,} of {n_targets:,} targets count{padded}"
-    ]
-    for span in row.spans[:SHOWN_SPANS]:
-        documents = f"document {span.first_document:,}"
-        if span.last_document > span.first_document:
-            documents = f"documents {span.first_document:,} to {span.last_document:,}"
-        begins = f", from its token {span.offset:,}" if span.offset else ""
-        lines.append(f"  train {span.start:,} to {span.stop - 1:,} · {documents}{begins}")
-    if (n_left_out := len(row.spans) - SHOWN_SPANS) > 0:
-        lines.append(f"  and {n_left_out:,} more documents (--json lists them)")
-    return "\n".join(lines)
-
-
-def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for each stretch (consecutive tokens in a row that all count in the
-    loss, or all do not). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that do not."""
-    is_open = False
-    for each in stretches:
-        text = f"‹{each.text}›" if each.is_special else each.text
-        if plain and each.counts == is_open:
-            is_open = not each.counts
-            yield "⟦" if is_open else "⟧", ""
-        style = ("bold " if each.is_special else "") + ("" if each.counts else "dim")
-        yield text, "" if plain else style.strip()
-    if is_open:
-        yield "⟧", ""

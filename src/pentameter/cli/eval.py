@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.options.arguments import (
+    check_least,
     device_for_verb,
     load_for_verb,
     parse_arguments,
@@ -24,7 +25,6 @@ from pentameter.errors import ConfigError, CorruptError, PentameterError, missin
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.folders.load_model import LoadedModel
-    from pentameter.config.data_schema import DataConfig
     from pentameter.config.schema import Config
     from pentameter.data.shards.dataset import Dataset
     from pentameter.parallel.engine import Engine
@@ -72,8 +72,7 @@ def run(arguments: list[str]) -> int:
     """Evaluate as `arguments` (the command line after the verb) ask, print the metrics, and return
     the exit code 0."""
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
-    if parsed.batch_size < 1:
-        raise ConfigError(f"--batch-size {parsed.batch_size} must be at least 1")
+    check_least(parsed, batch_size=1, num_fewshot=0, limit=1)
     _check_tasks(parsed, overrides)
     if parsed.tasks is not None:
         values, line = _tasks(parsed, parsed.tasks)
@@ -90,7 +89,7 @@ def run(arguments: list[str]) -> int:
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """Evaluate the split `parsed.split`, with `overrides` for keys in [data]. Return the object for
     `--json`, and the line printed without it."""
-    from pentameter.evaluate.split import evaluate
+    from pentameter.evaluate.split import evaluate, what_was_read
 
     loaded, config, engine = _load(parsed, overrides)
     if loaded.checkpoint is None and not overrides:
@@ -115,7 +114,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
     assert metrics is not None  # nothing asks it to stop
     names = ("step", "split", "loss", "perplexity", "bits_per_byte", "tokens", "seconds")
     stride = parsed.stride or context_length
-    counts, read = _what_was_read(config.data, dataset, parsed.split)
+    counts, read = what_was_read(config.data, dataset, parsed.split)
     values = {**{name: getattr(metrics, name) for name in names}, "stride": stride, **counts}
     line = (
         f"{metrics.split}: loss {metrics.loss:.4f} nats/token · perplexity "
@@ -124,32 +123,6 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
         f"step {metrics.step}\n{read}"
     )
     return values, line
-
-
-def _what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict[str, int], str]:
-    """Return how many tokens the split has and how many the text that it is cut from, for `--json`,
-    and a line about both."""
-    from pentameter.config.urls import shown_path
-    from pentameter.data.shards.format import find_header
-
-    files = {"val": data.validation_path, "test": data.test_path}
-    n_tokens = {name: dataset.split(name).n_tokens for name in ("train", "val", "test")}
-    n_split = n_tokens[split]
-    if (file := files.get(split)) is not None:
-        return {"split_tokens": n_split}, f"the {split} split is {shown_path(file)}: all of it"
-    whole = sum(n for name, n in n_tokens.items() if files.get(name) is None)
-    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
-    said = f"the {split} split is {n_split:,} of the {whole:,} tokens of {source}"
-    if n_split == whole:
-        said = f"the {split} split is all {whole:,} tokens of {source}"
-    elif data.path is not None and find_header(data.path) is None and data.order != "streamed":
-        fractions = [
-            f" --data.{key.replace('_', '-')} 0"
-            for key in ("validation_fraction", "test_fraction")
-            if getattr(data, key) > 0
-        ]
-        said += f"; all of it: --split train{''.join(fractions)}"
-    return {"split_tokens": n_split, "text_tokens": whole}, said
 
 
 def _dataset(config: Config, loaded: LoadedModel, *, is_own: bool) -> Dataset:
@@ -220,10 +193,6 @@ def _check_tasks(parsed: EvalArguments, overrides: list[str]) -> None:
     given = [option for option, value in others.items() if value is not None] + overrides
     if given:
         raise ConfigError(f"--tasks brings its own text; leave out {given[0]}")
-    for option, least in (("--num-fewshot", 0), ("--limit", 1)):
-        value = of_tasks[option]
-        if isinstance(value, int) and value < least:
-            raise ConfigError(f"{option} {value} must be at least {least}")
     if find_spec("lm_eval") is None:
         raise missing_package("--tasks", "lm-eval", "lm-eval")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -61,7 +60,13 @@ def run(arguments: list[str]) -> int:
     if asked.base_model is not None:
         stored = replace(stored, base_model=asked.base_model)
     _check_base(asked, stored)
-    warnings += [*_write(asked, stored), *_advice(asked)]
+    warnings += _write(asked, stored)
+    if asked.to != "safetensors" and asked.license is None:
+        warnings.append(
+            "the model card grants no license, so nobody else may use the model: add --license ID "
+            f"(apache-2.0, mit, cc-by-4.0, …), or `license: ID` at the head of "
+            f"{asked.out / 'README.md'}"
+        )
     remark(*warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")
@@ -122,16 +127,6 @@ def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
             return ()
         case "peft":
             return export_peft(stored, asked.out, card("peft")).notes
-
-
-def _advice(asked: ExportArguments) -> Iterator[str]:
-    """Yield warnings about additions that others need to use the folder, such as a license."""
-    if asked.to != "safetensors" and asked.license is None:
-        yield (
-            "the model card grants no license, so nobody else may use the model: add --license ID "
-            f"(apache-2.0, mit, cc-by-4.0, …), or `license: ID` at the head of "
-            f"{asked.out / 'README.md'}"
-        )
 
 
 def _push(folder: Path, repository: str, *, private: bool) -> str:

@@ -82,11 +82,9 @@ def run(arguments: list[str]) -> int:
     remark(*warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), name_of(asked.out.name, "-tuned")
-    experts = (
-        ""
-        if model.n_experts is None
-        else (f"{model.n_experts} experts, {model.n_chosen} for each token, ")
-    )
+    experts = ""
+    if model.n_experts is not None:
+        experts = f"{model.n_experts} experts, {model.n_chosen} for each token, "
     print(
         f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
         f"{experts}context {model.context_length}, vocabulary {model.vocab_size}, "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from glob import has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -18,20 +17,8 @@ from pentameter.config.choices import FILE_DEFAULTS, TEMPLATE_DATE, VALIDATION_F
 from pentameter.errors import ConfigError, terminal_message
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
     from pentameter.config.data_schema import DataConfig
-    from pentameter.data.progress import Progress
     from pentameter.data.shards.dataset import Dataset
-
-
-class Callbacks(TypedDict):
-    """Callbacks that report a preparation's progress: (pass, bytes done, bytes in total), and
-    tokens so far."""
-
-    progress: Progress
-    count_tokens: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -126,21 +113,22 @@ def run(arguments: list[str]) -> int:
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.data.prepare.from_tokens import files_by_split, import_tokens, open_token_file
+    from pentameter.data.progress import progress_on_stderr
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 
-    if options.chat_template is not None:
-        raise ConfigError("--chat-template is for conversations, not for tokens; leave it out")
-    if options.max_bytes is not None:
-        raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
-    for key, usual in FILE_DEFAULTS.items():
-        if getattr(options, key) != usual:
-            name = key.replace("_", "-")
-            raise ConfigError(f"--{name} is of files of text, not of tokens; leave it out")
-    if options.split_by != "position":
-        raise ConfigError(
-            f"--split-by {options.split_by} goes by each document's text, which files of tokens do "
-            "not have; leave it out"
-        )
+    of_text = "is of files of text, not of tokens"
+    refused = {
+        "chat_template": (None, "is for conversations, not for tokens"),
+        "max_bytes": (None, "cannot shorten files of tokens"),
+        **{key: (usual, of_text) for key, usual in FILE_DEFAULTS.items()},
+        "split_by": (
+            "position",
+            f"{options.split_by} goes by each document's text, which tokens lack",
+        ),
+    }
+    for name, (usual, reason) in refused.items():
+        if getattr(options, name) != usual:
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}; leave it out")
     _data_section(options, None)  # for its rules
     paths = files_by_split(sources)
     for split, path in (("val", options.validation_path), ("test", options.test_path)):
@@ -156,14 +144,14 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
     for split, here in files.items():
         for file in here:
             print(f"{file.path}: {file.format}, {file.n_tokens:,} tokens, {split}")
-    with _progress() as callbacks:
+    with progress_on_stderr() as progress:
         import_tokens(
             files,
             options.out,
             tokenizer,
             validation_fraction=options.validation_fraction,
             test_fraction=options.test_fraction,
-            progress=callbacks["progress"],
+            progress=progress,
         )
 
 
@@ -172,6 +160,7 @@ def _prepare(options: Options, warnings: list[str]) -> None:
     `warnings`."""
     from pentameter.data.corpora.registry import CORPORA
     from pentameter.data.open_dataset import preparation_of
+    from pentameter.data.progress import progress_on_stderr
     from pentameter.disk.atomic import refuse_existing
 
     if not options.source:
@@ -180,18 +169,16 @@ def _prepare(options: Options, warnings: list[str]) -> None:
     if corpus is not None and corpus not in CORPORA and _names_files(corpus):
         corpus = None
     data = _data_section(options, corpus)
-    with _progress() as callbacks:
+    with progress_on_stderr() as progress:
         preparation = preparation_of(
             data,
             options.tokenizer,
             paths=options.source if corpus is None else (),
-            progress=callbacks["progress"],
+            progress=progress,
         )
         refuse_existing(options.out)  # before all is read
         warnings += preparation.corpus.warnings
-        preparation.write_shards(
-            options.out, warnings=warnings, count_tokens=callbacks["count_tokens"]
-        )
+        preparation.write_shards(options.out, warnings=warnings, count_tokens=progress.count_tokens)
         warnings += preparation.remarks
 
 
@@ -236,67 +223,3 @@ def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
         f"{n_bytes / n_tokens:.2f} bytes per token, {seconds:.1f} s, "
         f"{n_tokens / seconds:,.0f} tokens/s"
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Callbacks]:
-    """A context manager that gives callbacks for progress on stderr: on a terminal a bar per pass,
-    without one a line every 10 s."""
-    from rich.console import Console
-
-    from pentameter.data.progress import ProgressLines
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with _bars(console) as callbacks:
-            yield callbacks
-    else:
-        lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
-        yield {"progress": lines, "count_tokens": lines.count_tokens}
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Callbacks]:
-    """A context manager that gives callbacks: `progress` draws a bar per pass, `count_tokens` adds
-    the tokens per second to the last bar."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    from pentameter.data.progress import AWAITING, pass_in_words
-
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[tokens]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, TaskID] = {}
-        first: list[tuple[float, int]] = []  # when and with how many tokens this process began
-
-        def update(stage: str, done: int, total: int) -> None:
-            if stage == AWAITING:
-                console.print(pass_in_words(stage))
-                return
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total, tokens="")
-            bar.update(tasks[stage], completed=done, total=max(total, done))
-
-        def count_tokens(n_tokens: int) -> None:
-            now = time.perf_counter()
-            if not first:
-                first.append((now, n_tokens))
-            began, before = first[0]
-            if now > began:
-                speed = f"{(n_tokens - before) / (now - began):,.0f} tokens/s"
-                bar.update(list(tasks.values())[-1], tokens=speed)
-
-        yield {"progress": update, "count_tokens": count_tokens}

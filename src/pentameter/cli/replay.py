@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.checkpoint.format.lazy_tensors import few
 from pentameter.cli.options.arguments import parse
-from pentameter.errors import TrainingFailedError, printable, remark
+from pentameter.errors import TrainingFailedError, remark
 from pentameter.processes.group.rank import find_rank, processes_together
 from pentameter.processes.launch.local_launch import check_launch, run_local
 from pentameter.processes.launch.program import Command, python_command
@@ -19,9 +18,7 @@ from pentameter.processes.launch.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.processes.group.world import World
-    from pentameter.replay.conclusion import Compared
     from pentameter.replay.replay_step import StepReplay
-    from pentameter.replay.steps import WeightsCompared
 
 
 @dataclass(frozen=True)
@@ -89,59 +86,5 @@ def _replay(asked: ReplayArguments, world: World) -> StepReplay:
 
     found = replay_step(asked.run_dir, asked.step, asked.layout, world, say)
     if world.is_main:
-        print(json.dumps(found.to_json()) if asked.json else "\n".join(_lines(found)), flush=True)
+        print(json.dumps(found.to_json()) if asked.json else "\n".join(found.lines()), flush=True)
     return found
-
-
-def _lines(found: StepReplay) -> list[str]:
-    """Return the result for people, a line each."""
-    conclusion, record, step = found.conclusion, found.record, found.step
-    begun = "the initial weights" if found.route.base == 0 else f"checkpoint {found.route.base}"
-    lines = [
-        f"{record.config.name}, step {step:,} computed again from {begun} on {found.layout}"
-        f" ({len(found.route.steps)} steps)"
-    ]
-    if (reason := record.skips.get(step)) is not None:
-        made = conclusion.replayed.numbers[step].made
-        lines.append(
-            f"  the run left its update out ({reason}); the replay "
-            f"{'makes it' if made else 'leaves it out, too'}"
-        )
-    if (last := record.undone_by(step)) is not None:
-        lines.append(f"  its update was undone by the rollback after step {last:,}")
-    if found.route.steps[-1] != step:
-        lines.append(
-            f"  nothing is recorded of it: compared with step {found.route.steps[-1]:,}, the next "
-            "that is"
-        )
-    shown = {step, found.route.steps[-1], conclusion.first_different}
-    lines += [f"  {_compared(each)}" for each in conclusion.numbers if each.step in shown]
-    weights = conclusion.replayed.weights
-    if weights is not None:
-        lines.append(
-            f"  step {weights.step:,} weights and optimizer state: " + _weights_compared(weights)
-        )
-    lines += [f"  differs here: {each}" for each in found.differences]
-    lines.append(f"{conclusion.verdict}: {conclusion.reason}")
-    lines.append(f"rows of the highest loss (median {found.rows.median:.4g}):")
-    lines += [f"  {each}" for each in found.rows.told]
-    lines.append(f"pentameter data {record.folder} --step {step} shows them")
-    return [printable(line) for line in lines]
-
-
-def _weights_compared(weights: WeightsCompared) -> str:
-    if weights.is_equal:
-        return f"all {weights.n_tensors} tensors equal to the bit"
-    return (
-        f"{len(weights.different)} of {weights.n_tensors} tensors differ "
-        f"({few(weights.different)}); the weights by {weights.weights_distance:.2g} of the way "
-        f"that they went, the optimizer's state by {weights.optimizer_distance:.2g} of its norm"
-    )
-
-
-def _compared(each: Compared) -> str:
-    how = "equal to the bit" if each.is_equal else "to rounding" if each.is_close else "DIFFERS"
-    return (
-        f"step {each.step:,} {each.name}: recorded {each.recorded!r}, replayed {each.replayed!r}, "
-        f"{how}"
-    )

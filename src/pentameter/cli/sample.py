@@ -20,8 +20,8 @@ from pentameter.cli.options.arguments import (
     device_for_verb,
     load_for_verb,
     parse,
+    print_tables,
 )
-from pentameter.cli.options.experts_option import print_expert_choices
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pentameter.generation.loop import Detokenizer
     from pentameter.generation.sampling import Sampling
 
+WIDTH = 80
+"""Line width of tables without a terminal, in characters."""
 PROMPT = "› "
 NEW = "/new"
 LOOP_HELP = "Write what the model is to continue. Ctrl-C stops a text, Ctrl-D ends."
@@ -90,7 +92,7 @@ def run(arguments: list[str]) -> int:
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, device_for_verb(asked.device))
     if asked.experts:
-        print_expert_choices(loaded, prompt, as_json=asked.json)
+        _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     if _is_loop(asked):
@@ -104,6 +106,27 @@ def run(arguments: list[str]) -> int:
     else:
         _print_text(steps, samples, "" if asked.chat else prompt)
     return 0
+
+
+def _print_expert_choices(loaded: LoadedModel, text: str, *, as_json: bool) -> None:
+    """Print the table of each layer with experts; with `as_json` every token's experts and their
+    weights. Raises ConfigError for a model without experts, and for a text that is empty or cannot
+    be encoded."""
+    from pentameter.evaluate.expert_choices import expert_choices, expert_table
+
+    if not text:
+        raise ConfigError("--experts needs a text: --prompt TEXT, or --prompt-file FILE")
+    tokens = loaded.tokenizer.encode_document(text)
+    layers = expert_choices(loaded.model, tokens)
+    ids = tokens.tolist()
+    shown = [loaded.tokenizer.decode([token]) for token in ids]
+    if as_json:
+        pairs = zip(ids, shown, strict=True)
+        record = {"prompt": text, "tokens": [{"id": i, "text": word} for i, word in pairs]}
+        print(json.dumps({**record, "layers": [each.to_json() for each in layers]}), flush=True)
+    else:
+        tables = [expert_table(each, shown) for each in layers]
+        print_tables(itertools.chain(*((table, "") for table in tables)), WIDTH)
 
 
 def _is_loop(asked: SampleArguments) -> bool:
@@ -180,22 +203,8 @@ def _ask_for_prompts(
             continue
         one = dataclasses.replace(asked, seed=seed)
         steps, samples = _sampled(loaded, ids, sampling, one, ends, continues=bool(line))
-        text = _print_until_stopped(steps, samples)
+        (text,) = _print_text(steps, samples, "", KeyboardInterrupt)
         messages = [*turn, {"role": "assistant", "content": text}]
-
-
-def _print_until_stopped(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> str:
-    """Print the only sample while it grows, and return its text; Ctrl-C ends it early. `steps`
-    gives each step's tokens (1,)."""
-    (sample,), text = samples, ""
-    with contextlib.suppress(KeyboardInterrupt):
-        for tokens in steps:
-            chunk = sample.push(int(tokens[0]))
-            text += chunk
-            _write(chunk)
-    rest = sample.flush()
-    _write(f"{rest}\n")
-    return text + rest
 
 
 def _until_ended(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> Iterator[np.ndarray]:
@@ -242,22 +251,31 @@ def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt:
     print(json.dumps({"prompt": prompt, "samples": found, "tokens_per_second": rate}), flush=True)
 
 
-def _print_text(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
+def _print_text(
+    steps: Iterator[np.ndarray],
+    samples: list[Detokenizer],
+    prompt: str = "",
+    *ended_by: type[BaseException],
+) -> list[str]:
     """Print the first sample, after the prompt, while it grows, and the others once they are
-    complete."""
-    texts = [prompt] * len(samples)
+    complete; return the texts of all. One of `ended_by` that is raised meanwhile ends them."""
+    texts = [""] * len(samples)
     if len(samples) > 1:
         _write(_rule(0, len(samples)))
     _write(prompt)
-    for tokens in steps:
-        for index, token in enumerate(tokens.tolist()):
-            chunk = samples[index].push(token)
-            texts[index] += chunk
-            _write(chunk if index == 0 else "")
-    _write(samples[0].flush() + "\n")
-    for index in range(1, len(samples)):
-        text = texts[index] + samples[index].flush()
-        _write(_rule(index, len(samples)) + text + "\n")
+    with contextlib.suppress(*ended_by):
+        for tokens in steps:
+            for index, token in enumerate(tokens.tolist()):
+                chunk = samples[index].push(token)
+                texts[index] += chunk
+                _write(chunk if index == 0 else "")
+    for index, sample in enumerate(samples):
+        rest = sample.flush()
+        texts[index] += rest
+        _write(
+            f"{rest}\n" if index == 0 else f"{_rule(index, len(samples))}{prompt}{texts[index]}\n"
+        )
+    return texts
 
 
 def _rule(index: int, num_samples: int) -> str:

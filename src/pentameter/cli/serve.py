@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from pentameter.cli.options.arguments import (
+    check_least,
     device_for_verb,
     load_for_verb,
     parse,
@@ -54,7 +55,9 @@ def run(arguments: list[str]) -> int:
     asked = parse(ServeArguments, arguments, verb="serve")
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise missing_package("serve", " and ".join(missing), "serve")
-    _check(asked)
+    check_least(asked, slots=1, queue=0, max_tokens=1, max_seconds=0, max_bytes=1, grace_seconds=0)
+    if not asked.models:
+        raise ConfigError("serve needs a MODEL: a run folder or a Hugging Face folder")
     names = [path.resolve().name for path in asked.models]
     for name in names:
         if names.count(name) > 1:
@@ -78,18 +81,3 @@ def run(arguments: list[str]) -> int:
             remark(*served.remarks())
             worker.add(served)
         return serve(worker, bound, limits, grace_seconds=asked.grace_seconds)
-
-
-def _check(asked: ServeArguments) -> None:
-    """Raise ConfigError for a number out of range, or if no model is given."""
-    least = {
-        "slots": 1, "queue": 0, "max_tokens": 1, "max_seconds": 0, "max_bytes": 1,
-        "grace_seconds": 0,
-    }  # fmt: skip
-    for name, smallest in least.items():
-        value = getattr(asked, name)
-        if not value >= smallest:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value} must be at least {smallest}")
-    if not asked.models:
-        raise ConfigError("serve needs a MODEL: a run folder or a Hugging Face folder")

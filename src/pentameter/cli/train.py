@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
+from pentameter.cli.options.arguments import (
+    check_least,
+    parse_arguments,
+    sizes_of_data,
+    without_options,
+)
 from pentameter.config.files.overrides import as_options
 from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together
@@ -112,7 +117,6 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
     """Train as the command line after the verb asks: `arguments`, which are `parsed` and, of the
     configuration, `overrides`."""
     from pentameter.checkpoint.hugging_face.hub import hub_address
-    from pentameter.config.files.write import to_toml
     from pentameter.planning.layouts.layout import BEST
 
     if parsed.init_from is not None and (address := hub_address(parsed.init_from)) is not None:
@@ -125,8 +129,6 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
     if parsed.sweep:
-        if place is not None:
-            raise ConfigError("--sweep starts its processes itself; leave the launcher out")
         _sweep(parsed, arguments, overrides, n_processes)
         return
     timed = None
@@ -142,11 +144,13 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             init_from=parsed.init_from,
         )
     config = _configuration(parsed, overrides, n_processes, place, timed, say=is_main)
-    hooks = _profile(parsed, config)
+    hooks = []
+    if parsed.profile is not None:
+        from pentameter.train.say.profile import parse_window
+
+        hooks.append(parse_window(parsed.profile, config.train.steps))
     if parsed.print_config or parsed.dry_run:
-        if is_main and parsed.print_config:
-            print(to_toml(config), end="")
-        elif is_main:
+        if is_main:
             _print_plan(config, parsed, n_processes, place)
         return
     if parsed.layout == BEST and place is not None:
@@ -159,7 +163,8 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             chosen = partial(_configuration, parsed, overrides, place=None, say=True)
             launch.here(lambda n: chosen(n_processes=n))
     else:
-        _say_first_words(config, is_main=is_main)
+        if is_main and sys.stdout.isatty():  # it may be minutes to the run's own first line
+            print(f"{config.name}: loading PyTorch, then reading the text …", flush=True)
         check_launch(
             config,
             n_processes or 1,
@@ -168,12 +173,6 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             check_fit=not parsed.force,
         )
         _train(config, parsed, place, hooks, timed)
-
-
-def _say_first_words(config: Config, *, is_main: bool) -> None:
-    """Say on a terminal what goes on before the run's own first line: minutes on a busy machine."""
-    if is_main and sys.stdout.isatty():
-        print(f"{config.name}: loading PyTorch, then reading the text …", flush=True)
 
 
 def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
@@ -221,21 +220,9 @@ def _check_alone(parsed: TrainArguments, place: LaunchedRank | None) -> None:
             raise ConfigError(
                 f"--{option} and {place.source} exclude each other; leave one of them out"
             )
-    if parsed.respawn is not None and parsed.respawn < 0:
-        raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
-
-
-def _profile(parsed: TrainArguments, config: Config) -> list[Profile]:
-    """Return the hook that --profile asks for; an empty list without it. Raises ConfigError for
-    steps that the run does not make."""
-    if parsed.profile is None:
-        return []
-    from pentameter.train.say.profile import parse_window
-
-    hook = parse_window(parsed.profile)
-    if config.train.steps is not None:
-        hook.check(config.train.steps)
-    return [hook]
+    if place is not None and parsed.sweep:
+        raise ConfigError("--sweep starts its processes itself; leave the launcher out")
+    check_least(parsed, respawn=0)
 
 
 def _sweep(
@@ -306,7 +293,11 @@ def _configuration(
     n_processes: how many train together, None for one. place: this process's rank, and how many a
     launcher started on each machine; None if all are on this machine.
     """
-    from pentameter.config.files.command_source import configuration_of, with_tokenizer_beside
+    from pentameter.config.files.command_source import (
+        configuration_of,
+        random_weights,
+        with_tokenizer_beside,
+    )
     from pentameter.config.files.load import flat_overrides, load_config
     from pentameter.planning.layouts.layout import BEST, layout_overrides
 
@@ -316,9 +307,7 @@ def _configuration(
         config = load_config(*configuration_of(parsed.source, given, parsed.init_from))
     else:
         config = timed.choose(keep=not is_printed)
-    said = []
-    if parsed.init_from is None:
-        said += _random_weights(Path(parsed.source))
+    said = [] if parsed.init_from is not None else [*random_weights(Path(parsed.source))]
     is_launched = place is not None or parsed.nodes is not None
     if parsed.layout == BEST and (is_printed or not is_launched):
         from pentameter.autotune.best_layout import best_layout
@@ -332,18 +321,6 @@ def _configuration(
     if say:
         remark(*said, *warnings)
     return config
-
-
-def _random_weights(source: Path) -> list[str]:
-    """Return a warning if `source` is a checkpoint's config.toml, as a run from it begins with
-    random weights unless --init-from names them; else an empty list."""
-    folder = source.parent
-    if source.name != "config.toml" or not (folder / "manifest.json").is_file():
-        return []
-    return [
-        f"{source} lies beside a model, and a new run begins with random weights; "
-        f"--init-from {folder} begins with that model's"
-    ]
 
 
 def _train(
@@ -397,15 +374,19 @@ def _train_in_best_layout(
 def _print_plan(
     config: Config, parsed: TrainArguments, n_processes: int | None, place: LaunchedRank | None
 ) -> None:
-    """Print the run's Plan (all derived sizes, memory per rank, layout) on stdout: in words on a
-    terminal, as JSON elsewhere or with --json. Nothing is trained.
+    """Print the configuration as TOML with --print-config; else the run's Plan (all derived sizes,
+    memory per rank, layout), in words on a terminal, as JSON elsewhere or with --json.
 
     n_processes: the ranks to plan for, None for as many as [parallel] implies. place: says how many
     are on each machine; None if all are on this one.
     """
+    from pentameter.config.files.write import to_toml
     from pentameter.estimating.bytes.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 
+    if parsed.print_config:
+        print(to_toml(config), end="")
+        return
     sizes = sizes_of_data(config, parsed.init_from)
     plan = make_plan(
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +82,7 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
     the command line to print for a layout that fails."""
     from pentameter.verify.compare import TOLERANCE, verify_layouts
     from pentameter.verify.shrink import described_changes, shrunk_cases
-    from pentameter.verify.text import layout_table, summary
+    from pentameter.verify.text import layout_table, summary, with_progress
     from pentameter.verify.workers import Workers
 
     small, cases = shrunk_cases(config, parsed.layouts)
@@ -91,7 +91,7 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
         _say(f"{config.name}, in float64 on CPU processes, made small: {', '.join(changes)}\n")
     with Workers() as workers:
         found = verify_layouts(small, cases, workers, n_steps=parsed.steps)
-        outcomes = list(_with_progress(found, [case.name for case in cases]))
+        outcomes = list(with_progress(found, [case.name for case in cases]))
     passed = all(outcome.passed for outcome in outcomes)
     if parsed.json:
         shrunk = {"tolerance": TOLERANCE, "steps": parsed.steps, "shrunk": changes}
@@ -139,43 +139,6 @@ def _data(config: Config, parsed: VerifyArguments) -> bool:
 def _json(passed: bool, outcomes: Sequence[Outcome | DataOutcome], **facts: Any) -> str:
     layouts = [outcome.to_json() for outcome in outcomes]
     return json.dumps({"passed": passed, **facts, "layouts": layouts}, allow_nan=False)
-
-
-# -- what people see ----------------------------------------------------------------------------
-
-
-def _with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
-    """Yield outcomes as they come, and report each on stderr, with a bar on a terminal. names: the
-    layouts' names, in order."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False, markup=False)
-    if not console.is_terminal:
-        for number, outcome in enumerate(outcomes, start=1):
-            mark = "equal" if outcome.passed else printable(f"FAILED, {outcome.problem}", keep="\n")
-            print(
-                f"{number}/{len(names)} {outcome.case.name}: {mark} ({outcome.seconds:.1f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-            yield outcome
-        return
-    columns = (
-        BarColumn(30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("one process", total=len(names))
-        for number, outcome in enumerate(outcomes, start=1):
-            if not outcome.passed:
-                said = printable(f"✗ {outcome.case.name}: {outcome.problem}", keep="\n")
-                console.print(said, style="red")
-            following = names[number] if number < len(names) else ""
-            progress.update(bar, completed=number, description=following)
-            yield outcome
 
 
 def _say(text: str) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `import pentameter.data` would feel it
+    from rich.progress import Progress as BarsOfRich
+    from rich.progress import TaskID
 
 Progress = Callable[[str, int, int], None]
 """A callback: called with the pass's name (one of those below), the bytes done, and an estimate of
@@ -84,3 +91,54 @@ class ProgressLines:
     def count_tokens(self, n_tokens: int) -> None:
         """Set the number of tokens written so far, which the next line shows."""
         self._n_tokens = n_tokens
+
+
+class ProgressBars:
+    """A `Progress` callback that draws a bar per pass, with the tokens per second on the last one,
+    while the Progress of rich, `bars`, is shown."""
+
+    def __init__(self, bars: BarsOfRich) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+        self._first: tuple[float, int] | None = None
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Draw the pass's bar; of a pass that waits for another process say so."""
+        if name == AWAITING:
+            self._bars.console.print(pass_in_words(name))
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, tokens="")
+        self._bars.update(self._tasks[name], completed=done, total=max(total, done))
+
+    def count_tokens(self, n_tokens: int) -> None:
+        """Set the number of tokens written so far; their rate counts from the first call."""
+        now = time.perf_counter()
+        self._first = self._first or (now, n_tokens)
+        began, before = self._first
+        if now > began:
+            speed = f"{(n_tokens - before) / (now - began):,.0f} tokens/s"
+            self._bars.update(list(self._tasks.values())[-1], tokens=speed)
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[ProgressLines | ProgressBars]:
+    """Give a `Progress` that shows passes on stderr: on a terminal a bar for each, without one a
+    line every LINE_SECONDS."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
+        return
+    columns = (
+        rich.TextColumn("{task.description:>8}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[tokens]}"),
+    )
+    with rich.Progress(*columns, console=console) as bars:
+        yield ProgressBars(bars)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, printable
 from pentameter.machine.on_host import on_host
 from pentameter.model.experts import Router, Routing
 from pentameter.model.gpt import GPT
@@ -30,6 +33,11 @@ class LayerChoices:
     """(N, k), factors by which the experts' outputs are multiplied."""
     n_experts: int
     """Number of the layer's experts, shared ones not counted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layer, and each token's experts and weights."""
+        lists = {"experts": self.experts.tolist(), "weights": self.weights.tolist()}
+        return {"layer": self.layer, **lists}
 
 
 @torch.no_grad()
@@ -70,3 +78,33 @@ def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[Laye
         )
         for layer, routings in found.items()
     ]
+
+
+MOST_TOKENS_NAMED = 12
+"""Most different tokens that are listed for an expert."""
+
+
+def expert_table(choices: LayerChoices, shown: Sequence[str]) -> Table:
+    """Return a table of how many tokens of a text each expert of a layer was chosen for and which,
+    most frequent first. `shown` are the tokens' texts (N,)."""
+    title = (
+        f"layer {choices.layer}: {len(shown):,} tokens, {choices.experts.shape[1]} experts for each"
+    )
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for heading in ("expert", "tokens", "share"):
+        table.add_column(heading, justify="right")
+    table.add_column("which, the most frequent first", no_wrap=True, overflow="ellipsis")
+    for expert in range(choices.n_experts):
+        takes = (choices.experts == expert).any(1)
+        words = Counter(word for word, taken in zip(shown, takes, strict=True) if taken)
+        named = [
+            f"{printable(repr(word))}{f' ×{count}' if count > 1 else ''}"
+            for word, count in words.most_common(MOST_TOKENS_NAMED)
+        ]
+        listed = [*named, "…"] if len(words) > MOST_TOKENS_NAMED else named
+        share = f"{takes.sum() / choices.experts.size:.1%}"
+        table.add_row(str(expert), f"{takes.sum():,}", share, Text("  ".join(listed)))
+    if n_left := int((choices.experts == choices.n_experts).sum()):
+        table.caption = f"no room (model.expert_capacity) for {n_left:,}"
+        table.caption_justify = "left"
+    return table

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
+from pentameter.config.data_schema import DataConfig
+from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import Batch, Int64, masked_tokens, padded_batch
-from pentameter.data.shards.dataset import TokenSplit
+from pentameter.data.shards.dataset import Dataset, TokenSplit
+from pentameter.data.shards.format import find_header
 from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.planning.architecture import IGNORED_TARGET
@@ -164,3 +167,26 @@ def _to_batches(
                 batch.targets[row, : stop - start - 1 - n_counted] = IGNORED_TARGET
         yield batch
         n_done += len(rows)
+
+
+def what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict[str, int], str]:
+    """Return how many tokens the split has and how many the text that it is cut from, for `--json`,
+    and a line about both."""
+    files = {"val": data.validation_path, "test": data.test_path}
+    n_tokens = {name: dataset.split(name).n_tokens for name in ("train", "val", "test")}
+    n_split = n_tokens[split]
+    if (file := files.get(split)) is not None:
+        return {"split_tokens": n_split}, f"the {split} split is {shown_path(file)}: all of it"
+    whole = sum(n for name, n in n_tokens.items() if files.get(name) is None)
+    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
+    said = f"the {split} split is {n_split:,} of the {whole:,} tokens of {source}"
+    if n_split == whole:
+        said = f"the {split} split is all {whole:,} tokens of {source}"
+    elif data.path is not None and find_header(data.path) is None and data.order != "streamed":
+        fractions = [
+            f" --data.{key.replace('_', '-')} 0"
+            for key in ("validation_fraction", "test_fraction")
+            if getattr(data, key) > 0
+        ]
+        said += f"; all of it: --split train{''.join(fractions)}"
+    return {"split_tokens": n_split, "text_tokens": whole}, said

@@ -83,6 +83,13 @@ class Compared:
         same_nan = math.isnan(self.recorded) and math.isnan(self.replayed)
         return self.recorded == self.replayed or same_nan
 
+    def __str__(self) -> str:
+        how = "equal to the bit" if self.is_equal else "to rounding" if self.is_close else "DIFFERS"
+        return (
+            f"step {self.step:,} {self.name}: recorded {self.recorded!r}, replayed "
+            f"{self.replayed!r}, {how}"
+        )
+
 
 @dataclass(frozen=True)
 class Conclusion:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pentameter.checkpoint.folders.opening import Check, Checkpoint
 from pentameter.checkpoint.folders.verification import Verification
-from pentameter.errors import CorruptError
+from pentameter.errors import CorruptError, printable
 from pentameter.planning.layouts.layout import make_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
@@ -62,6 +62,36 @@ class StepReplay:
                 for (row, loss), told in zip(self.rows.rows, self.rows.told, strict=True)
             ],
         }
+
+    def lines(self) -> list[str]:
+        """Return the result for people, a line each."""
+        conclusion, record, step = self.conclusion, self.record, self.step
+        begun = "the initial weights" if self.route.base == 0 else f"checkpoint {self.route.base}"
+        lines = [
+            f"{record.config.name}, step {step:,} computed again from {begun} on {self.layout}"
+            f" ({len(self.route.steps)} steps)"
+        ]
+        if (reason := record.skips.get(step)) is not None:
+            made = conclusion.replayed.numbers[step].made
+            does = "makes it" if made else "leaves it out, too"
+            lines.append(f"  the run left its update out ({reason}); the replay {does}")
+        if (last := record.undone_by(step)) is not None:
+            lines.append(f"  its update was undone by the rollback after step {last:,}")
+        if self.route.steps[-1] != step:
+            lines.append(
+                f"  nothing is recorded of it: compared with step {self.route.steps[-1]:,}, the "
+                "next that is"
+            )
+        shown = {step, self.route.steps[-1], conclusion.first_different}
+        lines += [f"  {each}" for each in conclusion.numbers if each.step in shown]
+        if (weights := conclusion.replayed.weights) is not None:
+            lines.append(f"  step {weights.step:,} weights and optimizer state: {weights}")
+        lines += [f"  differs here: {each}" for each in self.differences]
+        lines.append(f"{conclusion.verdict}: {conclusion.reason}")
+        lines.append(f"rows of the highest loss (median {self.rows.median:.4g}):")
+        lines += [f"  {each}" for each in self.rows.told]
+        lines.append(f"pentameter data {record.folder} --step {step} shows them")
+        return [printable(line) for line in lines]
 
 
 def replay_step(

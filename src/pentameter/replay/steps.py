@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pentameter.checkpoint.folders.opening import Checkpoint
+from pentameter.checkpoint.format.lazy_tensors import few
 from pentameter.config.schema import ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
@@ -48,6 +49,15 @@ class WeightsCompared:
     def is_equal(self) -> bool:
         """True if every tensor is equal to the bit."""
         return not self.different
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            return f"all {self.n_tensors} tensors equal to the bit"
+        return (
+            f"{len(self.different)} of {self.n_tensors} tensors differ ({few(self.different)}); "
+            f"the weights by {self.weights_distance:.2g} of the way that they went, the "
+            f"optimizer's state by {self.optimizer_distance:.2g} of its norm"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pentameter.errors import printable
@@ -65,3 +68,34 @@ def data_table(outcomes: Iterable[DataOutcome]) -> Table:
         style = "red" if outcome.passed is False else None
         table.add_row(mark, outcome.name, str(outcome.layout.world_size), said, style=style)
     return table
+
+
+def with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
+    """Yield outcomes as they come, and report each on stderr, with a bar on a terminal. names: the
+    layouts' names, in order."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        for number, outcome in enumerate(outcomes, start=1):
+            mark = "equal" if outcome.passed else printable(f"FAILED, {outcome.problem}", keep="\n")
+            print(
+                f"{number}/{len(names)} {outcome.case.name}: {mark} ({outcome.seconds:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+            yield outcome
+        return
+    columns = (
+        BarColumn(30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("one process", total=len(names))
+        for number, outcome in enumerate(outcomes, start=1):
+            if not outcome.passed:
+                said = printable(f"✗ {outcome.case.name}: {outcome.problem}", keep="\n")
+                console.print(said, style="red")
+            following = names[number] if number < len(names) else ""
+            progress.update(bar, completed=number, description=following)
+            yield outcome

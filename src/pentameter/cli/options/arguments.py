@@ -165,6 +165,16 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
         )
 
 
+def check_least(parsed: object, **least: float) -> None:
+    """Raise ConfigError for the first option, by its name in `parsed`, that is given and below its
+    least value, or NaN."""
+    for name, smallest in least.items():
+        value = getattr(parsed, name)
+        if value is not None and not value >= smallest:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value} must be at least {smallest}")
+
+
 def _begun(typed: str, options: Sequence[str]) -> list[str]:
     """Return the options that begin with `typed`, without its dashes."""
     return [option for option in options if option.startswith(typed.lstrip("-").replace("_", "-"))]

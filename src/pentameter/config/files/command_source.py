@@ -92,3 +92,15 @@ def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, l
     data = config.data.model_copy(update={"tokenizer": str(beside)})
     warning = f"{config.data.tokenizer} is not there; taking {beside}"
     return config.model_copy(update={"data": data}), [warning]
+
+
+def random_weights(source: Path) -> list[str]:
+    """Return a warning if `source` is a checkpoint's config.toml, as a run from it begins with
+    random weights unless --init-from names them; else an empty list."""
+    folder = source.parent
+    if source.name != "config.toml" or not (folder / "manifest.json").is_file():
+        return []
+    return [
+        f"{source} lies beside a model, and a new run begins with random weights; "
+        f"--init-from {folder} begins with that model's"
+    ]

@@ -164,13 +164,16 @@ class Profile:
             run.console.say(line)
 
 
-def parse_window(text: str) -> Profile:
-    """Return the Profile for `--profile FIRST:LAST`. Raises ConfigError if `text` has another
-    form."""
+def parse_window(text: str, n_steps: int | None = None) -> Profile:
+    """Return the Profile for `--profile FIRST:LAST`. Raises ConfigError if `text` has another form,
+    or names steps that a run of `n_steps`, if known, does not make."""
     window = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if window is None:
         raise ConfigError(f"--profile {text} must be FIRST:LAST, {_RULE}; e.g. --profile 10:13")
-    return Profile(int(window[1]), int(window[2]))
+    hook = Profile(int(window[1]), int(window[2]))
+    if n_steps is not None:
+        hook.check(n_steps)
+    return hook
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
