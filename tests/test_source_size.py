@@ -23,6 +23,7 @@ ALONE = {
     "report/text/machine.py": "what a terminal shows of something is not in the command",
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
+    "parallel/memory/rounded_weights.py": "a rank that trials trace rounds its weights, too",
 }
 """Small modules with one importer that stay files of their own, and why."""
 A_FILE_EACH = {"checkpoint/hugging_face/families"}

@@ -57,9 +57,6 @@ class PlanArguments:
     trained in: fp8. All else is planned in bf16."""
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
     """The price of a device for an hour, to say what the run costs."""
-    dry_run_rank: Annotated[int | None, tyro.conf.arg(metavar="RANK")] = None
-    """Build this rank's part of the model on no memory, run a micro-batch through it, and compare
-    parameters, gradients and activations with the plan's. This needs torch."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -70,7 +67,7 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
     from pentameter.config.files.command_source import configuration_of
     from pentameter.config.files.load import flat_overrides, load_config
-    from pentameter.estimating.seconds.cluster import parse_cluster, trained_precision
+    from pentameter.estimating.seconds.cluster import parse_cluster
     from pentameter.machine.this_cluster import measured_cluster
     from pentameter.planning.layouts.layout import BEST, layout_overrides
 
@@ -103,12 +100,6 @@ def run(arguments: list[str]) -> int:
         estimate = make_estimate(
             config, cluster, *known, imbalance=parsed.imbalance, matmuls=parsed.matmuls
         )
-    if parsed.dry_run_rank is not None:
-        from pentameter.calibrate.traced_rank import trace_rank
-
-        precision = trained_precision(estimate.precision)
-        traced = trace_rank(estimate.plan, parsed.dry_run_rank, precision)
-        print(traced, file=sys.stderr)
     _write_pictures(estimate, found, parsed)
     if parsed.json:
         shown = sizes.without_unknown(estimate.to_json())
@@ -147,7 +138,7 @@ def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) ->
     hint = "name a cluster, --cluster a100-80gb:8x1, or measure this machine: doctor --measure"
     asked = [
         f"--{name.replace('_', '-')}"
-        for name in ("search", "scale", "timeline", "html", "price", "dry_run_rank", "matmuls")
+        for name in ("search", "scale", "timeline", "html", "price", "matmuls")
         if getattr(parsed, name) not in (None, False)
     ]
     if asked:

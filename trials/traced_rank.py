@@ -1,8 +1,12 @@
 """One rank in a layout, built on fake tensors that take no memory, to check the planner's bytes:
-its parameters, their gradients and one micro-batch's activations are counted and compared."""
+its parameters, their gradients and one micro-batch's activations are counted and compared.
+
+    python -m trials.traced_rank gpt3-175b data=8,tensor=8,pipeline=16 777
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
+from pentameter.config.files.load import load_config
 from pentameter.data.batches.tree import leaves
+from pentameter.data.sizes import data_sizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
 from pentameter.estimating.bytes.shares import stage_tables
@@ -36,7 +42,8 @@ from pentameter.parallel.sources.gpt_source import GPTSource
 from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.adapters import run_operations
-from pentameter.planning.plan import Plan
+from pentameter.planning.layouts.layout import layout_overrides
+from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 
 
@@ -98,7 +105,7 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     layout = plan.layout
     if not 0 <= rank < layout.world_size:
         raise ConfigError(
-            f"--dry-run-rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
+            f"rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -265,3 +272,20 @@ def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:
         for spec in table:
             found[spec.name] = plan.sharding.zero_elements(spec, coordinates) * n_bytes
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", help="a preset or a TOML file")
+    parser.add_argument("layout", help="such as data=2,tensor=2")
+    parser.add_argument("rank", type=int)
+    parser.add_argument("--precision", default="bf16")
+    asked = parser.parse_args()
+    config = load_config(asked.source, layout_overrides(asked.layout))
+    sizes = data_sizes(config)
+    plan = make_plan(config, sizes.vocab_size, sizes.rows_per_epoch)
+    print(trace_rank(plan, asked.rank, asked.precision))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.d_expert":
 CODE = """
 import json, sys
 from pentameter.config.files.load import load_config
-from pentameter.calibrate.traced_rank import trace_rank
+from trials.traced_rank import trace_rank
 from pentameter.planning.layouts.layout import parse_parallel
 from pentameter.planning.plan import make_plan
 layout, rank, settings = json.loads(sys.argv[1])
@@ -53,7 +54,7 @@ def test_a_rank_holds_the_planned_bytes(layout, rank, more):
     arguments = json.dumps([layout, rank, {**MODEL, **more}])
     done = subprocess.run(
         [sys.executable, "-c", CODE, arguments],
-        capture_output=True, text=True, check=False, timeout=300,
+        capture_output=True, text=True, check=False, timeout=300, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     differing, gradients, activations, planned = json.loads(done.stdout.splitlines()[-1])
@@ -65,8 +66,8 @@ def test_a_rank_holds_the_planned_bytes(layout, rank, more):
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    from pentameter.calibrate.traced_rank import trace_rank
+    from trials.traced_rank import trace_rank
 
     plan = make_plan(load_config("quickstart", MODEL))
-    with pytest.raises(ConfigError, match="--dry-run-rank 3 is not in 0 … 0"):
+    with pytest.raises(ConfigError, match="rank 3 is not in 0 … 0"):
         trace_rank(plan, 3, "bf16")
