@@ -16,6 +16,21 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
 
 
+def test_every_page_names_its_reader_first():
+    for page in (ROOT / "docs").glob("**/*.md"):
+        if page.parent.name in ("project", "zh"):  # pages of other folders; in Chinese
+            continue
+        lines = page.read_text(encoding="utf-8").splitlines()[1:]
+        first = next(line for line in lines if line and not line.startswith("<!--"))
+        assert first.startswith("For "), f"{page.name} begins: {first}"
+
+
+def test_no_page_is_long_but_those_that_are_generated():
+    for page in (ROOT / "docs").glob("**/*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert "<!-- Written by `make docs`" in text or len(text.split()) <= 3000, page.name
+
+
 def test_warnings_are_errors_and_nothing_comes_from_another_host():
     assert "\nstrict: true\n" in CONFIGURATION
     assert "\n  font: false\n" in CONFIGURATION
