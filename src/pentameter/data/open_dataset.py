@@ -190,11 +190,7 @@ def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
 
 
 def open_evaluations(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    verify: bool = True,
-    progress: Progress = no_progress,
+    data: DataConfig, tokenizer: Tokenizer, *, verify: bool = True, progress: Progress = no_progress
 ) -> dict[str, TokenSplit]:
     """Open each text in `data.evaluations`, whole, as one split with tokens by `tokenizer`; return
     them, entry's name → split. Entries without a path (questions) are left out. `verify` checks

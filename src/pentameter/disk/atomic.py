@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -69,6 +69,11 @@ class FileRecord:
     name: str
     n_bytes: int
     sha256: str
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> Self:
+        """Return the record of a file with this name and content."""
+        return cls(name, len(content), hashlib.sha256(content).hexdigest())
 
 
 def storage_error(path: Path | str, doing: str, error: OSError) -> StorageError:

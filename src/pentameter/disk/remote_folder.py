@@ -20,13 +20,7 @@ from urllib.parse import urlsplit
 
 from pentameter.config.urls import shown_url
 from pentameter.disk.atomic import FileRecord, check_file, no_check, temporary_name
-from pentameter.disk.file_systems import (
-    LOG_IN,
-    has_folders,
-    open_file_system,
-    reason,
-    status_of,
-)
+from pentameter.disk.file_systems import LOG_IN, has_folders, open_file_system, reason, status_of
 from pentameter.disk.retrying import growing, retried
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
@@ -179,8 +173,7 @@ class RemoteFolder:
     def put(self, name: str, content: bytes) -> FileRecord:
         """Write an object, replacing one of that name whole; it reads back equal on return. Returns
         its name (the last part), size and sha256."""
-        sha256 = hashlib.sha256(content).hexdigest()
-        record = FileRecord(name.rpartition("/")[2], len(content), sha256)
+        record = FileRecord.of(name.rpartition("/")[2], content)
         self._put(name, record, lambda path: self._fs.pipe_file(path, content))
         return record
 
@@ -219,41 +212,42 @@ class RemoteFolder:
 
         def attempt() -> None:
             try:
-                write_and_compare()
+                if self._puts_whole:
+                    write(path)
+                else:
+                    self._put_renamed(path, write)
+                try:
+                    stored = self.blocks(name, record.n_bytes, self.pauses[:3])
+                    is_equal = _sha256(stored) == record.sha256
+                except PentameterError as error:
+                    raise _UnequalError(str(error)) from error
+                if not is_equal:
+                    raise _UnequalError("what was stored does not read back")
             except Exception:
                 check_source()
                 raise
 
-        def write_and_compare() -> None:
-            if self._puts_whole:
-                write(path)
-            else:
-                folder, _, last = path.rpartition("/")
-                temporary = f"{folder}/{temporary_name(last)}"
-                self._fs.makedirs(folder, exist_ok=True)
-                try:
-                    write(temporary)
-                    self._fs.mv(temporary, path)
-                except BaseException:
-                    with suppress(Exception):
-                        self._fs.rm_file(temporary)
-                    raise
-            try:
-                stored = self._blocks(name, record.n_bytes, self.pauses[:3])
-                is_equal = _sha256(stored) == record.sha256
-            except PentameterError as error:
-                raise _UnequalError(str(error)) from error
-            if not is_equal:
-                raise _UnequalError("what was stored does not read back")
-
         self._retried("write", name, attempt)
 
-    def blocks(self, name: str, n_bytes: int) -> Iterator[bytes]:
-        """Yield an object's `n_bytes` bytes in order, N_BLOCKS blocks requested at a time. Raises
-        CorruptError if it has another size or is not there, StorageError if it cannot be read."""
-        return self._blocks(name, n_bytes, self.pauses)
+    def _put_renamed(self, path: str, write: Callable[[str], object]) -> None:
+        """Call `write` with a temporary path, and rename what is there to `path`."""
+        folder, _, last = path.rpartition("/")
+        temporary = f"{folder}/{temporary_name(last)}"
+        self._fs.makedirs(folder, exist_ok=True)
+        try:
+            write(temporary)
+            self._fs.mv(temporary, path)
+        except BaseException:
+            with suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
 
-    def _blocks(self, name: str, n_bytes: int, pauses: Sequence[float]) -> Iterator[bytes]:
+    def blocks(
+        self, name: str, n_bytes: int, pauses: Sequence[float] | None = None
+    ) -> Iterator[bytes]:
+        """Yield an object's `n_bytes` bytes in order, N_BLOCKS blocks requested at a time. `pauses`
+        replaces the folder's own. Raises CorruptError if it has another size or is not there,
+        StorageError if it cannot be read."""
         path = self._at(name)
         for first in range(0, n_bytes, BLOCK_BYTES * N_BLOCKS):
             starts = [*range(first, min(first + BLOCK_BYTES * N_BLOCKS, n_bytes), BLOCK_BYTES)]

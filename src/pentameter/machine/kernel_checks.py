@@ -23,10 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pentameter.disk.atomic import (
-    make_folder,
-    write_atomic,
-)
+from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.record import read_record, write_record
 from pentameter.errors import StorageError

@@ -432,8 +432,7 @@ def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> 
 
 def _own_record(manifest: Manifest) -> FileRecord:
     """Return the record of a checkpoint's manifest itself."""
-    content = manifest.to_bytes()
-    return FileRecord(MANIFEST_NAME, len(content), hashlib.sha256(content).hexdigest())
+    return FileRecord.of(MANIFEST_NAME, manifest.to_bytes())
 
 
 def _counted(chunks: Iterable[bytes], progress: Callable[[int], object]) -> Iterator[bytes]:

@@ -71,9 +71,13 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
     beside = {split: each.files for split, each in found.items()}
     inputs = inputs_at(paths, contents, has_held_out=bool(beside))
     warnings = [line for each in found.values() for line in each.warnings]
-    warnings += [
-        _training_split_warning(given[n], n, each) for n, each in found.items() if each.held_out
-    ]
+    for split, each in found.items():
+        if each.held_out:  # its files have splits of their own by their names
+            other = next(iter(each.held_out.values()))[0]
+            warnings.append(
+                f"{given[split]} is a data set with several splits, and as {split} its training "
+                f"split ({each.files[0]}, …) is read; name {other} to read that"
+            )
     inputs = replace(
         inputs,
         held_out=beside or inputs.held_out,
@@ -90,16 +94,6 @@ def corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversat
                 "or tables are expected"
             )
     return _corpus(Conversations, inputs, contents, data)
-
-
-def _training_split_warning(path: str | None, split: str, found: Inputs) -> str:
-    """Return a sentence for the user: the files `found` at the path of a held-out split have splits
-    of their own by their names, of which the training split is read."""
-    others = [file for files in found.held_out.values() for file in files]
-    return (
-        f"{path} is a data set with several splits, and as {split} its training split "
-        f"({found.files[0]}, …) is read; name {others[0]} to read that"
-    )
 
 
 def _corpus(kind: type[Kind], inputs: Inputs, contents: FileContents, data: DataConfig) -> Kind:

@@ -25,12 +25,7 @@ from typing import Any, BinaryIO
 
 from pentameter.config.naming import LONGEST_NAME, LONGEST_NAME_BYTES, name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem, url_within
-from pentameter.data.corpora.files import (
-    FileContents,
-    Records,
-    read_documents,
-    read_records,
-)
+from pentameter.data.corpora.files import FileContents, Records, read_documents, read_records
 from pentameter.disk.atomic import (
     FolderExistsError,
     check_free_space,

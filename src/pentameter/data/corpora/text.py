@@ -36,6 +36,11 @@ class Corpus:
     warnings: tuple[str, ...] = ()
     """Sentences about the files, for the user."""
 
+    def files_by_split(self) -> list[tuple[str, InputFile]]:
+        """Return (split, file) pairs: the held-out files, then those of train."""
+        held_out = [(split, each) for split, held in self.held_out.items() for each in held.files]
+        return [*held_out, *(("train", file) for file in self.files)]
+
     @cached_property
     def n_bytes(self) -> int:
         """Approximate UTF-8 bytes read in a pass; for progress only."""

@@ -192,10 +192,7 @@ def import_tokens(
         for split in SPLITS
     }
     sizes, n_done = _token_bytes(tokenizer), 0
-    with (
-        building(folder) as unfinished,
-        ShardWriter(unfinished, name, tokenizer) as writer,
-    ):
+    with building(folder) as unfinished, ShardWriter(unfinished, name, tokenizer) as writer:
         for split in SPLITS:
             position = 0
             for ids, starts in _blocks(files[split], tokenizer):

@@ -84,7 +84,7 @@ class Origin:
     @property
     def files(self) -> list[tuple[str, InputFile]]:
         """(split, file) pairs in the order of the stream: held-out files, then train."""
-        return _files(self.text)
+        return self.text.files_by_split()
 
     @property
     def key(self) -> dict[str, Any]:
@@ -130,14 +130,8 @@ def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> O
             "first text of a stream, or data.validation_path"
         )
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        keys = tuple(pool.map(_known_by, (file for _, file in _files(text))))
+        keys = tuple(pool.map(_known_by, (file for _, file in text.files_by_split())))
     return Origin(text, tokenizer, splitting, keys, FIRST_TOKENS)
-
-
-def _files(text: Text) -> list[tuple[str, InputFile]]:
-    """Return (split, file) pairs: the held-out files, then those of train."""
-    held_out = [(split, file) for split, held in text.held_out.items() for file in held.files]
-    return [*held_out, *(("train", file) for file in text.files)]
 
 
 def _known_by(file: InputFile) -> Any:

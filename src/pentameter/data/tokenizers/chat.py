@@ -99,15 +99,11 @@ class ChatTemplate:
     def from_json(cls, content: Any, origin: str) -> Self:
         """Build the template from a tokenizer file's "chat" value; CorruptError if it is invalid.
         `origin` names it in messages."""
-        match content:
-            case {"template": str(source), "tokens": dict(tokens)}:
-                match content.get("named", {}):
-                    case dict(named) if all(
-                        isinstance(text, str) for text in [*tokens.values(), *named.values()]
-                    ):
-                        return cls(
-                            source, MappingProxyType(tokens), origin, MappingProxyType(named)
-                        )
+        match {"named": {}, **content} if isinstance(content, dict) else None:
+            case {"template": str(source), "tokens": dict(tokens), "named": dict(named)} if all(
+                isinstance(text, str) for text in [*tokens.values(), *named.values()]
+            ):
+                return cls(source, MappingProxyType(tokens), origin, MappingProxyType(named))
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
     @property

@@ -138,9 +138,7 @@ def ends_of_answers(
 
 
 def _specials_behind(
-    answer: Mapping[str, Any],
-    special: Mapping[str, int],
-    render_by: Callable[[RenderRequest], str],
+    answer: Mapping[str, Any], special: Mapping[str, int], render_by: Callable[[RenderRequest], str]
 ) -> list[int]:
     """Return the ids of the special tokens that a template writes behind _ANSWER, which `answer`
     holds; none if it refuses the messages."""

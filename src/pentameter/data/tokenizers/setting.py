@@ -7,13 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pentameter.data.tokenizers.base import (
-    FILE_LIMIT_BYTES,
-    FORMAT,
-    VERSION,
-    Content,
-    Tokenizer,
-)
+from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Content, Tokenizer
 from pentameter.data.tokenizers.bpe import (
     END_OF_TEXT,
     MIN_FREQUENCY,

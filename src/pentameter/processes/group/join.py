@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -228,7 +228,9 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     where = before = ""
     if earliest is not None:
         before = f", before {earliest}"
-        where = f": it did not reach {earliest}, where {_waiting(waits, earliest)}"
+        there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
+        waiting = f"{spelled(there)} wait{'s' * (len(there) == 1)}"
+        where = f": it did not reach {earliest}, where {waiting}"
     said = f"{who} did not answer {waited} {activity.latest}{where}."
     if is_cut_off and absent:
         said = (
@@ -244,13 +246,6 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
             "cut?"
         )
     return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)
-
-
-def _waiting(waits: Mapping[int, Wait], earliest: Wait) -> str:
-    """Return which ranks wait there, `ranks 0, 2 and 3 wait`: those whose wait reads as the
-    `earliest` one does. `waits` maps ranks to their waits."""
-    there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
-    return f"{spelled(there)} wait{'s' * (len(there) == 1)}"
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
@@ -388,11 +383,7 @@ def open_store(launched: LaunchedRank, timeout_seconds: float) -> Store:
 
 
 def absent_ranks(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout_seconds: float,
-    wait: Wait | None = None,
+    store: Store, rank: int, world_size: int, timeout_seconds: float, wait: Wait | None = None
 ) -> tuple[list[int], dict[int, Wait]]:
     """Report in the store that `rank` misses another process, and return the other ranks among
     `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang. Also

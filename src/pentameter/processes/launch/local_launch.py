@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +23,9 @@ from typing import TYPE_CHECKING
 from pentameter.disk.lock import scratch_folder
 from pentameter.disk.owner import is_stopped
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError, exit_reason
-from pentameter.machine.child import (
-    Child,
-    ForkedChild,
-)
+from pentameter.machine.child import Child, ForkedChild
 from pentameter.machine.cores import check_memory, check_processes, has_gpu_file
-from pentameter.processes.failures.activity import (
-    Note,
-    Watchdog,
-    culprits,
-    read_activity,
-    stacks,
-)
+from pentameter.processes.failures.activity import Note, Watchdog, culprits, read_activity, stacks
 from pentameter.processes.failures.failure import (
     Failure,
     WorkerFailedError,
@@ -203,8 +194,7 @@ class Workers:
             for process in processes:
                 if self.received:
                     break
-                environment = worker_environment(process, self._folder)
-                child = self._started(program, process.rank, environment)
+                child = self._started(program, process)
                 self._children.append(child)
                 self._running[process.rank] = child
                 for number in self.received:  # signals received while it was being started
@@ -215,11 +205,10 @@ class Workers:
                 f"{error.strerror}; a smaller --nproc may fit"
             ) from error
 
-    def _started(
-        self, program: Program, rank: int, environment: Mapping[str, str]
-    ) -> Child | ForkedChild:
+    def _started(self, program: Program, process: Launched) -> Child | ForkedChild:
         """Start one process; what it prints is relayed, unless its rank is 0."""
-        if rank == 0:
+        environment = worker_environment(process, self._folder)
+        if process.rank == 0:
             return program.start(environment, self._folder, None)
         read_end, write_end = os.pipe()
         said = io.TextIOWrapper(io.FileIO(read_end), "utf-8", errors="replace")
@@ -227,7 +216,7 @@ class Workers:
             child = program.start(environment, self._folder, write_end)
         finally:
             os.close(write_end)
-        relay = threading.Thread(target=_relay, args=(rank, said), daemon=True)
+        relay = threading.Thread(target=_relay, args=(process.rank, said), daemon=True)
         relay.start()
         self._relays.append(relay)
         return child
@@ -248,7 +237,7 @@ class Workers:
                 self._failed_at = time.monotonic()
         if self._hurried_at is None and len(self.received) > 1:
             self._hurried_at = time.monotonic()
-        self._end_overdue(self._failed_at, self._hurried_at, self.failures)
+        self._end_overdue()
         self.failures += self._end_silent()
         if self._running:
             return False
@@ -256,26 +245,22 @@ class Workers:
             self._relays.pop().join(1.0)  # a process that outlives the worker may hold the pipe
         return True
 
-    def _end_overdue(
-        self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
-    ) -> None:
+    def _end_overdue(self) -> None:
         """End processes that should have ended by themselves; called again and again while some
         run.
 
-        failed_at: monotonic time in seconds at the first failure, None without one. After the grace
-            time the running processes get SIGTERM, after twice that time SIGKILL.
-        hurried_at: monotonic time in seconds at the second stop signal, None without one. After the
-            grace time the running processes get SIGKILL.
-        failures: all failures so far. If all are lost connections, a running process hangs. After
-            the grace time its stacks are printed and it gets SIGKILL at once: the ranks with which
-            it could save are gone.
+        After the first failure and the grace time the running processes get SIGTERM, after twice
+        that time SIGKILL; after the second stop signal and the grace time SIGKILL. If all failures
+        are lost connections, a running process hangs: its stacks are printed, and it gets SIGKILL
+        at once, as the ranks with which it could save are gone.
         """
+        failed_at, hurried_at = self._failed_at, self._hurried_at
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
-            if all(failure.consequence for failure in failures):
+            if all(failure.consequence for failure in self.failures):
                 if not self._ended_by_us:
                     self._ended_by_us = True
-                    _show_waits(failures)
+                    _show_waits(self.failures)
                     self._show_stacks()
                 self._kill()
             elif not self._ended_by_us:

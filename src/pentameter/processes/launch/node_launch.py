@@ -113,7 +113,10 @@ class _Launcher:
     def is_done(self) -> bool:
         """Decide, if it is this node's turn to, and follow the attempt. Return True once the run is
         complete. Raises RunFailedError, StorageError and InterruptedRunError."""
-        self._look()
+        before = {name: (node.reaches, node.state) for name, node in self._present.items()}
+        self._present = self._roll.present()
+        if before != {name: (node.reaches, node.state) for name, node in self._present.items()}:
+            self._changed_at = time.monotonic()
         now = self._read = read_attempt(self._folder, self._read)
         if not self._is_folder_there():
             return False
@@ -139,12 +142,6 @@ class _Launcher:
         elif now != self._before and now.state == "failed":
             raise RunFailedError(now.reason, now.exit_code)
         return False
-
-    def _look(self) -> None:
-        before = {name: (node.reaches, node.state) for name, node in self._present.items()}
-        self._present = self._roll.present()
-        if before != {name: (node.reaches, node.state) for name, node in self._present.items()}:
-            self._changed_at = time.monotonic()
 
     def _is_folder_there(self) -> bool:
         """Return False while the run folder is away; raise StorageError if it stays so."""
