@@ -74,15 +74,9 @@ def ceiling(
     found = Ceiling(measure(device, dtype))
     if device.type == "cpu":
         found = Ceiling(found.flops, others.cores(collect))
-    key = " · ".join(
-        (
-            name,
-            torch.backends.cpu.get_cpu_capability(),
-            f"{torch.get_num_threads()} threads",
-            f"{n_processes} processes",
-            str(dtype).removeprefix("torch."),
-            f"torch {torch.__version__}",
-        )
+    key = (
+        f"{name} · {torch.backends.cpu.get_cpu_capability()} · {torch.get_num_threads()} threads · "
+        f"{n_processes} processes · {str(dtype).removeprefix('torch.')} · torch {torch.__version__}"
     )
     path = cache_folder() / "ceilings.json"
     best = _read(path).get(key)

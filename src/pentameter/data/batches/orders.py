@@ -139,13 +139,10 @@ class Random(Windows):
             for half in (0, 1)
         ]
         # Python integers: the product has up to 128 bits.
-        return np.array(
-            [
-                (((high << 32) | low) * n_starts) >> 64
-                for high, low in zip(words[0].tolist(), words[1].tolist(), strict=True)
-            ],
-            dtype=np.int64,
+        drawn = (
+            (high << 32) | low for high, low in zip(*map(np.ndarray.tolist, words), strict=True)
         )
+        return np.array([(each * n_starts) >> 64 for each in drawn], dtype=np.int64)
 
 
 class Shuffled(Windows):
@@ -291,12 +288,8 @@ class PackedDocuments(Sequential):
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """Return, for each row, the documents' spans within its window in the epoch's text."""
         epochs, _ = self._epochs(step, numbers)
-        return [
-            self._spans(epoch, start)
-            for epoch, start in zip(
-                epochs.tolist(), self.starts(step, numbers).tolist(), strict=True
-            )
-        ]
+        starts = self.starts(step, numbers)
+        return list(map(self._spans, epochs.tolist(), starts.tolist()))
 
     def _spans(self, epoch: int, start: int) -> Row:
         order, ends = self._layout(epoch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -180,20 +181,15 @@ class TrainingBatches:
         self._batch_size, self._context_length = batch_size, context_length
         self.mixture: Mixture | None = None
         """Chooses the data set for each row, if the split has several parts; else None."""
+        reading = partial(kind, seed=seed, context_length=context_length)
         if split.parts:
             orders = [
-                kind(
-                    part,
-                    seed=seed,
-                    batch_size=ROWS_AT_ONCE,
-                    context_length=context_length,
-                    source=number if own_keys else 0,
-                )
+                reading(part, batch_size=ROWS_AT_ONCE, source=number if own_keys else 0)
                 for number, part in enumerate(split.parts)
             ]
             self.mixture = Mixture(orders, weights, seed)
         else:
-            orders = [kind(split, seed=seed, batch_size=batch_size, context_length=context_length)]
+            orders = [reading(split, batch_size=batch_size)]
         self._orders = orders
 
     @property

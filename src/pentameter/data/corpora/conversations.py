@@ -137,14 +137,10 @@ def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str
                 f"{where}: message {number} has weight={message['weight']!r:.20}; an answer is "
                 "learned (1) or only read (0)"
             )
+    # OpenAI's way and axolotl's to say that an answer is only read.
+    is_learned = [each.get("weight", 1) and each.get("train", True) for each in whole]
     targets = [
-        n
-        for n, each in enumerate(whole)
-        if each["role"] == ASSISTANT
-        and n >= len(given)
-        # OpenAI's way and axolotl's to say that an answer is only read
-        and each.get("weight", 1)
-        and each.get("train", True)
+        n for n in range(len(given), len(whole)) if whole[n]["role"] == ASSISTANT and is_learned[n]
     ]
     if not targets:
         raise CorruptError(

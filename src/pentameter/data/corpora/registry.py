@@ -29,27 +29,18 @@ TINY_SHAKESPEARE = PublicFile(
 _WIKITEXT_URL = (
     "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 )
+_VALID_SHA256 = "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"
+_TEST_SHA256 = "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"
 WIKITEXT_2 = MappingProxyType(
     {
-        "train": PublicFile(
-            path="wikitext-2/train.txt",
-            url=f"{_WIKITEXT_URL}/train.txt",
-            sha256=None,
-            n_bytes=16_000_000,
-            git_blob="2d84b35af79e411d73ea7cae83c73964c6ac83b4",
-        ),
-        "val": PublicFile(
-            path="wikitext-2/valid.txt",
-            url=f"{_WIKITEXT_URL}/valid.txt",
-            sha256="f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
-            n_bytes=1_121_681,
-        ),
-        "test": PublicFile(
-            path="wikitext-2/test.txt",
-            url=f"{_WIKITEXT_URL}/test.txt",
-            sha256="d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-            n_bytes=1_256_449,
-        ),
+        split: PublicFile(
+            f"wikitext-2/{name}", f"{_WIKITEXT_URL}/{name}", sha256, n_bytes, git_blob
+        )
+        for split, name, n_bytes, sha256, git_blob in (
+            ("train", "train.txt", 16_000_000, None, "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
+            ("val", "valid.txt", 1_121_681, _VALID_SHA256, None),
+            ("test", "test.txt", 1_256_449, _TEST_SHA256, None),
+        )
     }
 )
 

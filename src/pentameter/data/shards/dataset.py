@@ -226,14 +226,9 @@ def concatenated(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
             sum(r.n_tokens for r in ranges),
             sum(r.n_bytes for r in ranges),
         )
-    return TokenSplit(
-        name,
-        TokenSequence(arrays or parts[0].tokens.arrays(), 0, ends[-1]),
-        sum(part.n_bytes for part in parts),
-        np.concatenate(starts),
-        assistant,
-        tuple(parts),
-    )
+    tokens = TokenSequence(arrays or parts[0].tokens.arrays(), 0, ends[-1])
+    n_bytes = sum(part.n_bytes for part in parts)
+    return TokenSplit(name, tokens, n_bytes, np.concatenate(starts), assistant, tuple(parts))
 
 
 def _all_tokens(split: TokenSplit) -> AssistantRanges:
@@ -269,13 +264,9 @@ def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
         n_kept = int((kept[:, 1] - kept[:, 0]).sum())
         n_bytes = max(1, round(assistant.n_bytes * n_kept / assistant.n_tokens))
         assistant = AssistantRanges(kept, n_kept, n_bytes)
-    return TokenSplit(
-        split.name,
-        split.tokens.part(0, stop),
-        max(1, round(split.n_bytes * stop / split.n_tokens)),
-        split.document_starts[:last] if len(bounds) > 2 else split.document_starts,
-        assistant,
-    )
+    starts = split.document_starts[:last] if len(bounds) > 2 else split.document_starts
+    n_bytes = max(1, round(split.n_bytes * stop / split.n_tokens))
+    return TokenSplit(split.name, split.tokens.part(0, stop), n_bytes, starts, assistant)
 
 
 @dataclass(frozen=True)
@@ -380,16 +371,10 @@ def open_shards(
         path = folder / header[kind]["name"]
         _check_hash(path, sha256_of(path), header[kind]["sha256"])
     _check_tokens(folder, header, verify, progress)
-    splits = {
-        name: TokenSplit(
-            name,
-            TokenSequence(arrays, part["start"], part["stop"]),
-            part["bytes"],
-            starts[name],
-            assistant.get(name),
-        )
-        for name, part in header["splits"].items()
-    }
+    splits = {}
+    for name, part in header["splits"].items():
+        tokens = TokenSequence(arrays, part["start"], part["stop"])
+        splits[name] = TokenSplit(name, tokens, part["bytes"], starts[name], assistant.get(name))
     return Dataset(tokenizer, data_hash(header), splits, (folder.absolute(),), header)
 
 

@@ -10,6 +10,7 @@ little: torchrun and `srun --kill-on-bad-exit` end it meanwhile.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -43,22 +44,13 @@ meet. An error that merely follows from another rank's error waits twice as long
 
 # Messages from gloo, nccl and torch's stores, each one long line from C++; in small letters, as
 # their releases differ in capitals.
-_GONE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "failed to recv, got 0 bytes",
-    "remote process exited",
-    "ncclremoteerror",
+_GONE = re.compile(
+    "connection (closed by peer|reset by peer|refused)|broken pipe|failed to recv, got 0 bytes|"
+    "remote process exited|ncclremoteerror"
 )
-_LATE = (
-    "timed out waiting",
-    "waiting for clients",
-    "wait timeout",
-    "socket has timed out",
-    "socket timeout",
-    "collective operation timeout",
+_LATE = re.compile(
+    "timed out waiting|waiting for clients|wait timeout|socket (has timed out|timeout)|"
+    "collective operation timeout"
 )
 
 _MOST_RANKS_NAMED = 8
@@ -122,9 +114,9 @@ def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
     while each is not None:
         text = str(each).lower()
         if isinstance(each, RuntimeError):
-            if any(sign in text for sign in _GONE):
+            if _GONE.search(text):
                 return "gone"
-            if any(sign in text for sign in _LATE):
+            if _LATE.search(text):
                 return "late"
         each = each.__cause__ or each.__context__  # leaving a block may raise a second error
     return None

@@ -129,16 +129,10 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
         for frame, line in (own or placed)[:_INNERMOST_CALLS]
     ]
     place, _, function = calls[0].rpartition(" in ")
-    return Wait(
-        collective or "collective",
-        along,
-        ranks,
-        serves,
-        "backward pass" if in_backward else "forward pass" if in_forward else "",
-        f"{function} ({place})",
-        seconds,
-        "\n".join(f"  {call}" for call in reversed(calls)),
-    )
+    collective, where = collective or "collective", f"{function} ({place})"
+    during = "backward pass" if in_backward else "forward pass" if in_forward else ""
+    stack = "\n".join(f"  {call}" for call in reversed(calls))
+    return Wait(collective, along, ranks, serves, during, where, seconds, stack)
 
 
 def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:

@@ -194,13 +194,9 @@ class _Launcher:
         self._prepare(bool(now.progress))
         workers = Workers(self._files.enter_context(scratch_folder()))
         self.workers = workers
-        workers.start(
-            self._program,
-            [
-                Launched(first + local, sum(now.n_processes), local, here, variables)
-                for local in range(here)
-            ],
-        )
+        n = sum(now.n_processes)
+        ours = [Launched(first + each, n, each, here, variables) for each in range(here)]
+        workers.start(self._program, ours)
 
     def _follow(self, workers: Workers, now: Attempt) -> None:
         """Look at this node's processes: end them as the attempt says, and note how they ended."""
