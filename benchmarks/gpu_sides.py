@@ -49,9 +49,9 @@ class Ours:
         fused = False
         if device.type == "cuda" and plan.config.model.attention_dropout:
             chosen = choose_compute(plan)  # looks at the kernels, as the trainer does
-            fused, obstacle = chosen.fused_dropout, chosen.fused_dropout_obstacle
+            fused, obstacle = chosen.drops_by_blocks, chosen.dropout_obstacle
             print(f"attention drops {'in kernels' if fused else f'written out: {obstacle}'}")
-        self.engine = assemble(plan, device, precision, compiled=compiled, fused_dropout=fused)
+        self.engine = assemble(plan, device, precision, compiled=compiled, drops_by_blocks=fused)
         self.optimizer = build_optimizer(
             self.engine.named_parameters(), plan.table, plan.config.optimizer
         )

@@ -126,7 +126,7 @@ def their_memory(
     step = step_of(
         estimate.plan,
         estimate.precision,
-        fused_dropout=estimate.fused_dropout,
+        drops_by_blocks=estimate.drops_by_blocks,
         imbalance=estimate.imbalance,
     )
     if keeps_attention:

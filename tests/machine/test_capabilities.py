@@ -142,9 +142,7 @@ def test_what_is_left_out_is_said_where_a_model_runs(pretend, monkeypatch, capsy
     assert capsys.readouterr().err.startswith("pentameter: P100 (sm_60) is left out, as this torch")
     assert device_for_verb("cpu") == CPU
     assert capsys.readouterr().err == ""
-    computed = SimpleNamespace(
-        gpu_obstacle=here.gpu_obstacle, fused_dropout_obstacle=None, measured=None
-    )
+    computed = SimpleNamespace(gpu_obstacle=here.gpu_obstacle, dropout_obstacle=None, measured=None)
     world = SimpleNamespace(broadcast=lambda value: value)
     assert compute_warnings(None, computed, world) == [here.gpu_obstacle]
 

@@ -9,8 +9,12 @@ import torch
 
 from pentameter.config.model_schema import ModelConfig
 from pentameter.config.rope_scaling import RopeScalingConfig
-from pentameter.model.attention.attention import attend, attend_explicitly
 from pentameter.model.attention.cache import KVCache
+from pentameter.model.attention.dot_product import (
+    PLAIN_ATTENTION,
+    Weighting,
+    attend_explicitly,
+)
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.positions import rotation
 from pentameter.planning.gpt import parameter_table
@@ -108,8 +112,8 @@ def test_attention_is_that_of_its_definition(n_shared, size, n_queries, has_sink
         scores = torch.cat((scores, sink), -1)
     expected = scores.softmax(-1)[..., :T] @ each[1]
     grads = torch.autograd.grad(expected.square().sum(), inputs)
-    for form in (attend, attend_explicitly):
-        found = form(q, k, v, window=size, sinks=sinks)
+    for form in (PLAIN_ATTENTION, attend_explicitly):
+        found = form(q, k, v, Weighting(size, sinks))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         own = torch.autograd.grad(found.square().sum(), inputs)
         torch.testing.assert_close(own, grads, rtol=1e-10, atol=1e-11)

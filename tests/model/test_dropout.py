@@ -54,14 +54,14 @@ def test_a_part_of_the_attention_gets_its_part_of_the_mask() -> None:
     dropout = AttentionDropout(site=1, p=0.5, context_length=16)
     keys = dropout_keys(CONFIG, 1, 2, [0, 1])
     times = torch.arange(16)
-    whole = dropout(torch.ones(2, 4, 16, 16), keys, times, times)
-    part = dropout(torch.ones(2, 4, 3, 7), keys, times[4:7], times[2:9])
+    whole = dropout.acting(keys)(torch.ones(2, 4, 16, 16), times, times)
+    part = dropout.acting(keys)(torch.ones(2, 4, 3, 7), times[4:7], times[2:9])
     assert torch.equal(part, whole[:, :, 4:7, 2:9])
     uneven = torch.tensor([1, 3, 12])
-    part = dropout(torch.ones(2, 4, 3, 16), keys, uneven, times)
+    part = dropout.acting(keys)(torch.ones(2, 4, 3, 16), uneven, times)
     assert torch.equal(part, whole[:, :, [1, 3, 12]])
     dropout.head_offset = 1
-    part = dropout(torch.ones(2, 2, 5, 5), keys, times[3:8], times[3:8])
+    part = dropout.acting(keys)(torch.ones(2, 2, 5, 5), times[3:8], times[3:8])
     assert torch.equal(part, whole[:, 1:3, 3:8, 3:8])
 
 
@@ -115,7 +115,7 @@ def test_compiled_masks_are_the_eager_ones() -> None:
         times = torch.arange(37)
         return (
             stream(torch.ones(3, 33, 51), keys, times[2:35]) != 0,
-            weights(torch.ones(3, 2, 33, 37), keys, times[1:34], times) != 0,
+            weights.acting(keys)(torch.ones(3, 2, 33, 37), times[1:34], times) != 0,
         )
 
     compiled = torch.compile(masks, dynamic=False, fullgraph=True)
@@ -131,14 +131,14 @@ def test_no_two_heads_or_queries_share_a_mask_where_numbers_exceed_a_word(contex
     dropout = AttentionDropout(1, 0.5, context_length)
     row_keys = dropout_keys(CONFIG, 1, 2, [0, 1])
     queries, keys = torch.tensor([0, 7, context_length - 1]), torch.arange(512)
-    masks = dropout(torch.ones(2, 33, 3, 512), row_keys, queries, keys) != 0
+    masks = dropout.acting(row_keys)(torch.ones(2, 33, 3, 512), queries, keys) != 0
     rows = {tuple(row.tolist()) for row in masks.flatten(0, 2)}
     assert len(rows) == 2 * 33 * 3
     z = (masks.flatten(0, 2).double() - 0.5) / 0.5
     sigmas = (z @ z.T / math.sqrt(512))[tuple(torch.triu_indices(len(z), len(z), 1))]
     assert 0.9 < sigmas.std() < 1.1  # of N(0, 1), if masks have nothing in common
     dropout.head_offset = 20
-    part = dropout(torch.ones(2, 2, 1, 100), row_keys, queries[2:], keys[50:150]) != 0
+    part = dropout.acting(row_keys)(torch.ones(2, 2, 1, 100), queries[2:], keys[50:150]) != 0
     assert torch.equal(part, masks[:, 20:22, 2:, 50:150])
 
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention.attention import attend
-from pentameter.model.dropout import AttentionDropout, dropout_keys
-from pentameter.model.gpt import GPT
-from pentameter.parallel.context.context_parallel import own_positions, parallelize_context
+from pentameter.model.attention.dot_product import PLAIN_ATTENTION, Weighting
+from pentameter.model.dropout import AttentionDropout, WeightsDropout, dropout_keys
+from pentameter.parallel.context.context_parallel import own_positions
+from pentameter.parallel.context.run_attention import run_attention
 from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layouts.layout import Layout
-from pentameter.planning.layouts.sharding import sharding_of
 
 B, H, T, K = 2, 4, 32, 8
 MODES = ("ring", "all-to-all")
@@ -46,8 +45,8 @@ def given(asked: Asked, tokens: torch.Tensor | slice) -> tuple[list[torch.Tensor
     return [each.requires_grad_() for each in (*qkv, *sinks)], grad
 
 
-def weights_dropout(p: float) -> AttentionDropout:
-    return AttentionDropout(1, p, T).train()
+def weights_dropout(p: float) -> WeightsDropout | None:
+    return AttentionDropout(1, p, T).train().acting(keys())
 
 
 def keys() -> torch.Tensor:
@@ -59,20 +58,15 @@ def whole(asked: Asked) -> list[torch.Tensor]:
     """The result of one process, and the gradients of q, k and v, and of sinks if there are."""
     inputs, grad = given(asked, slice(None))
     q, k, v, *sinks = inputs
-    dropout = weights_dropout(asked.dropout)
-    y = attend(q, k, v, dropout=dropout, dropout_keys=keys(), sinks=sinks[0] if sinks else None)
+    y = PLAIN_ATTENTION(
+        q, k, v, Weighting(None, *(sinks or [None]), weights_dropout(asked.dropout))
+    )
     return [y, *torch.autograd.grad(y, inputs, grad)]
 
 
 def part(world, asked: Asked) -> list[torch.Tensor]:
     """The same, of the positions that this process has."""
-    config = ModelConfig(vocab_size=2, context_length=T, n_layers=1, n_heads=H, d_model=H * K)
-    model = GPT(config)
-    attention = model.blocks["0"].attention
-    attention.weights_dropout = weights_dropout(asked.dropout)
-    parallelize_context(
-        model, build_mesh(asked.layout, "cpu", world), sharding_of(asked.layout, model.config)
-    )
+    attend = run_attention(asked.layout, T, build_mesh(asked.layout, "cpu", world))
     own = own_positions(asked.layout, world.rank, torch.arange(T))
     inputs, grad = given(asked, own)
     q, k, v, *sinks = inputs
@@ -81,16 +75,8 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
         if asked.explicit:
             always = "pentameter.parallel.context.ring_attention._is_explicit"
             patch.setattr(always, lambda q, dropout, window: True)
-        y = attention.attend(
-            q,
-            k,
-            v,
-            dropout=attention.weights_dropout,
-            dropout_keys=keys(),
-            positions=own,
-            window=None,
-            sinks=sinks[0] if sinks else None,
-        )
+        dropout = weights_dropout(asked.dropout)
+        y = attend(q, k, v, Weighting(None, *(sinks or [None]), dropout, own))
         return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
@@ -129,7 +115,7 @@ def test_bf16_is_as_close_to_the_exact_result_as_in_one_process(processes, mode)
     exact = Asked(Layout(), dtype=torch.float64)
     *qkv, grad = (each.double() for each in tensors(torch.bfloat16))
     qkv = [each.requires_grad_() for each in qkv]
-    y = attend(*qkv, dropout=weights_dropout(0.0), dropout_keys=None)
+    y = PLAIN_ATTENTION(*qkv)
     precise = [y, *torch.autograd.grad(y, qkv, grad)]
     assert exact.layout.context == 1
     parts = processes.run(2, part, asked)

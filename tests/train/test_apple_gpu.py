@@ -28,7 +28,7 @@ MAY_WIDEN = {
     "parallel/gradients.py": 1,
     "parallel/engine.py": 2,
     # where Triton compiles, or numpy stands for it
-    "model/attention/fused_dropout.py": 1,
+    "model/attention/checked_attention.py": 1,
 }
 """File → calls that name both float64 and a device."""
 

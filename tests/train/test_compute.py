@@ -8,8 +8,9 @@ from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
 from pentameter.machine.ceilings import Ceiling
 from pentameter.model import compiled
-from pentameter.parallel import assemble as assembling
+from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.context import run_attention
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.layouts.layout_checks import uncompiled_blocks
 from pentameter.planning.plan import make_plan
@@ -173,19 +174,19 @@ def on_gpu(**model):
 def test_kernels_that_agree_drop_attention_weights(a_machine_with_a_gpu):
     chosen = choose_compute(on_gpu(attention_dropout=0.2))
     assert a_machine_with_a_gpu == [(0.2, torch.bfloat16, "cuda")]
-    assert chosen.fused_dropout
-    assert chosen.fused_dropout_obstacle is None
-    assert not choose_compute(on_gpu()).fused_dropout  # which drops nothing
+    assert chosen.drops_by_blocks
+    assert chosen.dropout_obstacle is None
+    assert not choose_compute(on_gpu()).drops_by_blocks  # which drops nothing
     assert len(a_machine_with_a_gpu) == 1
 
 
 def test_kernels_that_do_not_agree_are_left_with_the_reason(a_machine_with_a_gpu, monkeypatch):
     monkeypatch.setattr(compute, "kernel_obstacle", lambda *_: "their dq is off by 3.0e-01")
     chosen = choose_compute(on_gpu(attention_dropout=0.2))
-    assert not chosen.fused_dropout
-    assert chosen.fused_dropout_obstacle == "their dq is off by 3.0e-01"
+    assert not chosen.drops_by_blocks
+    assert chosen.dropout_obstacle == "their dq is off by 3.0e-01"
     chosen = choose_compute(on_gpu(attention_dropout=0.2, n_heads=1, d_model=256))
-    assert "heads of 256 channels" in chosen.fused_dropout_obstacle
+    assert "heads of 256 channels" in chosen.dropout_obstacle
 
 
 def test_kernels_that_one_machine_cannot_use_none_uses(a_machine_with_a_gpu, monkeypatch):
@@ -195,17 +196,20 @@ def test_kernels_that_one_machine_cannot_use_none_uses(a_machine_with_a_gpu, mon
 
     monkeypatch.setattr(compute, "local_device", lambda device, world: device)
     chosen = choose_compute(on_gpu(attention_dropout=0.2), Others(lacks_compiler=False))
-    assert chosen.fused_dropout_obstacle == "no Triton there"
+    assert chosen.dropout_obstacle == "no Triton there"
 
 
 def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
-    told = []
-    monkeypatch.setattr(assembling, "drop_in_kernel", told.append)
-    dropping = plan(attention_dropout=0.2)
-    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False)
-    assert told == []
-    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False, fused_dropout=True)
-    assert told == engine.models
+    in_kernels = DotProductAttention()
+    monkeypatch.setattr(run_attention, "_kernel_attention", lambda: in_kernels)
+
+    def attends_by(**chosen):
+        dropping = plan(attention_dropout=0.2)
+        engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False, **chosen)
+        return {block.attention.attend for block in engine.model.blocks.values()}
+
+    assert attends_by() == {PLAIN_ATTENTION}
+    assert attends_by(drops_by_blocks=True) == {in_kernels}
 
 
 def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx):

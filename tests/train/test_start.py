@@ -91,7 +91,7 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkey
 
 
 def compute_on(device):
-    return SimpleNamespace(device=torch.device(device), precision=None, fused_dropout=False)
+    return SimpleNamespace(device=torch.device(device), precision=None, drops_by_blocks=False)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -139,7 +139,7 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
 def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):
     def on_a_gpu(plan, world):
         found = choose_compute(plan, world)
-        return replace(found, fused_dropout_obstacle="their dq is off by 3.0e-01")
+        return replace(found, dropout_obstacle="their dq is off by 3.0e-01")
 
     choose_compute = start.choose_compute
     monkeypatch.setattr(start, "choose_compute", on_a_gpu)

@@ -18,7 +18,8 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, TrainingBatches
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.evaluate.split import evaluate
-from pentameter.model.attention.attention import attend
+from pentameter.model.attention.attention import attend_by
+from pentameter.model.attention.dot_product import PLAIN_ATTENTION
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
@@ -100,7 +101,7 @@ def trained(*, transposed: bool = False) -> Engine:
     return stage
 
 
-def sees_everything(q, k, v, **dropout):
+def sees_everything(q, k, v, how):
     """Attention as in the source: no mask."""
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -122,7 +123,7 @@ def honest() -> Engine:
 @pytest.fixture(scope="module")
 def trained_without_mask() -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.model.attention.attention.attend", sees_everything)
+        patch.setattr("pentameter.parallel.context.run_attention.PLAIN_ATTENTION", sees_everything)
         return trained()
 
 
@@ -201,10 +202,9 @@ def test_training_on_transposed_targets_learns_nothing_of_the_text():
     assert true_loss(model) > 0.98 * guessing
 
 
-def test_without_a_mask_the_loss_falls_below_what_is_possible(trained_without_mask, monkeypatch):
+def test_without_a_mask_the_loss_falls_below_what_is_possible(trained_without_mask):
     wrong = window_losses(trained_without_mask).mean()
-    for block in trained_without_mask.model.blocks.values():
-        monkeypatch.setattr(block.attention, "attend", attend)
+    attend_by(trained_without_mask.model, PLAIN_ATTENTION)
     honestly = true_loss(trained_without_mask)
     assert wrong < FLOOR / 4  # the text itself cannot be predicted better than FLOOR
     assert honestly > FLOOR + 0.5  # nothing of it is left when the future is hidden

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.model import matmul
-from pentameter.model.attention import attention
-from pentameter.model.dropout import StreamDropout
+from pentameter.model.attention import dot_product
+from pentameter.model.dropout import StreamDropout, WeightsDropout
 from pentameter.parallel import assemble, data_parallel, engine, gradients, waits
-from pentameter.parallel.context import context_parallel, ring_attention
+from pentameter.parallel.context import ring_attention
 from pentameter.parallel.grid import summa, tensor_grid
 from pentameter.parallel.sources import gpt_source, tied_parameters
 from pentameter.parallel.tensor import sharded_norm, tensor_parallel
@@ -181,19 +181,12 @@ def wrong_half() -> None:
     def in_a_row(layout, place, positions):
         return positions.chunk(layout.context)[place]
 
-    plant(context_parallel, "own_positions", in_a_row)
+    plant(gpt_source, "own_positions", in_a_row)
 
 
 def heads_numbered_from_zero() -> None:
     """Each process that got some of the heads drops the weights of the first ones."""
-    share = gpt_source.parallelize_context
-
-    def share_unnumbered(model, group, layout):
-        share(model, group, layout)
-        for block in model.blocks.values():
-            block.attention.weights_dropout.head_offset = 0
-
-    plant(gpt_source, "parallelize_context", share_unnumbered)
+    plant(WeightsDropout, "_replace", lambda self, first_head: self)
 
 
 def evaluation_by_each_process() -> None:
@@ -259,7 +252,7 @@ def keys_of_another_head() -> None:
 
 def window_before_the_text() -> None:
     """The first block of a window also sees the padding before the text."""
-    in_windows = attention._attend_in_windows
+    in_windows = dot_product._attend_in_windows
 
     def padded(q, k, v, window, attend):
         n_blocks = q.shape[2] // window
@@ -271,7 +264,7 @@ def window_before_the_text() -> None:
 
         return in_windows(q, k, v, window, sees_it)
 
-    plant(attention, "_attend_in_windows", padded)
+    plant(dot_product, "_attend_in_windows", padded)
 
 
 def rows_of_each_process() -> None:

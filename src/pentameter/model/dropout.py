@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D channels, H heads; Q query tokens, S key tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -113,11 +113,6 @@ class KeyedDropout(nn.Module):
         """Return True if elements are dropped: in training mode, given keys, with p above 0."""
         return self.training and keys is not None and self.p > 0
 
-    def drop(self, x: Tensor, keys: Tensor, numbers: Numbers) -> Tensor:
-        """Return x (B, *numbers.words.shape) with dropout, given all sites' keys, int32
-        (B, n_sites, 2), and the elements' numbers. For use if `acts` is true."""
-        return drop(x, keys[:, self.site], numbers, self.p)
-
     def extra_repr(self) -> str:
         """Return this module's settings as `print(model)` shows them."""
         return f"site={self.site}, p={self.p}"
@@ -147,48 +142,48 @@ class StreamDropout(KeyedDropout):
             return x
         channels = range(self.first_channel, self.first_channel + x.shape[2])
         d_model = self.d_model or len(channels)
-        return self.drop(x, keys, stream_index(positions, channels, d_model, self.context_length))
+        numbers = stream_index(positions, channels, d_model, self.context_length)
+        return drop(x, keys[:, self.site], numbers, self.p)
+
+
+class WeightsDropout(NamedTuple):
+    """Dropout on the attention weights (B, H, Q, S) of one pass, whose elements `weight_index`
+    numbers, within a whole matrix of `context_length` queries and keys for each head."""
+
+    row_keys: Tensor
+    """The site's keys, int32 (B, 2)."""
+    p: float
+    first_head: int
+    """The number of the first head at hand in the whole model."""
+    context_length: int
+
+    def __call__(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return the weights (B, H, Q, S), or their gradients, with dropout. `query_positions` (Q,)
+        and `key_positions` (S,) say which block of the whole attention matrix they are."""
+        heads = range(self.first_head, self.first_head + weights.shape[1])
+        numbers = weight_index(heads, query_positions, key_positions, self.context_length)
+        return drop(weights, self.row_keys, numbers, self.p)
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout on attention weights (B, H, Q, S), whose elements `weight_index` numbers, within a
-    whole matrix of `context_length` queries and keys for each head.
-
-    If heads are sharded, `head_offset` is the first local one's number in the whole model. `kernel`
-    computes attention with dropout without storing the weights, as `attend_in_kernel` does; None if
-    no such kernel is available.
-    """
+    """Dropout on a layer's attention weights. If heads are sharded, `head_offset` is the first
+    local one's number in the whole model."""
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
         super().__init__(site, p)
         self.context_length = context_length
         self.head_offset = 0
-        self.kernel: Callable[..., Tensor] | None = None
 
-    def forward(
-        self,
-        weights: Tensor,
-        keys: Tensor | None,
-        query_positions: Tensor,
-        key_positions: Tensor,
-    ) -> Tensor:
-        """Return the weights (B, H, Q, S), with dropout in training if `keys`, int32
-        (B, n_sites, 2), are given.
-
-        `query_positions` (Q,) and `key_positions` (S,) say which block of the whole attention
-        matrix the weights are.
-        """
+    def acting(self, keys: Tensor | None) -> WeightsDropout | None:
+        """Return what drops weights in a pass with these keys of all sites, int32 (B, n_sites, 2);
+        None if nothing does."""
         if keys is None or not self.acts(keys):
-            return weights
-        first, last = self.head_offset, self.head_offset + weights.shape[1]
-        numbers = weight_index(
-            range(first, last), query_positions, key_positions, self.context_length
-        )
-        return self.drop(weights, keys, numbers)
+            return None
+        return WeightsDropout(keys[:, self.site], self.p, self.head_offset, self.context_length)
 
 
 # The numbering of elements within a batch row: every mask in Python uses it. Kernels in
-# C++ (`fused_cpu/cpp`) and Triton (`dropout_kernels.py`) repeat it, and tests compare their masks.
+# C++ (`fused_cpu/cpp`) and Triton repeat it, and tests compare their masks.
 
 
 def stream_index(positions: Tensor, channels: range, d_model: int, context_length: int) -> Numbers:

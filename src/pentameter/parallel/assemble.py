@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pentameter.model.attention.fused_dropout import drop_in_kernel
 from pentameter.model.gpt import GPT
 from pentameter.parallel.data_parallel import parallelize_data
 from pentameter.parallel.engine import Engine
@@ -34,15 +33,15 @@ def assemble(
     compiled: bool,
     world: World | None = None,
     source: ModelSource = BUILT_IN,
-    fused_dropout: bool = False,
+    drops_by_blocks: bool = False,
 ) -> Engine:
     """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
     built-in GPT, with the initial weights that follow from the configuration's seed.
 
     precision: a resolved `train.precision`, not `auto`. compiled: train by fused operations if the
     device is a CPU and they support the plan, else by `torch.compile`; False trains eagerly. world:
-    this process's rank and the world's size; None for a single process. fused_dropout: apply
-    attention dropout in GPU kernels; pass True only if `choose_compute` found that they work.
+    this process's rank and the world's size; None for a single process. drops_by_blocks: drop
+    attention weights in GPU kernels; pass True only if `choose_compute` found that they work.
 
     Each slice is built on `meta`, sharded by tensor parallelism, then by data parallelism, and only
     then gets memory: no rank ever holds more than its own shard. Collective over the world.
@@ -50,14 +49,13 @@ def assemble(
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(plan.layout, device.type, world)
-    computes_in, n_stages = arithmetic(precision), plan.layout.n_stages
+    computes_in = arithmetic(precision, drops_by_blocks=drops_by_blocks)
+    n_stages = plan.layout.n_stages
     shards_messages = plan.sharding.shards_messages(plan.config.model.context_length)
     modules: dict[int, StageModule] = {}
     wrapped: dict[int, nn.Module] = {}
     for number in plan.layout.stages_of(mesh.coordinates["pipeline"]):
         model_slice = source.stage(plan, number, mesh, computes_in)
-        if fused_dropout:
-            drop_in_kernel(model_slice.model)
         offset = number if source.draws_from_generator else None
         module = StageModule(model_slice, device, computes_in, generator_offset=offset)
         if shards_messages:

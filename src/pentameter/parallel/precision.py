@@ -27,7 +27,7 @@ call."""
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A run's dtypes and its matmul, passed to every module that multiplies."""
+    """A run's dtypes, its matmul and its kernels, passed to every module that multiplies."""
 
     precision: str
     """The `train.precision` value. Custom operations, which take no objects, get this string and
@@ -37,6 +37,8 @@ class Arithmetic:
     products: torch.dtype
     """Dtype of matmul inputs."""
     matmul: Matmul
+    drops_by_blocks: bool = False
+    """Whether GPU kernels drop attention weights, block by block, which are then never stored."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -51,12 +53,12 @@ class Arithmetic:
         return torch.autocast(device.type, self.autocast_dtype)
 
 
-def arithmetic(precision: str) -> Arithmetic:
-    """Return the Arithmetic (dtypes and matmul) for a `train.precision`. Raises ConfigError for an
-    unknown one, and for `auto`, which must be resolved before."""
+def arithmetic(precision: str, *, drops_by_blocks: bool = False) -> Arithmetic:
+    """Return the Arithmetic for a `train.precision`. Raises ConfigError for an unknown one, and for
+    `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
-    return Arithmetic(precision, weights, products, MATMULS[precision])
+    return Arithmetic(precision, weights, products, MATMULS[precision], drops_by_blocks)
 
 
 def set_matmul_precision(

@@ -79,8 +79,8 @@ def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) 
 
 
 MOST_KERNEL_CHANNELS = 128
-"""Largest head size in channels for which the kernels in `model/attention/dropout_kernels.py` fit a
-tile into a GPU's registers and shared memory."""
+"""Largest head size in channels for which the kernels that drop attention weights fit a tile into a
+GPU's registers and shared memory."""
 
 
 def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) -> str | None:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
 from pentameter.machine.on_host import on_host
-from pentameter.model.attention.attention import CausalAttention
+from pentameter.model.attention.attention import attend_by
 from pentameter.model.attention.cache import choice_numbers
-from pentameter.model.dropout import AttentionDropout
+from pentameter.model.attention.dot_product import ALL_KEYS, DotProductAttention, Weighting
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
 
@@ -139,18 +138,7 @@ class _Pass:
             of_pass[rows, :, self._write_at] = new[0].transpose(0, 1)
         return of_pass[:, :, : self._n_seen]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: AttentionDropout,
-        dropout_keys: Tensor | None,
-        positions: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
         """Return attention's output (1, H, T, K). All T tokens of a piece attend to one slot;
         without a piece each attends to its own."""
         if not self._is_piece:
@@ -159,7 +147,7 @@ class _Pass:
         grouped = q.unflatten(1, (-1, n_sharing)).flatten(2, 3) * q.shape[3] ** -0.5
         # PyTorch's fused attention rounds by the thread that happens to compute a head.
         scores = (grouped @ k.transpose(2, 3)).unflatten(2, (n_sharing, T))
-        weights = _softmax(scores + self._mask(window, scores.dtype), sinks)
+        weights = _softmax(scores + self._mask(how.window, scores.dtype), how.sinks)
         y = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (n_sharing, T)).flatten(1, 2)
         return y if self._is_piece else y.transpose(0, 2)
 
@@ -170,6 +158,18 @@ class _Pass:
             mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
         return self._masks[window]
+
+
+class SlotAttention(DotProductAttention):
+    """Attention in passes whose rows do not depend on each other."""
+
+    under_way: _Pass | None = None
+    """The pass that the model computes."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
+        """Return what the pass under way says is attention's output, (1, H, T, K)."""
+        assert self.under_way is not None
+        return self.under_way.attend(q, k, v, how)
 
 
 class Slots:
@@ -199,13 +199,11 @@ class Slots:
         self._memory = _Memory(
             keys, values, [chosen.clone() for _ in range(n_layers)] if has_capacity else ()
         )
-        for module in model.modules():
-            if isinstance(module, CausalAttention):
-                module.attend = self._attend
+        self._attention = SlotAttention()
+        attend_by(model, self._attention)
         unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)
         self.shapes = Shapes((n_slots,), (*sizes, self._n_keys))
-        self._under_way: _Pass | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -262,7 +260,7 @@ class Slots:
     def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Floats:
         """Return logits (n, V) for the slice `asked` in tokens (1, T), whose pass is `under_way`.
         positions (T,) are the model's positions."""
-        model, self._under_way = self._model, under_way
+        model, self._attention.under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens.to(self._device), positions)
             rotary = rotation(positions, model.config, x.dtype)
@@ -273,11 +271,6 @@ class Slots:
                 x = model.final_norm(x)
             logits = model.logits(x)[0, :, : self._vocab_size]
         return on_host(logits)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Return what the pass under way says is attention's output, (1, H, T, K)."""
-        assert self._under_way is not None
-        return self._under_way.attend(q, k, v, **options)
 
     # -- which shapes give the same bits ---------------------------------------------------------
 

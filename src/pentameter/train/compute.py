@@ -30,7 +30,7 @@ from pentameter.machine.choices import (
 from pentameter.machine.cores import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops
-from pentameter.model.attention.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle
 from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle
@@ -59,10 +59,10 @@ class Compute:
     depend on them, as they round differently."""
     n_threads: int
     """Threads per process for arithmetic on the CPU."""
-    fused_dropout: bool = False
+    drops_by_blocks: bool = False
     """True if a GPU's attention kernels apply dropout, without materializing the attention weights.
     """
-    fused_dropout_obstacle: str | None = None
+    dropout_obstacle: str | None = None
     """The reason that a GPU with attention dropout must materialize the attention weights; None if
     it need not."""
     measured: Ceiling | None = None
@@ -89,7 +89,7 @@ class Compute:
             "precision": self.precision,
             "compiled": self.compiled,
             "native_kernels": list(self.native_kernels),
-            "fused_attention_dropout": self.fused_dropout,
+            "fused_attention_dropout": self.drops_by_blocks,
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
@@ -118,10 +118,10 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if compiled:
         compiled, compile_reason = min(world.all_gather(compilation()))
     native_kernels: tuple[native.Name, ...] = ()
-    fused_dropout, obstacle = False, None
+    drops_by_blocks, obstacle = False, None
     if device.type == "cuda" and plan.built_by is None and plan.config.model.attention_dropout:
         obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
-        fused_dropout = obstacle is None
+        drops_by_blocks = obstacle is None
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
@@ -151,7 +151,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         peak,
         native_kernels,
         torch.get_num_threads(),
-        fused_dropout,
+        drops_by_blocks,
         obstacle,
         measured,
         measure_again,
@@ -237,12 +237,12 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
     memory, or its offloaded tensors the host's. On a CPU, `local_size` processes share the memory.
     For a custom model only weights, gradients and optimizer state are counted."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
-    precision, fused_dropout = compute.precision, compute.fused_dropout
+    precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
     state = plan_state_bytes(plan).state_bytes
     # Only the state of a custom model is known.
     total = state
     if is_gpt:
-        total = plan_memory(plan, precision, fused_dropout=fused_dropout).total_bytes
+        total = plan_memory(plan, precision, drops_by_blocks=drops_by_blocks).total_bytes
     needs = [(device, total)]
     if offload:
         needs = [(torch.device("cpu"), state), (device, max(0, total - state))]
@@ -256,7 +256,9 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
             fitting = []
             if is_gpt and not offload:
                 usable = there / n_sharing
-                fitting = settings_that_fit(plan, usable, precision, fused_dropout=fused_dropout)
+                fitting = settings_that_fit(
+                    plan, usable, precision, drops_by_blocks=drops_by_blocks
+                )
             raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting))
 
 

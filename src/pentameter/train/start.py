@@ -214,7 +214,7 @@ def build_engine(
         compiled=compute.compiled,
         world=world,
         source=supplied.source,
-        fused_dropout=compute.fused_dropout,
+        drops_by_blocks=compute.drops_by_blocks,
     )
     return engine, supplied.build_optimizer(list(engine.named_parameters()), plan)
 

@@ -176,7 +176,7 @@ def test_weights_that_kernels_drop_are_not_kept(how):
     """What is held is what a model without dropout of them holds."""
     _, without = memory_of({}, activation_checkpoint=how)
     plan, written = memory_of({}, model={"attention_dropout": 0.2}, activation_checkpoint=how)
-    fused = plan_memory(plan, "fp32", fused_dropout=True)
+    fused = plan_memory(plan, "fp32", drops_by_blocks=True)
     assert fused == without
     assert fused.activations_bytes < written.activations_bytes
     if how is None:

@@ -290,9 +290,9 @@ DROPPING = {"model.attention_dropout": 0.1}
 def test_kernels_that_drop_weights_take_less_than_writing_them_out(monkeypatch):
     without, dropping = estimate(), estimate(**DROPPING)
     wide = estimate(**DROPPING, **{"model.head_size": 256})
-    assert dropping.fused_dropout
-    assert not without.fused_dropout
-    assert not wide.fused_dropout
+    assert dropping.drops_by_blocks
+    assert not without.drops_by_blocks
+    assert not wide.drops_by_blocks
     assert dropping.memory == without.memory
     (said,) = (warning for warning in dropping.warnings() if "attention_dropout" in warning)
     monkeypatch.setattr(estimating, "fuses_dropout", lambda *_: False)
@@ -305,9 +305,9 @@ def test_kernels_that_drop_weights_take_less_than_writing_them_out(monkeypatch):
 
 
 def test_a_cpu_and_a_ring_have_no_kernels_that_drop_weights(cpu):
-    assert not estimate(layout="tensor=2,context=4", **DROPPING).fused_dropout
-    assert estimate(layout="tensor=2,context=4,context_mode=all-to-all", **DROPPING).fused_dropout
-    assert not estimate(layout="data=1", cluster=cpu(), **DROPPING).fused_dropout
+    assert not estimate(layout="tensor=2,context=4", **DROPPING).drops_by_blocks
+    assert estimate(layout="tensor=2,context=4,context_mode=all-to-all", **DROPPING).drops_by_blocks
+    assert not estimate(layout="data=1", cluster=cpu(), **DROPPING).drops_by_blocks
 
 
 def test_a_step_of_a_billion_micro_batches_is_timed_at_once():

@@ -1,7 +1,11 @@
 import pytest
 import torch
 
-from pentameter.model.attention.attention import attend, attend_explicitly
+from pentameter.model.attention.dot_product import (
+    PLAIN_ATTENTION,
+    Weighting,
+    attend_explicitly,
+)
 from pentameter.model.dropout import AttentionDropout, Numbers, keep_mask
 
 
@@ -19,7 +23,7 @@ def qkv(n_queries: int, n_keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 def test_fused_and_explicit_agree_in_value_and_gradient(n_queries: int, n_keys: int) -> None:
     q, k, v = qkv(n_queries, n_keys)
     results = []
-    for function in (attend, attend_explicitly):
+    for function in (PLAIN_ATTENTION, attend_explicitly):
         y = function(q, k, v)
         results.append((y, *torch.autograd.grad((y * y.detach().cos()).sum(), (q, k, v))))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
@@ -34,7 +38,7 @@ def test_dropout_drops_the_weights_of_the_formula() -> None:
     scores = torch.einsum("bhqk,bhsk->bhqs", q, k) / 2
     scores = scores.masked_fill(j > i, float("-inf"))
     expected = (scores.softmax(-1) * keep / 0.6) @ v
-    y = attend(q, k, v, dropout=dropout, dropout_keys=keys)
+    y = PLAIN_ATTENTION(q, k, v, Weighting(dropout=dropout.acting(keys)))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -43,7 +47,7 @@ def test_dropout_has_the_right_gradient() -> None:
     keys = torch.tensor([[[3, 4]], [[5, 6]]], dtype=torch.int32)
     dropout = AttentionDropout(site=0, p=0.3, context_length=4)
     assert torch.autograd.gradcheck(
-        lambda q, k, v: attend(q, k, v, dropout=dropout, dropout_keys=keys), (q, k, v)
+        lambda q, k, v: PLAIN_ATTENTION(q, k, v, Weighting(dropout=dropout.acting(keys))), (q, k, v)
     )
 
 
@@ -51,6 +55,6 @@ def test_no_dropout_in_evaluation_or_without_keys() -> None:
     q, k, v = qkv(4, 4)
     keys = torch.tensor([[[3, 4]], [[5, 6]]], dtype=torch.int32)
     dropout = AttentionDropout(site=0, p=0.3, context_length=4)
-    plain = attend(q, k, v)
-    assert torch.equal(attend(q, k, v, dropout=dropout), plain)
-    assert torch.equal(attend(q, k, v, dropout=dropout.eval(), dropout_keys=keys), plain)
+    plain = PLAIN_ATTENTION(q, k, v)
+    for acting in (dropout.acting(None), dropout.eval().acting(keys)):
+        assert torch.equal(PLAIN_ATTENTION(q, k, v, Weighting(dropout=acting)), plain)

@@ -17,9 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits
-from pentameter.model.attention.attention import attend, attend_explicitly
-from pentameter.model.attention.fused_dropout import drop_in_kernel, row_error
-from pentameter.model.dropout import AttentionDropout, dropout_keys, keep_mask, weight_index
+from pentameter.model.attention.attention import attend_by
+from pentameter.model.attention.checked_attention import row_error
+from pentameter.model.attention.dot_product import Weighting, attend_explicitly
+from pentameter.model.dropout import WeightsDropout, dropout_keys, keep_mask, weight_index
 from pentameter.model.gpt import build_model
 from pentameter.model.matmul import PLAIN
 from pentameter.parallel.linear import install_forwards
@@ -42,10 +43,9 @@ class Case(NamedTuple):
     context_length: int = 40
     first_head: int = 0
 
-    def dropout(self) -> AttentionDropout:
-        dropout = AttentionDropout(1, self.p, self.context_length)
-        dropout.head_offset = self.first_head
-        return dropout
+    def weighting(self) -> Weighting:
+        dropped = (self.keys()[:, 1], self.p, self.first_head, self.context_length)
+        return Weighting(self.window, None, WeightsDropout(*dropped), self.positions())
 
     def keys(self) -> Tensor:
         drawn = torch.randint(-(2**31), 2**31, (self.B, 3, 2), generator=torch.manual_seed(1))
@@ -72,15 +72,7 @@ class Case(NamedTuple):
         """The result and the gradients of q, k and v, by `attend_explicitly` or the kernels."""
         heads = (self.H, self.G, self.G)
         q, k, v = (self.draw(n, i).to(dtype).requires_grad_() for i, n in enumerate(heads))
-        y = form(
-            q,
-            k,
-            v,
-            dropout=self.dropout(),
-            dropout_keys=self.keys(),
-            positions=self.positions(),
-            window=self.window,
-        )
+        y = form(q, k, v, self.weighting())
         return y, *torch.autograd.grad(y, (q, k, v), self.draw(self.H, 3).to(dtype))
 
 
@@ -104,7 +96,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_the_weights_written_out(kernels, name) -> None:
     case = CASES[name]
-    found = case.computed(kernels.attend_in_kernel, torch.float32)
+    found = case.computed(kernels.KernelAttention(), torch.float32)
     expected = case.computed(attend_explicitly, torch.float64)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -116,7 +108,7 @@ def test_a_row_whose_every_key_is_dropped_is_zero(kernels) -> None:
     is_empty = ~case.keep().any(-1)
     assert is_empty.any()
     assert not is_empty.all()
-    y, dq, *others = case.computed(kernels.attend_in_kernel, torch.float32)
+    y, dq, *others = case.computed(kernels.KernelAttention(), torch.float32)
     assert (y[is_empty] == 0).all()
     assert (dq[is_empty] == 0).all()
     assert all(x.isfinite().all() for x in others)
@@ -196,7 +188,7 @@ def test_a_model_learns_the_same_and_computes_again_what_it_should(
         "_launch",
         lambda kernel, *a, **o: (launched.append(kernel), launch(kernel, *a, **o)),
     )
-    drop_in_kernel(model)
+    attend_by(model, kernels.KernelAttention())
     if how is not None:
         install_forwards(model, PLAIN, recomputed(model.blocks.values(), how))
     found = gradients(model, loss)
@@ -216,7 +208,7 @@ def test_what_is_kept_is_what_the_plan_counts(kernels) -> None:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        case.computed(kernels.attend_in_kernel, torch.float32)
+        case.computed(kernels.KernelAttention(), torch.float32)
     heads = case.B * case.H * case.T
     keys, positions = case.keys().nbytes, case.positions().nbytes
     assert sum(kept.values()) == 4 * (4 * heads * case.K) + 4 * heads + keys + positions
@@ -233,19 +225,35 @@ def test_the_operation_is_one_that_pytorch_knows_how_to_trace(kernels) -> None:
 @pytest.mark.slow
 def test_compiled_attention_drops_in_the_kernels(kernels) -> None:
     case = Case(T=20)
-    dropout = case.dropout()
-    dropout.kernel = kernels.attend_in_kernel
+    attend = kernels.KernelAttention()
 
-    def attention(q: Tensor, **given: Any) -> Tensor:
-        return attend(q, q + 1, q - 1, **given).sin()
+    def attention(q: Tensor, how: Weighting) -> Tensor:
+        return attend(q, q + 1, q - 1, how).sin()
 
     q = case.draw(2, 0).float().requires_grad_()
-    given = {"dropout": dropout, "dropout_keys": case.keys(), "positions": case.positions()}
     results = []
     for form in (attention, torch.compile(attention, dynamic=False, fullgraph=True)):
-        y = form(q, **given)
+        y = form(q, case.weighting())
         results.append((y, *torch.autograd.grad(y.sum(), q)))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_the_kernels_serve_training_without_a_cache_alone(kernels, monkeypatch) -> None:
+    called = []
+
+    def dropping(q, k, v, *others):
+        called.append(q.shape)
+        return (q,)
+
+    monkeypatch.setattr(kernels, "dropped_attention", dropping)
+    attend = kernels.KernelAttention()
+    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4)
+    drops = Weighting(dropout=WeightsDropout(torch.ones(1, 2, dtype=torch.int32), 0.3, 0, 8))
+    attend(k, k, k, drops)
+    attend(q, k, k, drops)
+    attend(k, k, k, drops._replace(sinks=torch.ones(2)))
+    attend(k, k, k)
+    assert called == [k.shape]
 
 
 @pytest.mark.gpu
@@ -257,6 +265,6 @@ def test_a_gpu_agrees_with_the_weights_written_out(kernels, dtype, head_size) ->
     case = Case(B=2, H=4, G=2, T=1000, K=head_size, p=0.1, context_length=1024)
     expected = case.computed(attend_explicitly, torch.float64)
     written = case.computed(attend_explicitly, dtype)
-    found = case.computed(kernels.attend_in_kernel, dtype)
+    found = case.computed(kernels.KernelAttention(), dtype)
     for one, usual, other in zip(found, written, expected, strict=True):
         assert row_error(one, other) < 3 * row_error(usual, other) + 2.0**-15

@@ -17,13 +17,13 @@ CHECKPOINTS = (None, "selective", "full")
 
 
 def settings_that_fit(
-    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
+    plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
 ) -> list[tuple[str, Verdict]]:
     """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then those with which
     they are tight, each as command-line options ("--train.micro-batch-size 1") with its verdict:
     single changes first, then full recomputation with micro-batches of one sequence, then these
     with ZeRO 3. `precision` is the matmul precision (None: `train.precision`, with fp32 for
-    `auto`); with `fused_dropout`, attention dropout does not write out the weights."""
+    `auto`); with `drops_by_blocks`, attention dropout does not write out the weights."""
     ways = [[change] for change in single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -35,7 +35,7 @@ def settings_that_fit(
         other = changed(plan, changes)
         if other is None:
             continue
-        memory = plan_memory(other, precision, fused_dropout=fused_dropout)
+        memory = plan_memory(other, precision, drops_by_blocks=drops_by_blocks)
         verdict = memory_verdict(memory.total_bytes, usable_bytes)
         if verdict != "does not fit":
             found.append((as_options(changes), verdict))

@@ -50,7 +50,7 @@ class Step:
     asked_precision: str | None = None
     """The matmul precision, in place of `train.precision`, which may be `auto`. If this is None and
     the other `auto`, fp32 is assumed."""
-    fused_dropout: bool = False
+    drops_by_blocks: bool = False
     """Whether GPU kernels apply dropout to attention weights without writing them out."""
     imbalance: float = 1.0
     """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
@@ -238,7 +238,7 @@ class ActivationBytes:
         """Return the tensors that an operation saves for its backward pass. Ring attention and
         attention kernels with dropout work by blocks and save fewer. Column-parallel matrices that
         run as one operation save only this rank's input shard, and gather it again."""
-        if op.kind == "attention" and (self._has_ring or self.step.fused_dropout):
+        if op.kind == "attention" and (self._has_ring or self.step.drops_by_blocks):
             return op.saves_by_blocks
         if self._gathers_again(op):
             return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)

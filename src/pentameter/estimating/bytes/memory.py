@@ -74,7 +74,7 @@ class Memory(StateBytes):
 def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
     """Return the Memory in a step on the rank that needs the most, estimated from shapes.
 
-    Attention dropout is assumed to write out the attention weights, unless `step.fused_dropout`.
+    Attention dropout is assumed to write out the attention weights, unless `step.drops_by_blocks`.
     Among ranks that shard the same tensors, the first holds the largest shards. Muon's workspace
     for a matrix is left out. `known`, a dict kept by the caller, caches the results that depend on
     parameters alone, for calls with the same model, optimizer and precision; None caches nothing.

@@ -28,14 +28,14 @@ def step_of(
     plan: Plan,
     precision: str | None = None,
     *,
-    fused_dropout: bool = False,
+    drops_by_blocks: bool = False,
     imbalance: float = 1.0,
 ) -> Step:
     """Return the Step (one optimizer step in a layout) that a Plan's estimates are computed from.
     `precision` is the run's matmul precision; None takes `train.precision`, with fp32 for `auto`.
-    With `fused_dropout`, GPU kernels apply dropout to the attention weights, which are otherwise
+    With `drops_by_blocks`, GPU kernels apply dropout to the attention weights, which are otherwise
     written out. `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks."""
-    return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout, imbalance)
+    return Step(plan.config, plan.layout, plan.stages, precision, drops_by_blocks, imbalance)
 
 
 def plan_state_bytes(plan: Plan) -> StateBytes:
@@ -52,17 +52,17 @@ def plan_memory(
     plan: Plan,
     precision: str | None = None,
     *,
-    fused_dropout: bool = False,
+    drops_by_blocks: bool = False,
     imbalance: float = 1.0,
 ) -> Memory:
     """Return the estimated bytes that the fullest rank holds in a step. `precision` is the run's
-    matmul precision; None takes `train.precision`, with fp32 for `auto`. With `fused_dropout`,
+    matmul precision; None takes `train.precision`, with fp32 for `auto`. With `drops_by_blocks`,
     kernels do not write out dropped attention weights; `imbalance` is the most rows that a rank's
     experts get ÷ the mean over ranks. Raises ConfigError for a custom model, whose activations are
     not known."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
-    step = step_of(plan, precision, fused_dropout=fused_dropout, imbalance=imbalance)
+    step = step_of(plan, precision, drops_by_blocks=drops_by_blocks, imbalance=imbalance)
     return step_memory(step)
 
 

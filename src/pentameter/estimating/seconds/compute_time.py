@@ -127,7 +127,7 @@ class _ElementwiseTime:
         self.cluster = cluster
         others = trained_precision(step.precision)
         fused = fuses_dropout(config.model, layout, others, cluster.device)
-        self.bytes = ActivationBytes(replace(step, fused_dropout=fused))
+        self.bytes = ActivationBytes(replace(step, drops_by_blocks=fused))
         self.adds_whole = step.n_micro_batches > 1 and not rules.reduces_each_micro_batch
         self.weights_come_rounded = rules.weights_come_rounded(step.n_micro_batches)
         self.joins = may_compile(layout, config.train)
@@ -374,7 +374,7 @@ class _OperationTime(_ElementwiseTime):
         channels = n_channels / self.step.config.model.n_heads
         shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
-        drops, fused = op.result not in op.saves, self.bytes.step.fused_dropout
+        drops, fused = op.result not in op.saves, self.bytes.step.drops_by_blocks
         if drops and not fused and not self.joins_activations:
             return self._written_attention(op, flops / (peak * shares.product_share), moved)
         fraction = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
@@ -431,7 +431,7 @@ class ComputeTime:
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
             layout.expert, layout.expert_tensor, self.step.imbalance,
             train.micro_batch_size, train.activation_checkpoint, each.adds_whole,
-            each.weights_come_rounded, each.joins_activations, each.bytes.step.fused_dropout,
+            each.weights_come_rounded, each.joins_activations, each.bytes.step.drops_by_blocks,
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:

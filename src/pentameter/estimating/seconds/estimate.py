@@ -58,12 +58,12 @@ class Estimate:
         return plan_memory(
             self.plan,
             self.precision,
-            fused_dropout=self.fused_dropout,
+            drops_by_blocks=self.drops_by_blocks,
             imbalance=self.imbalance,
         )
 
     @property
-    def fused_dropout(self) -> bool:
+    def drops_by_blocks(self) -> bool:
         """Whether GPU kernels are planned to apply attention dropout without writing out the
         attention weights."""
         plan = self.plan
@@ -184,7 +184,7 @@ class Estimate:
                 "where nothing is computed again, 'zero-bubble', or a smaller parallel.pipeline "
                 "shrink it"
             )
-        if self.fused_dropout:
+        if self.drops_by_blocks:
             whole = plan_memory(plan, self.precision, imbalance=self.imbalance)
             written = whole.total_bytes - self.memory.total_bytes
             yield (

@@ -1,4 +1,5 @@
-"""Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in the fastest available form.
+"""Causal self-attention: the projections before and after what the run attends by
+(`dot_product.py`).
 
 Shapes: B batch, T tokens, D d_model, H heads, G KV heads (G = H without grouping), K head size; Q
 new tokens (queries), S all tokens (keys), the last Q being the new ones.
@@ -6,17 +7,20 @@ new tokens (queries), S all tokens (keys), the last Q being the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.attention.cache import Cache
+from pentameter.model.attention.dot_product import (
+    PLAIN_ATTENTION,
+    DotProductAttention,
+    Weighting,
+)
 from pentameter.model.dropout import (
     AttentionDropout,
     StreamDropout,
@@ -24,33 +28,6 @@ from pentameter.model.dropout import (
     attention_weights_site,
 )
 from pentameter.model.positions import Positions, Rotation
-from pentameter.planning.sub_layers.attention import SINK_CHANNELS
-
-
-class Attend(Protocol):
-    """Type of the function that computes causal attention from queries, keys and values: `attend`
-    below, or one that takes its place under context parallelism. Arguments as for `attend`."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: AttentionDropout,
-        dropout_keys: Tensor | None,
-        positions: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return each query's weighted mean value, (B, H, Q, K), from q (B, H, Q, K), k and v
-        (B, G, S, K).
-
-        dropout: the module that drops weights, in training, if `dropout_keys`, int32
-        (B, n_sites, 2), are given; None means no dropout. positions: the keys' (S,). window: how
-        many keys a query sees, its own included; None for all. sinks: each head's score (H,) for
-        one more key, whose value is 0; None for none.
-        """
 
 
 class Read(Protocol):
@@ -75,9 +52,7 @@ class CausalAttention(nn.Module):
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
-        self.attend: Attend = attend
-        """Function that computes attention from queries, keys and values. Context parallelism
-        replaces it by one that reaches the keys and values on other ranks."""
+        self.attend = PLAIN_ATTENTION
         self.dropout = StreamDropout(
             attention_output_site(layer), config.dropout, config.context_length
         )
@@ -92,23 +67,23 @@ class CausalAttention(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Return each query's weighted mean value, (B, T, H, K), from q (B, H, T, K), k and v
-        (B, G, S, K), which include cached ones. Other arguments are as for `Attend`."""
-        y = self.attend(
-            q,
-            k,
-            v,
-            dropout=self.weights_dropout,
-            dropout_keys=dropout_keys,
-            positions=positions.attention,
-            window=self.window,
-            sinks=sinks,
-        )
-        return y.transpose(1, 2)
+        (B, G, S, K), which include cached ones. dropout_keys: int32 (B, n_sites, 2), None for no
+        dropout. sinks: as for `Weighting`."""
+        dropout = self.weights_dropout.acting(dropout_keys)
+        how = Weighting(self.window, sinks, dropout, positions.attention)
+        return self.attend(q, k, v, how).transpose(1, 2)
 
     def project_out(self, y: Tensor, positions: Positions, dropout_keys: Tensor | None) -> Tensor:
         """Return the sub-layer's output (B, T, D), after dropout, from all heads' means
         (B, T, H, K)."""
         return self.dropout(self.out(y.flatten(2)), dropout_keys, positions.stream)
+
+
+def attend_by(model: nn.Module, attention: DotProductAttention) -> None:
+    """Have every attention sub-layer in `model` compute by `attention`, in place."""
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.attend = attention
 
 
 class Sinks(nn.Module):
@@ -224,161 +199,3 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 def read(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
     """Apply each linear to x (B, T, D): return their outputs (B, T, N), one for each."""
     return [linear(x) for linear in linears]
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: AttentionDropout | None = None,
-    dropout_keys: Tensor | None = None,
-    positions: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return each query's weighted mean value, (B, H, Q, K). A query sees keys up to its own
-    position; with a `window`, only the last `window` keys, its own included.
-
-    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a cache.
-    `dropout` is applied to the attention weights in training if `dropout_keys`, int32
-    (B, n_sites, 2), are given. `positions` (S,) are the keys' positions, by default 0 … S - 1.
-    `sinks` (H,) are each head's score for one more key, whose value is 0; None for none.
-    """
-    Q, S = q.shape[2], k.shape[2]
-    if dropout is not None and dropout.acts(dropout_keys):
-        drop = attend_explicitly if dropout.kernel is None or Q != S else dropout.kernel
-        if sinks is not None:
-            drop = partial(attend_explicitly, sinks=sinks)
-        return drop(
-            q,
-            k,
-            v,
-            dropout=dropout,
-            dropout_keys=dropout_keys,
-            positions=positions,
-            window=window,
-        )
-    attention = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] != q.shape[1])
-    if sinks is not None:
-        attention = partial(_attend_beside_sinks, sinks)
-    if window is not None and window < S:
-        if Q == S and S % window == 0 and 2 * window < S:
-            return _attend_in_windows(q, k, v, window, attention)
-        first = max(0, S - Q - window + 1)  # no query sees an earlier key
-        k, v = k[:, :, first:], v[:, :, first:]
-        hidden = _hidden(Q, k.shape[2], window, q.device)
-        return attention(q, k, v, attn_mask=~hidden)
-    if Q == S:
-        return attention(q, k, v, is_causal=True)
-    if Q == 1:  # the newest token sees everything
-        return attention(q, k, v)
-    hidden = _hidden(Q, S, None, q.device)
-    return attention(q, k, v, attn_mask=~hidden)
-
-
-def _attend_beside_sinks(
-    sinks: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` of q (B, H, Q, K), k and v (B, G, S, K) with a sink
-    for each head: one more key, which every query sees, with the score `sinks` (H,) and the value
-    0. Returns (B, H, Q, K).
-
-    A fused kernel gives no gradient for a mask. So the score is in a channel of its own, in which
-    this key is 1 and the others are 0. Kernels ask for multiples of SINK_CHANNELS.
-    """
-    K, n_keys = q.shape[-1], k.shape[2]
-    if is_causal:
-        attn_mask = ~_hidden(q.shape[2], n_keys, None, q.device)
-    scores = (sinks * K**0.5).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
-    q = torch.cat((q, F.pad(scores, (0, SINK_CHANNELS - 1))), dim=-1)
-    sink_key = (torch.arange(K + SINK_CHANNELS, device=k.device) == K).to(k.dtype)
-    k = torch.cat((F.pad(k, (0, SINK_CHANNELS)), sink_key.expand(*k.shape[:2], 1, -1)), dim=2)
-    v = F.pad(v, (0, SINK_CHANNELS, 0, 1))
-    mask = None if attn_mask is None else F.pad(attn_mask, (0, 1), value=True)
-    is_grouped = k.shape[1] != q.shape[1]
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=K**-0.5, enable_gqa=is_grouped
-    )
-    return y[..., :K]
-
-
-def _attend_in_windows(
-    q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
-) -> Tensor:
-    """Compute attention for as many queries as keys, with a window that divides T: each block of
-    `window` queries attends to its own keys and to the block before, so work grows with T and not
-    with its square. Returns (B, H, T, K).
-
-    `attention` multiplies q (B, H, T, K), k and v (B, G, T, K) under a mask, like
-    `F.scaled_dot_product_attention`.
-    """
-    B, n = len(q), q.shape[2] // window
-
-    def with_block_before(x: Tensor) -> Tensor:  # (B, G, T, K) → (B · n, G, 2 · window, K)
-        blocks = F.pad(x, (0, 0, window, 0)).unfold(2, 2 * window, window)  # (B, G, n, K, 2 W)
-        return blocks.permute(0, 2, 1, 4, 3).flatten(0, 1)
-
-    queries = q.unflatten(2, (n, window)).transpose(1, 2).flatten(0, 1)  # (B · n, H, window, K)
-    hidden = _hidden(window, 2 * window, window, q.device).expand(n, -1, -1).clone()
-    hidden[0, :, :window] = True  # before the first block there is nothing
-    mask = ~hidden.repeat(B, 1, 1)[:, None]
-    y = attention(queries, with_block_before(k), with_block_before(v), attn_mask=mask)
-    return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)
-
-
-def attend_explicitly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: AttentionDropout | None = None,
-    dropout_keys: Tensor | None = None,
-    positions: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return each query's weighted mean value, (B, H, Q, K), like `attend`, but with the attention
-    weights (B, H, Q, S) in memory, so that dropout can act on them.
-
-    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q. `dropout` acts in training if
-    `dropout_keys`, int32 (B, n_sites, 2), are given. `positions` (S,) are the keys', by default 0 …
-    S - 1. `window` is how many keys a query sees, its own included; None for all. `sinks` (H,) are
-    each head's score for one more key, whose value is 0; None for none.
-    """
-    Q, S, K = q.shape[2], k.shape[2], q.shape[3]
-    k, v = for_each_head(k, q), for_each_head(v, q)
-    scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
-    scores = scores.masked_fill(_hidden(Q, S, window, q.device), float("-inf"))
-    if sinks is not None:
-        sink_column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink_column), dim=-1)  # (B, H, Q, S + 1)
-    # The sum of many exponentials needs fp32 even if the matmuls are bf16 or fp16.
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = weights[..., :S]
-    if dropout is not None:
-        positions = torch.arange(S, device=q.device) if positions is None else positions
-        weights = dropout(weights, dropout_keys, positions[S - Q :], positions)
-    return weights.to(v.dtype) @ v
-
-
-def for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values x (B, G, S, K) so that each query head in q (B, H, Q, K) has its own
-    copy: (B, H, S, K). H must be a multiple of G; if they are equal, return x itself."""
-    n_sharing = q.shape[1] // x.shape[1]
-    return x if n_sharing == 1 else x.repeat_interleave(n_sharing, dim=1)
-
-
-def _hidden(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask, bool (Q, S), true if a query may not see a key: the key lies after it, or
-    before its window of `window` keys (None: no window). The queries are the last Q among the S
-    tokens."""
-    query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
-    key = torch.arange(n_keys, device=device)
-    return key > query if window is None else (key > query) | (key <= query - window)

@@ -23,8 +23,8 @@ at a time, for all heads that use the keys. So no two programs add to the same n
 do not depend on the order in which they run. Logarithms are to base 2, in which a GPU computes
 exponentials.
 
-Importing this file imports Triton, which comes with a PyTorch built for GPUs. `fused_dropout.py`
-imports it only if a run can use it. On a CPU, Triton interprets the kernels if TRITON_INTERPRET=1
+Importing this file imports Triton, which comes with a PyTorch built for GPUs. A run imports it only
+if it can use it. On a CPU, Triton interprets the kernels if TRITON_INTERPRET=1
 was set in the environment beforehand.
 
 Shapes: B batch, T tokens, H heads, G KV heads, K head size, W a window.
@@ -41,7 +41,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pentameter import keyed
-from pentameter.model.dropout import AttentionDropout, keep_bound, rows_per_block
+from pentameter.model.attention.dot_product import DotProductAttention, Weighting
+from pentameter.model.dropout import keep_bound, rows_per_block
 
 _MULTIPLIER_1, _SHIFT_1 = tl.constexpr(keyed.MULTIPLIER_1 - 2**32), tl.constexpr(keyed.SHIFT_1)
 _MULTIPLIER_2, _SHIFT_2 = tl.constexpr(keyed.MULTIPLIER_2 - 2**32), tl.constexpr(keyed.SHIFT_2)
@@ -319,7 +320,7 @@ def attend_dropping(
 
     q is (B, H, T, K), k and v are (B, G, T, K), all in one dtype: fp32, bf16 or fp16. `row_keys`,
     int32 (B, 2), are the dropout site's; `p`, `first_head` (the first local head) and
-    `context_length` come from an AttentionDropout. `positions` (T,) are those of queries and keys.
+    `context_length` come from a WeightsDropout. `positions` (T,) are those of queries and keys.
     A query sees `window` keys, its own included.
     """
     B, H, T, K = q.shape
@@ -453,25 +454,18 @@ def _backward(ctx: Any, g: Tensor, _g_logs: Tensor) -> tuple[Tensor | None, ...]
 dropped_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def attend_in_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: AttentionDropout,
-    dropout_keys: Tensor,
-    positions: Tensor | None,
-    window: int | None,
-) -> Tensor:
-    """Return causal attention with dropout, (B, H, T, K), for q (B, H, T, K), k and v (B, G, T, K),
-    by the Triton kernels. The same arguments give the same as `attend_explicitly`, with the same
-    weights dropped, up to rounding.
+class KernelAttention(DotProductAttention):
+    """Attention whose dropout is computed by the Triton kernels: with the same weights dropped as
+    where they are stored, up to rounding. Queries after cached keys, and sinks, the kernels do not
+    know."""
 
-    dropout_keys: int32 (B, n_sites, 2). positions: the tokens' (T,), by default 0 … T - 1. window:
-    how many keys a query sees, its own included; None for all.
-    """
-    T = q.shape[2]
-    positions = torch.arange(T, device=q.device) if positions is None else positions
-    numbers = (dropout.p, min(window or T, T), dropout.head_offset, dropout.context_length)
-    y: Tensor = dropped_attention(q, k, v, dropout_keys[:, dropout.site], positions, *numbers)[0]
-    return y
+    def dropping(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
+        """Return attention with dropout, (B, H, Q, K), for q (B, H, Q, K), k and v
+        (B, G, S, K)."""
+        T, dropout = q.shape[2], how.dropout
+        if dropout is None or k.shape[2] != T or how.sinks is not None:
+            return super().dropping(q, k, v, how)
+        numbers = (dropout.p, min(how.window or T, T), dropout.first_head, dropout.context_length)
+        positions = how.key_positions(k)
+        y: Tensor = dropped_attention(q, k, v, dropout.row_keys, positions, *numbers)[0]
+        return y

@@ -10,46 +10,15 @@ Shapes: B batch rows, H heads, K head size; T tokens in the full sequence, n ran
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentameter.config.choices import refuse_unknown
-from pentameter.model.attention.attention import Attend, CausalAttention, attend
-from pentameter.model.dropout import AttentionDropout
-from pentameter.model.gpt import GPT
-from pentameter.parallel.context.ring_attention import RingAttention
-from pentameter.parallel.mesh import Mesh, group_named
+from pentameter.model.attention.dot_product import ALL_KEYS, DotProductAttention, Weighting
+from pentameter.parallel.mesh import group_named
 from pentameter.planning.layouts.layout import Layout
-from pentameter.planning.layouts.sharding import Sharding
-
-
-def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
-    """Shard a model's computation along the sequence, in place: this rank computes the positions
-    that its `context` coordinate has, and attention exchanges keys and values or heads with the
-    other ranks. Raises ConfigError for an unknown `parallel.context_mode`."""
-    layout, rank, group = sharding.layout, mesh.coordinates["context"], mesh.groups["context"]
-    n_heads = sharding.n_heads_here(model.config.n_heads)
-    T = model.config.context_length
-    model.attention_positions = partial(own_positions, layout, rank)
-    for attention in model.modules():
-        if not isinstance(attention, CausalAttention):
-            continue
-        match layout.context_mode:
-            case "ring":
-                starts = [
-                    [chunk.start for chunk in layout.positions(each, T)]
-                    for each in range(layout.context)
-                ]
-                attention.attend = RingAttention(group, starts)
-            case "all-to-all":
-                attention.attend = _attention_by_heads(group.group_name, rank)
-                attention.weights_dropout.head_offset += rank * (n_heads // layout.context)
-            case unknown:
-                refuse_unknown(unknown, "parallel.context_mode", "the engine")
 
 
 def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
@@ -59,47 +28,31 @@ def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
-def _attention_by_heads(group_name: str, rank: int) -> Attend:
-    """Return an attention function for the all-to-all mode, to be installed as `Attention.attend`:
-    inside, full sequences with H / n heads on each of the n ranks in the group, of which this one
-    has the number `rank`."""
+class HeadsAttention(DotProductAttention):
+    """Causal attention in the all-to-all mode: `alone` attends in full sequences to H / n heads on
+    each of the n ranks in the group, of which this one has the number `rank`."""
 
-    def attend_by_heads(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: AttentionDropout,
-        dropout_keys: Tensor | None,
-        positions: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend from q (B, H, T / n, K) to k and v (B, H or fewer, T / n, K), with a sink (H,) for
-        each head or None. Returns (B, H, T / n, K). Collective."""
-        size, n_heads = q.shape[-1], q.shape[1] // group_named(group_name).size()
+    def __init__(self, group: dist.ProcessGroup, rank: int, alone: DotProductAttention) -> None:
+        self._group_name, self._n_ranks = group.group_name, group.size()
+        self._rank, self._alone = rank, alone
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
+        """Attend from q (B, H, T / n, K) to k and v (B, H or fewer, T / n, K). Returns
+        (B, H, T / n, K). Collective."""
+        size, n_heads = q.shape[-1], q.shape[1] // self._n_ranks
+        sinks, dropout, first = how.sinks, how.dropout, self._rank * n_heads
         if sinks is not None:
-            sinks = sinks.narrow(0, rank * n_heads, n_heads)
+            sinks = sinks.narrow(0, first, n_heads)
+        if dropout is not None:
+            dropout = dropout._replace(first_head=dropout.first_head + first)
         if q.shape == k.shape:
-            together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
+            together = exchange(torch.cat((q, k, v), dim=-1), True, self._group_name)
             q, k, v = together.split(size, dim=-1)
         else:
-            q = exchange(q, True, group_name)
-            k, v = exchange(torch.cat((k, v), dim=-1), True, group_name).split(size, dim=-1)
-        indices = torch.arange(q.shape[2], device=q.device)
-        y = attend(
-            q,
-            k,
-            v,
-            dropout=dropout,
-            dropout_keys=dropout_keys,
-            positions=indices,
-            window=window,
-            sinks=sinks,
-        )
-        return exchange(y, False, group_name)
-
-    return attend_by_heads
+            q = exchange(q, True, self._group_name)
+            k, v = exchange(torch.cat((k, v), dim=-1), True, self._group_name).split(size, dim=-1)
+        y = self._alone(q, k, v, Weighting(how.window, sinks, dropout))
+        return exchange(y, False, self._group_name)
 
 
 def exchanged(x: Tensor, to_heads: bool, group_name: str) -> Tensor:

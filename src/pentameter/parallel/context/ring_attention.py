@@ -23,8 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentameter.model.attention.attention import for_each_head
-from pentameter.model.dropout import AttentionDropout, drop, weight_index
+from pentameter.model.attention.dot_product import (
+    ALL_KEYS,
+    DotProductAttention,
+    Weighting,
+    for_each_head,
+)
+from pentameter.model.dropout import WeightsDropout
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.waits import finish
 
@@ -32,73 +37,24 @@ TILE = 1024
 """Tokens per block, in queries and in keys, when attention weights are materialized."""
 
 
-class RingAttention:
-    """Causal attention over a group whose ranks each have some chunks of the sequence; to be set as
-    `Attention.attend`.
+class RingAttention(DotProductAttention):
+    """Causal attention over a group whose ranks each have some chunks of the sequence.
 
-    `chunk_starts[r]` lists the positions at which rank r's chunks start; all chunks have the same
-    size.
+    `chunk_starts` are the positions at which chunks start, rank after rank; all chunks have the
+    same size.
     """
 
-    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: list[int]) -> None:
         self._group_name = group.group_name
-        self._starts = [start for starts in chunk_starts for start in starts]
+        self._starts = chunk_starts
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        dropout: AttentionDropout,
-        dropout_keys: Tensor | None,
-        positions: Tensor,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K). There
-        is no dropout without `dropout_keys`; `window` is how many tokens a query sees, None for
-        all; `sinks` are each head's score (H,) for one more key, None for none; `positions` are
-        ignored, as `chunk_starts` determines them. Collective."""
-        keys = None
-        if dropout_keys is not None and dropout.acts(dropout_keys):
-            keys = dropout_keys[:, dropout.site]
-        out, _ = ring_attention(
-            q,
-            k,
-            v,
-            sinks,
-            keys,
-            dropout.p,
-            dropout.head_offset,
-            dropout.context_length,
-            self._starts,
-            window or 0,
-            self._group_name,
-        )
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
+        """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K).
+        `how.positions` are ignored, as `chunk_starts` determines them. Collective."""
+        dropout = how.dropout or (None, 0.0, 0, 0)
+        ring = (self._starts, how.window or 0, self._group_name)
+        out, _ = ring_attention(q, k, v, how.sinks, *dropout, *ring)
         return out
-
-
-class _Dropout(NamedTuple):
-    """Dropout on attention weights: the batch rows' keys, int32 (B, 2), the drop rate `p`, and this
-    rank's first head and the context length, which number a weight as in the whole model."""
-
-    row_keys: Tensor
-    p: float
-    head_offset: int
-    context_length: int
-
-    def __call__(self, weights: Tensor, block: _Block) -> Tensor:
-        """Drop and scale a block's attention weights (B, H, Q, S), or their gradients, by the same
-        mask each time. Returns the same shape."""
-        n_heads, n_queries, n_keys = weights.shape[1:]
-        query, key = (
-            torch.arange(first, first + n, device=weights.device)
-            for first, n in ((block.first_query, n_queries), (block.first_key, n_keys))
-        )
-        heads = range(self.head_offset, self.head_offset + n_heads)
-        numbers = weight_index(heads, query, key, self.context_length)
-        return drop(weights, self.row_keys, numbers, self.p)
 
 
 class _Block(NamedTuple):
@@ -113,6 +69,15 @@ class _Block(NamedTuple):
     window: int
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
 
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries (Q,) and keys (S,)."""
+        sides = ((self.first_query, self.queries), (self.first_key, self.keys))
+        query, key = (
+            torch.arange(first, first + each.stop - each.start, device=device)
+            for first, each in sides
+        )
+        return query, key
+
     @property
     def is_causal(self) -> bool:
         """Whether the block is on the diagonal: queries see no keys after their own."""
@@ -120,14 +85,13 @@ class _Block(NamedTuple):
 
     def hidden(self, device: torch.device) -> Tensor | None:
         """Return the mask, bool (Q, S), true if a query does not see a key; None if all see all."""
-        n_queries, n_keys = (each.stop - each.start for each in (self.queries, self.keys))
-        last_query = self.first_query + n_queries - 1
+        last_query = self.first_query + self.queries.stop - self.queries.start - 1
         reaches_back = not self.window or last_query - self.first_key < self.window
         if reaches_back and not self.is_causal:
             return None
-        query = torch.arange(self.first_query, last_query + 1, device=device)[:, None]
-        key = torch.arange(self.first_key, self.first_key + n_keys, device=device)
-        return (key > query) if reaches_back else (key > query) | (key <= query - self.window)
+        query, key = self.positions(device)
+        after = key > query[:, None]
+        return after if reaches_back else after | (key <= query[:, None] - self.window)
 
 
 def attend_around(
@@ -361,14 +325,14 @@ def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums:
     sums[:, :, queries] = new
 
 
-def _is_explicit(q: Tensor, dropout: _Dropout | None, window: int) -> bool:
+def _is_explicit(q: Tensor, dropout: WeightsDropout | None, window: int) -> bool:
     """Return whether to materialize attention weights: with dropout, with a window, or on any
     device but a CPU, whose fused operation returns log-sum-exps and takes them back."""
     return dropout is not None or window > 0 or q.device.type != "cpu"
 
 
 def _attend_block(
-    q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: _Dropout | None
+    q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: WeightsDropout | None
 ) -> tuple[Tensor, Tensor]:
     """Return a block's output (B, H, Q, K), normalized within the block, and its log-sum-exps
     (B, H, Q), given q (B, H, Q, K), k and v (B, G, S, K)."""
@@ -383,7 +347,7 @@ def _attend_block(
         sums = scores.logsumexp(-1)
         weights = _weights(scores, sums)
         if dropout is not None:
-            weights = dropout(weights, block)
+            weights = dropout(weights, *block.positions(q.device))
         return weights.to(v.dtype) @ v, sums
 
 
@@ -395,7 +359,7 @@ def _differentiate_block(
     k: Tensor,
     v: Tensor,
     block: _Block,
-    dropout: _Dropout | None,
+    dropout: WeightsDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's contributions to the gradients for q (B, H, Q, K), k and v (B, G, S, K),
     given the output gradient `grad` (B, H, Q, K). `out` (B, H, Q, K) and the log-sum-exps `sums`
@@ -419,7 +383,8 @@ def _differentiate_block(
         weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
         left = weights
         if dropout is not None:
-            left, weight_grads = dropout(weights, block), dropout(weight_grads, block)
+            positions = block.positions(q.device)
+            left, weight_grads = dropout(weights, *positions), dropout(weight_grads, *positions)
         mean = (grad.to(weights.dtype) * out).sum(-1, keepdim=True)
         score_grads = (weights * (weight_grads - mean)).to(q.dtype)
         scale = q.shape[-1] ** -0.5
@@ -457,7 +422,7 @@ def _precise(tensor: Tensor) -> torch.dtype:
 
 def _dropout(
     row_keys: Tensor | None, p: float, head_offset: int, context_length: int
-) -> _Dropout | None:
+) -> WeightsDropout | None:
     """Return the attention dropout for batch-row keys `row_keys`, int32 (B, 2); None without
     keys."""
-    return None if row_keys is None else _Dropout(row_keys, p, head_offset, context_length)
+    return None if row_keys is None else WeightsDropout(row_keys, p, head_offset, context_length)

@@ -4,6 +4,7 @@ random values keyed by the seed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
-from pentameter.model.attention.attention import Sinks
+from pentameter.model.attention.attention import Sinks, attend_by
 from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.experts import Experts, Router
 from pentameter.model.gpt import GPT, Block
-from pentameter.parallel.context.context_parallel import parallelize_context
+from pentameter.parallel.context.context_parallel import own_positions
+from pentameter.parallel.context.run_attention import run_attention
 from pentameter.parallel.experts.balance import count_whole_sequences
 from pentameter.parallel.experts.expert_parallel import parallelize_experts
 from pentameter.parallel.grid.tensor_grid import Grid
@@ -72,8 +74,10 @@ class GPTSource(ModelSource):
         add_adapters(model, plan.adapted_modules, plan.config.lora)
         forwards |= recomputed(model.blocks.values(), plan.config.train.activation_checkpoint)
         install_forwards(model, arithmetic.matmul, forwards)
+        T = plan.config.model.context_length
+        attend_by(model, run_attention(layout, T, mesh, in_kernels=arithmetic.drops_by_blocks))
         if layout.context > 1:
-            parallelize_context(model, mesh, sharding)
+            model.attention_positions = partial(own_positions, layout, mesh.coordinates["context"])
         sharing = ["context"] * (layout.context > 1) + ["tensor"] * layout.sequence
         count_whole_sequences(model, [mesh.groups[each] for each in sharing])
         return gpt_slice(model)

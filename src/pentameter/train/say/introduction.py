@@ -41,7 +41,7 @@ def introduction(run: TrainingRun) -> list[str]:
         *_target_tokens(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
         f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})"
-        f"{' · attention drops in kernels' if compute.fused_dropout else ''}",
+        f"{' · attention drops in kernels' if compute.drops_by_blocks else ''}",
     ]
     if plan.layout.world_size > 1:
         plural = "s" if compute.n_threads > 1 else ""

@@ -60,7 +60,7 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
         compute.precision,
         compiled=compute.compiled,
         world=lone_world(),
-        fused_dropout=compute.fused_dropout,
+        drops_by_blocks=compute.drops_by_blocks,
     )
     optimizer = UserComponents().build_optimizer(list(engine.named_parameters()), plan)
     rate, clip_norm = plan.config.optimizer.learning_rate, plan.config.optimizer.clip_norm

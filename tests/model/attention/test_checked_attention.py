@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.machine.capabilities import GpuCapabilities
-from pentameter.model.attention import fused_dropout
-from pentameter.model.attention.attention import attend, attend_explicitly
-from pentameter.model.attention.fused_dropout import chip_obstacle, kernel_obstacle
-from pentameter.model.dropout import AttentionDropout, keep_bound
+from pentameter.model.attention import checked_attention
+from pentameter.model.attention.checked_attention import disagreement
+from pentameter.model.dropout import keep_bound
 from pentameter.planning.fused_step import dropout_kernel_obstacle
 from pentameter.planning.layouts.layout import Layout
 
@@ -53,22 +49,22 @@ def multiplied_bf16(monkeypatch):
 
 
 def test_kernels_that_are_right_are_taken(kernels) -> None:
-    assert kernel_obstacle(MODEL, torch.float16, DEVICE) is None
+    assert disagreement(kernels.KernelAttention(), MODEL, torch.float16, DEVICE) is None
     few = MODEL.model_copy(update={"context_length": 1})  # of which no query has a gradient
-    assert kernel_obstacle(few, torch.float32, DEVICE) is None
+    assert disagreement(kernels.KernelAttention(), few, torch.float32, DEVICE) is None
 
 
 def test_every_window_is_looked_at(kernels, multiplied_bf16, monkeypatch) -> None:
     windows = []
 
-    def seen(problem):
-        windows.append(problem.window)
-        return disagreement(problem)
+    def seen(attention, problem):
+        windows.append(problem.how.window)
+        return compared(attention, problem)
 
-    disagreement = fused_dropout._disagreement
-    monkeypatch.setattr(fused_dropout, "_disagreement", seen)
+    compared = checked_attention._disagreement
+    monkeypatch.setattr(checked_attention, "_disagreement", seen)
     model = MODEL.model_copy(update={"sliding_window": 40, "sliding_window_pattern": 2})
-    assert kernel_obstacle(model, torch.bfloat16, DEVICE) is None
+    assert disagreement(kernels.KernelAttention(), model, torch.bfloat16, DEVICE) is None
     assert windows == [None, 40]
 
 
@@ -87,51 +83,9 @@ def test_kernels_that_are_wrong_are_refused(kernels, monkeypatch, name, planted)
         return strides(*(x[:, :, :1].expand_as(x) for x in tensors))
 
     monkeypatch.setattr(kernels, name, planted or of_others)
-    obstacle = kernel_obstacle(MODEL, torch.float16, DEVICE)
+    obstacle = disagreement(kernels.KernelAttention(), MODEL, torch.float16, DEVICE)
     assert obstacle is not None
     assert "is off by" in obstacle
-
-
-def test_whatever_breaks_is_a_reason_and_no_error(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "pentameter.model.attention.dropout_kernels", None)
-    obstacle = kernel_obstacle(MODEL, torch.float32, DEVICE)
-    assert obstacle is not None
-    assert obstacle.startswith(
-        "ModuleNotFoundError: import of pentameter.model.attention.dropout_kernels"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "architecture", "said"),
-    [
-        ("NVIDIA A100", "sm_80", None),
-        ("NVIDIA H100", "sm_90", None),
-        ("Tesla T4", "sm_75", "they need compute capability 8.0, and Tesla T4 has 7.5"),
-        ("AMD Instinct MI300X", "gfx942", None),
-        ("AMD Radeon RX 7900", "gfx1100", "not gfx1100"),
-    ],
-)
-def test_chips_without_matrix_units_for_the_kernels_are_left_out(name, architecture, said) -> None:
-    obstacle = chip_obstacle(GpuCapabilities(name, architecture, 80 * 10**9))
-    assert obstacle is None if said is None else said in obstacle
-
-
-def test_the_kernel_serves_training_without_a_cache_alone() -> None:
-    called = []
-
-    def kernel(q, k, v, **others):
-        called.append(q.shape)
-        return attend_explicitly(q, k, v, **others)
-
-    dropout = AttentionDropout(0, 0.3, 8)
-    dropout.kernel = kernel
-    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4)
-    keys = torch.ones(1, 1, 2, dtype=torch.int32)
-    attend(k, k, k, dropout=dropout, dropout_keys=keys)
-    attend(q, k, k, dropout=dropout, dropout_keys=keys, positions=torch.arange(5))
-    attend(k, k, k, dropout=dropout)
-    attend(k, k, k, dropout=dropout.eval(), dropout_keys=keys)
-    assert called == [k.shape]
 
 
 def test_latent_attention_is_checked_with_the_channels_that_it_runs_with() -> None:
@@ -142,5 +96,5 @@ def test_latent_attention_is_checked_with_the_channels_that_it_runs_with() -> No
     assert obstacle == "heads of 192 channels, more than 128"
     narrow = ModelConfig(**sizes, **latent, head_size=32, attention_dropout=0.1)
     assert dropout_kernel_obstacle(narrow, Layout(), "bf16") is None
-    problem = fused_dropout._problem(narrow, torch.float32, torch.device("cpu"), None)
+    problem = checked_attention._problem(narrow, torch.float32, torch.device("cpu"), None)
     assert problem.q.shape[-1] == problem.v.shape[-1] == narrow.query_channels == 96

@@ -1,0 +1,75 @@
+"""The choice of a run's attention: how its model attends to keys and values, on these ranks and on
+this device."""
+
+from __future__ import annotations
+
+import torch
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import ModelConfig
+from pentameter.machine.capabilities import GpuCapabilities
+from pentameter.model.attention.checked_attention import disagreement
+from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+from pentameter.parallel.context.context_parallel import HeadsAttention
+from pentameter.parallel.context.ring_attention import RingAttention
+from pentameter.parallel.mesh import Mesh
+from pentameter.planning.layouts.layout import Layout
+
+LEAST_CAPABILITY = 80
+"""Minimum CUDA compute capability for the kernels that drop attention weights, times ten. Below
+8.0, Triton (3.7) multiplies without tensor cores and spills registers."""
+AMD_CHIPS = ("gfx90a", "gfx94", "gfx95")
+"""AMD chips for whose registers the kernels' tiles were chosen: MI200, MI300, MI350."""
+
+
+def run_attention(
+    layout: Layout, context_length: int, mesh: Mesh, *, in_kernels: bool = False
+) -> DotProductAttention:
+    """Return the attention of a rank of `mesh`, for sequences of `context_length` tokens. With
+    `in_kernels`, attention to whole sequences drops weights in GPU kernels. Raises ConfigError for
+    an unknown `parallel.context_mode`."""
+    alone = _kernel_attention() if in_kernels else PLAIN_ATTENTION
+    if layout.context == 1:
+        return alone
+    group = mesh.groups["context"]
+    match layout.context_mode:
+        case "ring":
+            ranks = (layout.positions(rank, context_length) for rank in range(layout.context))
+            return RingAttention(group, [chunk.start for chunks in ranks for chunk in chunks])
+        case "all-to-all":
+            return HeadsAttention(group, mesh.coordinates["context"], alone)
+        case unknown:
+            refuse_unknown(unknown, "parallel.context_mode", "the engine")
+
+
+def chip_obstacle(gpu: GpuCapabilities) -> str | None:
+    """Return a phrase that says why the kernels that drop attention weights cannot run on `gpu`,
+    judged by its chip alone; None if they can."""
+    capability = gpu.compute_capability
+    if capability is None and not gpu.architecture.startswith(AMD_CHIPS):
+        return f"they are for {', '.join(AMD_CHIPS)} of AMD's GPUs, not {gpu.architecture}"
+    if capability is not None and capability < LEAST_CAPABILITY:
+        needed, has = LEAST_CAPABILITY / 10, capability / 10
+        return f"they need compute capability {needed}, and {gpu.name} has {has}"
+    return None
+
+
+def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a phrase that says why these kernels cannot compute a model's attention on `device`
+    with matmuls in `dtype`. None means that they were compiled, run, and agreed with stored weights
+    in fp64.
+
+    A missing kernel costs memory, never a run, so nothing is raised.
+    """
+    try:
+        return disagreement(_kernel_attention(), model, dtype, device)
+    except Exception as error:  # from an import, a compiler, a driver: whatever it is
+        said = next(iter(str(error).strip().splitlines()), "")
+        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _kernel_attention() -> DotProductAttention:
+    """Import Triton, and return the attention that drops weights in its kernels."""
+    from pentameter.model.attention.dropout_kernels import KernelAttention
+
+    return KernelAttention()
