@@ -53,7 +53,7 @@ def main() -> None:
         "places that replace a module's forward": assigned_forwards(trees),
         "files that name tensor_mode": files_with(source, "tensor_mode"),
         "files that name a sub-layer by string": files_with(source, *SUB_LAYERS),
-        "mentions of the Triton kernels": mentions(source, r"(dropout_kernels|fused_dropout)\b"),
+        "mentions of the Triton kernels": mentions(source, r"(dropout_kernels|KernelAttention)\b"),
         "mentions of private torch names": mentions(source, r"\btorch(\.\w+)*\._[a-z]\w*"),
     }
     for what, names in found.items():
