@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.generation.loop import stream_tokens
-from pentameter.generation.sampling import Sampling
+from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 from plain_gpt import PlainGPT
@@ -46,14 +45,9 @@ def measure(
     newline = torch.zeros((batch_size, 1), dtype=torch.int64)
 
     def ours(n: int = new_tokens) -> None:
-        steps = stream_tokens(
-            model,
-            np.zeros(1, dtype=np.int64),
-            vocab_size=CHARACTER_GPT.vocab_size,
-            max_new_tokens=n,
-            sampling=Sampling(),
-            num_samples=batch_size,
-        )
+        settings = Generation(max_new_tokens=n, num_samples=batch_size)
+        prompt = np.zeros(1, dtype=np.int64)
+        steps = sampled_tokens(model, prompt, CHARACTER_GPT.vocab_size, settings)
         deque(steps, maxlen=0)
 
     ours(16)

@@ -14,8 +14,7 @@ from pentameter.cli.main import main
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS
 from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
-from pentameter.generation.loop import stream_tokens
-from pentameter.generation.sampling import Sampling
+from pentameter.generation.loop import Generation, sampled_tokens
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATS = [
@@ -128,15 +127,8 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     greedy = model.generate(
         torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    ours = stream_tokens(
-        loaded.model,
-        np.array(ids),
-        vocab_size=259,
-        max_new_tokens=24,
-        sampling=Sampling(0.0, None, None),
-        num_samples=1,
-        seed=0,
-    )
+    settings = Generation(0.0, max_new_tokens=24)
+    ours = sampled_tokens(loaded.model, np.array(ids), 259, settings)
     assert greedy[0, len(ids) :].tolist() == [int(tokens[0]) for tokens in ours]
     written = {"gpt2": [256, 258], "qwen3": 258}  # the end of text, and of the template's answers
     assert model.generation_config.eos_token_id == written[model.config.model_type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from pentameter.config.schema import ModelConfig
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.generation.loop import (
+    Generation,
     _Window,
     encode_prompt,
     generate,
+    sampled_tokens,
     stream,
-    stream_tokens,
     window_tokens,
 )
 from pentameter.generation.sampling import Sampling, choose, uniform_numbers
@@ -71,14 +73,9 @@ def recomputed(
 
 
 def tokens_of(model: GPT, prompt: np.ndarray, n_new: int, sampling: Sampling, **more: Any) -> Any:
-    steps = stream_tokens(
-        model,
-        prompt,
-        vocab_size=TOKENIZER.vocab_size,
-        max_new_tokens=n_new,
-        sampling=sampling,
-        **more,
-    )
+    samples = more.pop("samples", None)
+    settings = Generation(**asdict(sampling), max_new_tokens=n_new, **more)
+    steps = sampled_tokens(model, prompt, TOKENIZER.vocab_size, settings, samples)
     return np.stack(list(steps), axis=1).tolist()
 
 
@@ -269,14 +266,7 @@ def test_a_model_of_nan_is_named() -> None:
 
 def test_a_module_that_is_kept_from_training_stays_so():
     model = nn.Sequential(nn.Embedding(7, 4), nn.Dropout(0.5).eval(), nn.Linear(4, 7))
-    found = stream_tokens(
-        model,
-        np.array([1]),
-        vocab_size=7,
-        max_new_tokens=2,
-        sampling=Sampling(),
-        context_length=4,
-    )
+    found = sampled_tokens(model, np.array([1]), 7, Generation(max_new_tokens=2, context_length=4))
     next(found)
     assert not any(each.training for each in model.modules())
     list(found)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import TOKENIZER, make_model
 
 from pentameter.errors import CorruptError
-from pentameter.generation.loop import stream_tokens
+from pentameter.generation.loop import Generation, sampled_tokens
 from pentameter.generation.sampling import Sampling
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Continuation, Piece, TextRequest
@@ -130,15 +130,8 @@ def test_the_text_is_that_of_sample(
 ) -> None:
     model, like = make_model(**settings).double(), make_model(**settings).double()
     prompt = np.random.default_rng(n_prompt).integers(0, V, n_prompt)
-    steps = stream_tokens(
-        like,
-        prompt,
-        vocab_size=V,
-        max_new_tokens=100,
-        sampling=Sampling(temperature),
-        num_samples=2,
-        seed=7,
-    )
+    settings = Generation(temperature, max_new_tokens=100, num_samples=2, seed=7)
+    steps = sampled_tokens(like, prompt, V, settings)
     expected = np.stack(list(steps), axis=1)
     batcher = Batcher(Slots(model, V, 4))
     asked = [TextRequest(prompt, 100, Sampling(temperature), seed=7, sample=n) for n in range(2)]

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pentameter.checkpoint.folders.load_model import LoadedModel
-    from pentameter.generation.loop import Detokenizer
-    from pentameter.generation.sampling import Sampling
+    from pentameter.generation.loop import Detokenizer, Generation
 
 WIDTH = 80
 """Line width of tables without a terminal, in characters."""
@@ -86,21 +85,28 @@ def run(arguments: list[str]) -> int:
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
     from pentameter.data.tokenizers.rendering import ends_of_answers
-    from pentameter.generation.loop import encode_chat, encode_prompt
-    from pentameter.generation.sampling import Sampling
+    from pentameter.generation.loop import Generation, encode_chat, encode_prompt
 
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    settings = Generation(
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+        max_new_tokens=asked.max_new_tokens,
+        num_samples=asked.num_samples,
+        seed=asked.seed,
+    )
     loaded = load_for_verb(asked.model, device_for_verb(asked.device))
     if asked.experts:
         _print_expert_choices(loaded, prompt, as_json=asked.json)
         return 0
     ends = ends_of_answers(loaded.tokenizer) if asked.chat else frozenset[int]()
     if _is_loop(asked):
-        _ask_for_prompts(loaded, sampling, asked, ends)
+        _ask_for_prompts(loaded, settings, ends, is_chat=asked.chat)
         return 0
     encode = encode_chat if asked.chat else encode_prompt
     ids = encode(loaded.tokenizer, prompt)
-    steps, samples = _sampled(loaded, ids, sampling, asked, ends, continues=bool(prompt))
+    continues = bool(prompt) and not asked.chat
+    steps, samples = _sampled(loaded, ids, settings, ends, continues=continues)
     if asked.json:
         _print_json(steps, samples, prompt)
     else:
@@ -139,8 +145,7 @@ def _is_loop(asked: SampleArguments) -> bool:
 def _sampled(
     loaded: LoadedModel,
     prompt_ids: np.ndarray,
-    sampling: Sampling,
-    asked: SampleArguments,
+    settings: Generation,
     ends: frozenset[int],
     *,
     continues: bool,
@@ -151,39 +156,31 @@ def _sampled(
     ends: token ids that end a sample. continues: True if texts are printed after the prompt, so
     that a space that separates words is kept.
     """
-    from pentameter.generation.loop import Detokenizer, stream_tokens
+    from pentameter.generation.loop import Detokenizer, sampled_tokens
 
     tokenizer = loaded.tokenizer
-    steps = stream_tokens(
-        loaded.model,
-        prompt_ids,
-        vocab_size=tokenizer.vocab_size,
-        max_new_tokens=asked.max_new_tokens,
-        sampling=sampling,
-        num_samples=asked.num_samples,
-        seed=asked.seed,
-    )
-    before = prompt_ids.tolist() if continues and not asked.chat else ()
-    samples = [Detokenizer(tokenizer, before, ends) for _ in range(asked.num_samples)]
+    steps = sampled_tokens(loaded.model, prompt_ids, tokenizer.vocab_size, settings)
+    before = prompt_ids.tolist() if continues else ()
+    samples = [Detokenizer(tokenizer, before, ends) for _ in range(settings.num_samples)]
     return _until_ended(steps, samples), samples
 
 
 def _ask_for_prompts(
-    loaded: LoadedModel, sampling: Sampling, asked: SampleArguments, ends: frozenset[int]
+    loaded: LoadedModel, settings: Generation, ends: frozenset[int], *, is_chat: bool
 ) -> None:
     """Read prompts, a line each, until the input ends, and print the model's continuation, up to a
-    token in `ends`. With `asked.chat`, print its answer to the conversation so far. Seeds count up
-    from `asked.seed`."""
+    token in `ends`. If `is_chat`, print its answer to the conversation so far. Seeds count up from
+    that in `settings`."""
     from pentameter.data.tokenizers.rendering import render
     from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
 
-    template = template_of(loaded.tokenizer) if asked.chat else None
+    template = template_of(loaded.tokenizer) if is_chat else None
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
     messages: list[dict[str, str]] = []
-    for seed in itertools.count(asked.seed):
+    for seed in itertools.count(settings.seed):
         try:
             line = input(PROMPT)
         except (EOFError, KeyboardInterrupt):
@@ -201,8 +198,9 @@ def _ask_for_prompts(
         except ConfigError as error:  # such as a character that the model does not know
             remark(str(error))
             continue
-        one = dataclasses.replace(asked, seed=seed)
-        steps, samples = _sampled(loaded, ids, sampling, one, ends, continues=bool(line))
+        continues = bool(line) and not is_chat
+        one = dataclasses.replace(settings, seed=seed)
+        steps, samples = _sampled(loaded, ids, one, ends, continues=continues)
         (text,) = _print_text(steps, samples, "", KeyboardInterrupt)
         messages = [*turn, {"role": "assistant", "content": text}]
 

@@ -51,42 +51,44 @@ _MOST_BEFORE = 64
 """Most tokens that are looked at for those behind which to decode; else all are kept."""
 
 
+@dataclass(frozen=True)
+class Generation(Sampling):
+    """Settings for continuing a prompt: those for drawing a token, and how many are drawn. Raises
+    ConfigError for values out of range."""
+
+    max_new_tokens: int = 256
+    """Tokens per sample. A drawn end of text is one of them, reads `<|endoftext|>`, and another
+    text follows it."""
+    num_samples: int = 1
+    """Texts generated at once."""
+    seed: int = 0
+    """Each token is drawn from bits keyed by (seed, sample, position in the text), so sample 0 in
+    16 is the same as a single one."""
+    context_length: int | None = None
+    """Tokens that a module other than GPT can see, which it requires; a GPT ignores it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_new_tokens", "num_samples"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more")
+
+
+USUAL = Generation()
+
+
 def generate(
     model: nn.Module,
     tokenizer: Tokenizer,
     prompt: str = "",
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_samples: int = 1,
-    seed: int = 0,
-    context_length: int | None = None,
+    settings: Generation = USUAL,
+    **changes: Any,
 ) -> list[str]:
-    """Return continuations for `prompt` (without it), one text per sample.
-
-    prompt: text to continue; may be empty. max_new_tokens: tokens per sample. num_samples: texts to
-    return. temperature: 0 takes the likeliest token. top_k, top_p: keep only the k likeliest
-    tokens, then the likeliest with total probability p; None keeps all. seed: keys the draws.
-    context_length: tokens that a module other than GPT can see; required for it, ignored for a GPT.
-
-    Raises ConfigError for arguments out of range and for a prompt that the tokenizer cannot encode,
-    CorruptError if the model's logits are not finite.
-    """
-    texts = [""] * num_samples
-    for sample, piece in stream(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        num_samples=num_samples,
-        seed=seed,
-        context_length=context_length,
-    ):
+    """Return continuations for `prompt` (without it), one text per sample. Arguments and errors are
+    those of `stream`."""
+    settings = replace(settings, **changes)
+    texts = [""] * settings.num_samples
+    for sample, piece in stream(model, tokenizer, prompt, settings):
         texts[sample] += piece
     return texts
 
@@ -95,81 +97,55 @@ def stream(
     model: nn.Module,
     tokenizer: Tokenizer,
     prompt: str = "",
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_samples: int = 1,
-    seed: int = 0,
-    context_length: int | None = None,
+    settings: Generation = USUAL,
+    **changes: Any,
 ) -> Iterator[tuple[int, str]]:
-    """Return an iterator over (sample index, text chunk), chunks in order within a sample.
-
-    prompt: text to continue; an empty one becomes the tokenizer's end-of-text token.
-    max_new_tokens: tokens per sample; a drawn end of text is one of them, reads `<|endoftext|>`,
-    and another text follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only
-    the k likeliest tokens, then the likeliest with total probability p; None keeps all.
-    num_samples: texts generated at once. seed: each token is drawn from bits keyed by (seed,
-    sample, position in the text), so sample 0 in 16 is the same as a single one. The model is in
-    `eval()` until the iterator ends.
+    """Return an iterator over (sample index, text chunk), chunks in order within a sample. The
+    model is in `eval()` until the iterator ends.
 
     model: a GPT, or any other module that maps tokens (B, T) to logits (B, T, V). For each token,
-    the other module takes a pass over the last tokens in the text, at most `context_length`, which
-    it requires.
+        the other module takes a pass over the last tokens in the text, at most `context_length`.
+    prompt: text to continue; an empty one becomes the tokenizer's end-of-text token.
+    settings, changes: a `Generation`, or its fields by name: `max_new_tokens=256` tokens per
+        sample; `temperature=1.0`, where 0 takes the likeliest token; `top_k=None` and `top_p=None`,
+        which keep the k likeliest tokens alone, then the likeliest with total probability p;
+        `num_samples=1` texts; `seed=0`, which keys the draws; `context_length=None`.
 
     Raises ConfigError at once for arguments out of range and for a prompt that the tokenizer cannot
     encode, CorruptError if the model's logits are not finite.
     """
+    settings = replace(settings, **changes)
     ids = encode_prompt(tokenizer, prompt)
-    steps = stream_tokens(
-        model,
-        ids,
-        vocab_size=tokenizer.vocab_size,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p),
-        num_samples=num_samples,
-        seed=seed,
-        context_length=context_length,
-    )
-    return _decoded(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
+    steps = sampled_tokens(model, ids, tokenizer.vocab_size, settings)
+    return _decoded(steps, tokenizer, settings.num_samples, ids.tolist() if prompt else [])
 
 
-def stream_tokens(
+def sampled_tokens(
     model: nn.Module,
     prompt: Tokens,
-    *,
     vocab_size: int,
-    max_new_tokens: int,
-    sampling: Sampling,
-    num_samples: int = 1,
-    seed: int = 0,
+    settings: Generation,
     samples: Sequence[int] | None = None,
-    context_length: int | None = None,
 ) -> Iterator[Tokens]:
-    """Return an iterator over new tokens: ids (B,) int64 per position, B = num_samples.
+    """Return an iterator over new tokens: ids (B,) int64 per position, B = `settings.num_samples`.
+    The model is in `eval()` until the iterator ends.
 
     model: a GPT, or a module that maps tokens (B, T) to logits (B, T, V), which needs
-    `context_length`, the tokens it can see. prompt: ids (n,), at least one, or (B, n), one prompt
-    for each sample. vocab_size: ids from there on (padding) are never chosen. sampling:
-    temperature, top_k and top_p. seed, samples (B numbers; None for 0 … B - 1): key each
-    sample's draws. The model is in `eval()` until the iterator ends.
+    `settings.context_length`. prompt: ids (n,), at least one, or (B, n), one prompt for each
+    sample. vocab_size: ids from there on (padding) are never chosen. samples: B numbers that, with
+    the seed, key each sample's draws; None for 0 … B - 1.
 
-    Raises ConfigError at once for arguments out of range and an empty prompt, CorruptError if the
-    logits are not finite.
+    Raises ConfigError at once for an empty prompt and a context that is not given, CorruptError if
+    the logits are not finite.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more")
-    if num_samples < 1:
-        raise ConfigError(f"num_samples={num_samples} must be 1 or more")
     if prompt.shape[-1] < 1:
         raise ConfigError("prompt=[] must hold at least one token to continue from")
+    context_length = settings.context_length
     if not isinstance(model, GPT) and context_length is None:
         raise ConfigError(
             f"context_length is not given: how many tokens a {type(model).__name__} can see is not "
             "known; give that of its configuration, config.model.context_length"
         )
-    text = _with_room(prompt, num_samples, max_new_tokens)
 
     def tokens() -> Iterator[Tokens]:
         was_training = model.training
@@ -177,11 +153,11 @@ def stream_tokens(
         model.eval()
         try:
             if isinstance(model, GPT):
-                next_logits = _Window(model, num_samples, vocab_size).next_logits
+                next_logits = _Window(model, settings.num_samples, vocab_size).next_logits
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
-            yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed, samples)
+            yield from _sampled(next_logits, prompt, settings, samples)
         finally:
             model.train(was_training)
             for module in kept:  # such as frozen layers with dropout
@@ -230,45 +206,29 @@ def question_prompt(
 
 
 def sample_text(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    sample: int,
+    engine: Engine, tokenizer: Tokenizer, prompt: Prompt, settings: Generation, sample: int
 ) -> str | None:
     """Return a prompt with its continuation by the model in training, on any layout; None except in
     the main process. Collective.
 
-    `seed` and `sample`, a number, key the draws at `temperature` (0 takes the likeliest token); at
-    most `max_new_tokens` are drawn, fewer if a token in `prompt.ends` comes. If each process has
-    the whole model, the main one samples alone, with a key/value cache. If not, all processes
-    compute each token together, without a cache. Raises CorruptError if the logits are not finite.
+    `settings` are those of one sample, and `sample`, a number, keys its draws; fewer tokens are
+    drawn if one in `prompt.ends` comes. If each process has the whole model, the main one samples
+    alone, with a key/value cache. If not, all processes compute each token together, without a
+    cache. Raises CorruptError if the logits are not finite.
     """
-    context_length, sampling = engine.plan.config.model.context_length, Sampling(temperature)
+    context_length, vocab_size = engine.plan.config.model.context_length, tokenizer.vocab_size
     if engine.is_whole:
         if not engine.world.is_main:
             return None
-        steps = stream_tokens(
-            engine.model,
-            prompt.ids,
-            vocab_size=tokenizer.vocab_size,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            samples=[sample],
-            context_length=context_length,
-        )
+        known = replace(settings, context_length=context_length)
+        steps = sampled_tokens(engine.model, prompt.ids, vocab_size, known, [sample])
     else:
 
         def next_logits(seen: Tokens) -> Floats:
             window = seen[:, -window_tokens(seen.shape[1], context_length) :]
-            return engine.next_logits(window)[:, : tokenizer.vocab_size]
+            return engine.next_logits(window)[:, :vocab_size]
 
-        text = _with_room(prompt.ids, 1, max_new_tokens)
-        steps = _sampled(next_logits, text, len(prompt.ids), sampling, seed, [sample])
+        steps = _sampled(next_logits, prompt.ids, settings, [sample])
     pieces = Detokenizer(tokenizer, prompt.ids.tolist() if prompt.text else [], prompt.ends)
     found = [prompt.text]
     for tokens in steps:  # in each process the same
@@ -364,33 +324,25 @@ def _decoded(
             yield sample, piece
 
 
-def _with_room(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
-    """Return ids (n_samples, n + max_new_tokens) that begin with the prompt (n,) or prompts
-    (n_samples, n); the rest is uninitialized."""
-    n_tokens = prompt.shape[-1]
-    text = np.empty((n_samples, n_tokens + max_new_tokens), dtype=np.int64)
-    text[:, :n_tokens] = prompt
-    return text
-
-
 def _sampled(
     next_logits: Callable[[Tokens], Floats],
-    text: Tokens,
-    n_prompt: int,
-    sampling: Sampling,
-    seed: int,
+    prompt: Tokens,
+    settings: Generation,
     samples: Sequence[int] | None = None,
 ) -> Iterator[Tokens]:
-    """Fill the ids `text` (B, n), in place, column by column from n_prompt on, yielding each new
-    column (B,). `next_logits` maps the ids so far (B, t) to logits (B, V); `seed` and `samples` are
-    as for `stream_tokens`."""
-    n_samples, n_total = text.shape
+    """Yield the new tokens (B,) of each position behind the prompt (n,) or prompts (B, n).
+    `next_logits` maps the ids so far (B, t) to logits (B, V); `settings` and `samples` are as for
+    `sampled_tokens`."""
+    n_prompt, n_samples = prompt.shape[-1], settings.num_samples
+    n_total = n_prompt + settings.max_new_tokens
+    text = np.empty((n_samples, n_total), dtype=np.int64)
+    text[:, :n_prompt] = prompt
     samples = range(n_samples) if samples is None else samples
     for start in range(n_prompt, n_total, _DRAWS_AT_ONCE):
         positions = np.arange(start, min(start + _DRAWS_AT_ONCE, n_total), dtype=np.int32)
-        draws = uniform_numbers(seed, samples, positions).T
+        draws = uniform_numbers(settings.seed, samples, positions).T
         for n_tokens, uniforms in zip(positions.tolist(), draws, strict=True):
-            chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
+            chosen = choose(next_logits(text[:, :n_tokens]), settings, uniforms)
             text[:, n_tokens] = chosen
             yield chosen
 

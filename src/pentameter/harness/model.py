@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,7 @@ from pentameter import keyed
 from pentameter.config.messages import shown
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import Detokenizer, encode_prompt, stream_tokens
-from pentameter.generation.sampling import Sampling
+from pentameter.generation.loop import Detokenizer, Generation, encode_prompt, sampled_tokens
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import loss_sum
 from pentameter.parallel.engine import Engine
@@ -237,15 +236,9 @@ class HarnessModel(TemplateLM):
             for prompt in prompts
         ]
         texts, ended = [""] * len(prompts), [False] * len(prompts)
-        for tokens in stream_tokens(
-            self._model,
-            prompts,
-            vocab_size=self._tokenizer.vocab_size,
-            max_new_tokens=settings.max_new_tokens,
-            sampling=settings.sampling,
-            num_samples=len(prompts),
-            samples=samples,
-        ):
+        asked = replace(settings.generation, num_samples=len(prompts))
+        vocab_size = self._tokenizer.vocab_size
+        for tokens in sampled_tokens(self._model, prompts, vocab_size, asked, samples):
             for row, token in enumerate(tokens.tolist()):
                 if not ended[row]:  # else what is drawn beside others could move its end
                     texts[row] += pieces[row].push(token)
@@ -264,12 +257,10 @@ def _sample(context: str, n_before: int) -> int:
 
 @dataclass(frozen=True)
 class _Settings:
-    """A task's settings for continuations: a text ends before the first of `stops`, or after
-    `max_new_tokens` tokens."""
+    """A task's settings for continuations: a text ends before the first of `stops`."""
 
     stops: tuple[str, ...]
-    max_new_tokens: int
-    sampling: Sampling
+    generation: Generation
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> _Settings:
@@ -277,11 +268,13 @@ class _Settings:
         temperature, it is 0 (greedy)."""
         kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
-        return cls(
-            tuple(stop for stop in kwargs["until"] if stop),
-            int(kwargs["max_gen_toks"]),
-            Sampling(temperature, kwargs.get("top_k") or None, kwargs.get("top_p")),
+        generation = Generation(
+            temperature,
+            kwargs.get("top_k") or None,
+            kwargs.get("top_p"),
+            max_new_tokens=int(kwargs["max_gen_toks"]),
         )
+        return cls(tuple(stop for stop in kwargs["until"] if stop), generation)
 
     def is_stopped(self, text: str) -> bool:
         """Return whether the text contains a stop text."""

@@ -14,7 +14,7 @@ from functools import partial
 
 from pentameter.disk.lock import BEAT_SECONDS
 from pentameter.errors import CorruptError, StorageError
-from pentameter.generation.loop import sample_text
+from pentameter.generation.loop import Generation, sample_text
 from pentameter.record.events import EndKind, RunEnd
 from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
 from pentameter.train.hooks import Hooks, SampledText
@@ -205,19 +205,16 @@ def _sampled(run: TrainingRun) -> str | None:
     except on rank 0. The answer to a question is the likeliest one, with a drawn one below it: a
     single draw may be unlucky. Collective. Raises CorruptError if logits are not finite."""
     train = run.config.train
-    ask = partial(
-        sample_text,
-        run.engine,
-        run.dataset.tokenizer,
-        run.prompt,
-        max_new_tokens=train.sample_tokens,
-        seed=run.config.seed,
-        sample=run.state.step,
-    )
+
+    def ask(temperature: float) -> str | None:
+        settings = Generation(temperature, max_new_tokens=train.sample_tokens, seed=run.config.seed)
+        tokenizer = run.dataset.tokenizer
+        return sample_text(run.engine, tokenizer, run.prompt, settings, run.state.step)
+
     temperature = train.sample_temperature
     if not run.dataset.has_conversations or not temperature:
-        return ask(temperature=temperature)
-    likeliest, drawn = ask(temperature=0.0), ask(temperature=temperature)
+        return ask(temperature)
+    likeliest, drawn = ask(0.0), ask(temperature)
     if likeliest is None or drawn is None:
         return None
     answer = drawn.removeprefix(run.prompt.text)
