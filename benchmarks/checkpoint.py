@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from pentameter.checkpoint.folders.store import CheckpointStore
-from pentameter.checkpoint.format.save_phases import HostBuffers
+from pentameter.checkpoint.format.save_phases import Contents, HostBuffers
 from pentameter.config.files.load import load_config
 from pentameter.planning.plan import make_plan
 
@@ -122,7 +122,7 @@ def memory_over_saves(preset: str, folder: Path, n_saves: int) -> list[tuple[int
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="c")
     buffers, found = HostBuffers(), []
     for step in range(1, n_saves + 1):
-        save = store.plan(step, {"model": model, "optimizer": slots}, {"step": step}, {})
+        save = store.plan(Contents(step, {"model": model, "optimizer": slots}, {"step": step}, {}))
         save.start_writing(buffers)
         for tensor in model.values():
             tensor.add_(1e-3)  # the next step

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.files.write import to_toml
@@ -58,7 +59,7 @@ def save_run(folder: Path, config: ModelConfig) -> None:
     tokenizer = tokenizer_for(config.vocab_size)
     files = {"config.toml": to_toml(whole).encode(), "tokenizer.json": tokenizer.to_bytes()}
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
-    store.save(1, {"model": model_state(build_model(config, 1))}, {"step": 1}, extra_files=files)
+    store.save(Contents(1, {"model": model_state(build_model(config, 1))}, {"step": 1}, files))
 
 
 class Server:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.folders.store import CheckpointStore, Saved
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.cli.main import main
 
 RUN_ID = "run-a"
@@ -32,7 +33,7 @@ def step_tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def save_step(store: CheckpointStore, step: int, best: int | None = None) -> Saved:
     state = {"step": step, "best": None if best is None else {"step": best, "loss": 1.0 / 3.0}}
-    return store.save(step, step_tensors(step), state, {"config.toml": b'name = "x"\n'})
+    return store.save(Contents(step, step_tensors(step), state, {"config.toml": b'name = "x"\n'}))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pentameter.checkpoint.format.save_phases import HostBuffers
+from pentameter.checkpoint.format.save_phases import Contents, HostBuffers
 from pentameter.processes.group.world import World
 from trials.faults.file_operations import DieAt, before_each
 
@@ -83,7 +83,7 @@ def refuse_in_turn(world: World, folder: Path) -> dict[str, object]:
     store = store_in(folder)
 
     def attempt(tensors, state) -> str:
-        return outcome(lambda: store.save(2, tensors, state, {}, world=world))
+        return outcome(lambda: store.save(Contents(2, tensors, state, {}), world))
 
     whole = held.state()
     outcomes: dict[str, object] = {"state": attempt(whole, {"loss": float("nan")})}
@@ -138,7 +138,7 @@ def save_mark(world: World, folder: Path, step: int, mark: float, how: str = "wa
     }
     extra = {"config.toml": b"seed = 1\n"}
     store, state = store_in(folder), {"step": step, "mark": mark}
-    save = store.plan(step, tensors, state, extra, world=world, meshes=meshes)
+    save = store.plan(Contents(step, tensors, state, extra), world, meshes)
     if how == "beside training":
         save.start_writing(HostBuffers())
         weight.mul_(-1)  # the next step

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state, optimizer_state
 from pentameter.optim.build import JointOptimizer
 from pentameter.processes.group.world import World
@@ -243,7 +244,7 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
     extra = {"config.toml": b"seed = 1\n"}
     degrees = {"data": world.size}
     store, state = store_in(folder), {"step": step}
-    saved = store.save(step, held.state(), state, extra, degrees, world, held.meshes)
+    saved = store.save(Contents(step, held.state(), state, extra, degrees), world, held.meshes)
     return saved.path
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.owners import exchange, held_regions
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.replicas import differing_replicas
 from pentameter.processes.group.world import World
 
@@ -73,7 +74,7 @@ def count_messages(world: World, folder: Path) -> dict[str, Any]:
             tensors = state(mesh, n_layers)
             assert differing_replicas(tensors, counting, (mesh,)) is None
             store = CheckpointStore(folder / f"{sizes}-{n_layers}", run_id="r", config_hash="c")
-            saved = store.save(1, tensors, {}, {}, {}, counting, (mesh,))
+            saved = store.save(Contents(1, tensors, {}, {}, {}), counting, (mesh,))
             found[f"{sizes} {n_layers}"] = counting.sent
             if world.is_main:
                 _check(saved.path, n_layers)
@@ -121,7 +122,7 @@ def save_what_only_some_hold(world: World, folder: Path) -> dict[str, Any]:
         counting = Counting(world.rank, world.size)
         object.__setattr__(counting, "sent", [])
         tensors = {"model": {"w": torch.ones(4)}, "optimizer": own}
-        saved = store.save(step, tensors, {}, {}, {}, counting, (mesh,))
+        saved = store.save(Contents(step, tensors, {}, {}, {}), counting, (mesh,))
         sent.append(counting.sent)
     names = sorted(open_checkpoint(saved.path).tensors("optimizer"))
     return {"sent": sent, "names": names}

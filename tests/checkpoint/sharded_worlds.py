@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.format.tensor_reader import StoredRegion, StoredTensors
 from pentameter.checkpoint.state.initial_weights import initial_weights
 from pentameter.checkpoint.state.state_dicts import load_model_state, model_state
@@ -65,7 +66,7 @@ def save_model_of_two(world: World, folder: Path) -> tuple[Config, CharTokenizer
     extra = {"config.toml": to_toml(config).encode(), "tokenizer.json": TOKENIZER.to_bytes()}
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="c")
     tensors = {"model": model_state(model), "optimizer": {}}
-    store.save(3, tensors, {"step": 3}, extra, {"data": 1, "tensor": 2}, world)
+    store.save(Contents(3, tensors, {"step": 3}, extra, {"data": 1, "tensor": 2}), world)
     return config, TOKENIZER
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.folders.store import CheckpointStore
-from pentameter.checkpoint.format.save_phases import HostBuffers
+from pentameter.checkpoint.format.save_phases import Contents, HostBuffers
 from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
 from trials.faults.file_operations import CHANGES, DieAt, before_each
@@ -61,7 +61,9 @@ def save_mark(store: CheckpointStore, step: int, mark: float, how: str = "waited
         "model": {"w": torch.full((3, 5), mark), "b": torch.full((2,), mark).bfloat16()},
         "optimizer": {"w.step": torch.tensor(step)},
     }
-    save = store.plan(step, tensors, {"step": step, "mark": mark}, {"config.toml": b"seed = 1\n"})
+    save = store.plan(
+        Contents(step, tensors, {"step": step, "mark": mark}, {"config.toml": b"seed = 1\n"})
+    )
     if how == "beside training":
         save.start_writing(HostBuffers())
         for tensor in (*tensors["model"].values(), *tensors["optimizer"].values()):
@@ -264,7 +266,7 @@ def test_a_file_size_limit_is_a_storage_error(store, save):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(StorageError, match=r"ulimit"):
-            store.save(2, {"model": {"w": torch.zeros(10_000)}}, {"step": 2}, {})
+            store.save(Contents(2, {"model": {"w": torch.zeros(10_000)}}, {"step": 2}, {}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(store.folder) == ["step-00000001"]

@@ -53,10 +53,11 @@ def whole(tmp_path_factory):
     import torch
 
     from pentameter.checkpoint.folders.store import CheckpointStore
+    from pentameter.checkpoint.format.save_phases import Contents
 
     store = CheckpointStore(tmp_path_factory.mktemp("flips"), run_id="r", config_hash="c")
     tensors = {"model": {"w": torch.arange(20.0)}, "optimizer": {"w.step": torch.tensor(3)}}
-    path = store.save(4, tensors, {"step": 4}, {"config.toml": b"seed = 1\n"}).path
+    path = store.save(Contents(4, tensors, {"step": 4}, {"config.toml": b"seed = 1\n"})).path
     return path, {name: (path / name).read_bytes() for name in FILES}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import (
     load_model_state,
     load_optimizer_state,
@@ -63,7 +64,7 @@ def through_disk(store, net, optimizer):
         "model": model_state(net),
         "optimizer": optimizer_state(optimizer, net.named_parameters()),
     }
-    store.save(1, tensors, {}, {})
+    store.save(Contents(1, tensors, {}, {}))
     checkpoint = store.latest()
     return checkpoint.tensors("model"), checkpoint.tensors("optimizer")
 
@@ -221,7 +222,7 @@ def test_tied_weights_stay_tied(store):
     net.embedding = nn.Embedding(11, 9)
     net.head.weight = net.embedding.weight
     assert {"embedding.weight", "head.weight"} <= model_state(net).keys()
-    store.save(1, {"model": model_state(net)}, {}, {})
+    store.save(Contents(1, {"model": model_state(net)}, {}, {}))
     other = Net()
     other.embedding = nn.Embedding(11, 9)
     other.head.weight = other.embedding.weight

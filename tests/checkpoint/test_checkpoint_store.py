@@ -11,6 +11,7 @@ import torch
 from pentameter.checkpoint.folders import opening
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.disk import atomic
 from pentameter.disk.atomic import temporary_name
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -48,7 +49,7 @@ def test_round_trip_is_bit_exact_for_every_dtype(store):
         '名前 "quoted"': torch.ones(1),
         "large": torch.randn(3_000_001, generator=generator),  # beyond the inline hashing
     }
-    store.save(7, {"model": group}, {"step": 7}, {})
+    store.save(Contents(7, {"model": group}, {"step": 7}, {}))
     loaded = store.latest().tensors("model")
     assert loaded.keys() == group.keys()
     for name, tensor in group.items():
@@ -123,7 +124,7 @@ def test_another_runs_checkpoint_is_not_overwritten(store, save):
 
 def test_saving_a_step_again_replaces_it(store, save):
     save(store, 10)
-    store.save(10, {"model": {"x": torch.ones(2)}}, {"step": 10}, {})
+    store.save(Contents(10, {"model": {"x": torch.ones(2)}}, {"step": 10}, {}))
     assert names(store) == ["step-00000010"]
     assert list(store.latest().tensors("model")) == ["x"]
 
@@ -264,21 +265,21 @@ def test_prune_never_counts_a_damaged_checkpoint_as_kept(store, save):
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(store):
     with pytest.raises(TypeError, match=r"'w'.*meta"):
-        store.save(1, {"model": {"w": torch.empty(1, device="meta")}}, {}, {})
+        store.save(Contents(1, {"model": {"w": torch.empty(1, device="meta")}}, {}, {}))
     with pytest.raises(TypeError, match=r"'w'.*sparse"):
-        store.save(1, {"model": {"w": torch.eye(2).to_sparse()}}, {}, {})
+        store.save(Contents(1, {"model": {"w": torch.eye(2).to_sparse()}}, {}, {}))
     with pytest.raises(ValueError, match=r"JSON"):
-        store.save(1, {}, {"loss": float("nan")}, {})
+        store.save(Contents(1, {}, {"loss": float("nan")}, {}))
     for name in ("../x", "/x", "manifest.json", "state.json", "a/b", ".hidden", ""):
         with pytest.raises(ValueError, match=r"cannot hold"):
-            store.save(1, {}, {}, {name: b""})
+            store.save(Contents(1, {}, {}, {name: b""}))
     assert not store.folder.exists()
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "heads.\ud800"])
 def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(store, name):
     with pytest.raises(TypeError, match="no reader takes that name"):
-        store.save(1, {"model": {name: torch.ones(1)}}, {"step": 1}, {})
+        store.save(Contents(1, {"model": {name: torch.ones(1)}}, {"step": 1}, {}))
     assert not store.folder.exists()
 
 

@@ -17,6 +17,7 @@ import torch
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 
 ARCHIVE = Path(__file__).parent / "earlier" / "checkpoints.tar.xz"
 
@@ -81,11 +82,13 @@ def test_one_process_writes_the_same_bytes(earlier, tmp_path):
         tmp_path, run_id=checkpoint.manifest.run_id, config_hash=checkpoint.manifest.config_hash
     )
     saved = store.save(
-        checkpoint.step,
-        {group: checkpoint.tensors(group) for group in checkpoint.manifest.groups},
-        checkpoint.state,
-        {name: checkpoint.read(name) for name in ("config.toml", "tokenizer.json")},
-        checkpoint.manifest.layout,
+        Contents(
+            checkpoint.step,
+            {group: checkpoint.tensors(group) for group in checkpoint.manifest.groups},
+            checkpoint.state,
+            {name: checkpoint.read(name) for name in ("config.toml", "tokenizer.json")},
+            checkpoint.manifest.layout,
+        )
     )
     names = sorted(path.name for path in checkpoint.path.iterdir())
     assert sorted(path.name for path in saved.path.iterdir()) == names

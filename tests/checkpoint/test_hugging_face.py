@@ -11,6 +11,7 @@ import torch
 from pentameter.checkpoint.folders.load_model import load_model, open_model
 from pentameter.checkpoint.folders.model_folder import save_model
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.files.write import to_toml
@@ -64,7 +65,7 @@ def saved(folder, config, tokenizer=BPE, *, dtype=torch.float64):
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
     extra = {"config.toml": to_toml(config).encode(), "tokenizer.json": tokenizer.to_bytes()}
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="c")
-    store.save(3, {"model": model_state(model)}, {"step": 3}, extra)
+    store.save(Contents(3, {"model": model_state(model)}, {"step": 3}, extra))
     return model
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pentameter.checkpoint.folders.opening import find_model
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -56,7 +57,7 @@ def test_the_best_before_stands_in_for_a_best_that_was_never_saved(store, run):
     for step, saved_best in ((1, None), (3, 1)):
         state = {"step": step, "best": {"step": min(step, 2), "loss": 1.0}}
         state["saved_best_step"] = saved_best
-        store.save(step, {"model": {}}, state, {})
+        store.save(Contents(step, {"model": {}}, state, {}))
     assert find_model(run).path.name == "step-00000001"
 
 

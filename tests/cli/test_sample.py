@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.cli.main import main
 from pentameter.cli.sample import run
@@ -49,13 +50,15 @@ def run_folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run")
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
     store.save(
-        7,
-        {"model": model_state(model)},
-        {"step": 7},
-        extra_files={
-            "config.toml": to_toml(CONFIG).encode(),
-            "tokenizer.json": TOKENIZER.to_bytes(),
-        },
+        Contents(
+            7,
+            {"model": model_state(model)},
+            {"step": 7},
+            {
+                "config.toml": to_toml(CONFIG).encode(),
+                "tokenizer.json": TOKENIZER.to_bytes(),
+            },
+        )
     )
     return str(folder)
 
@@ -240,13 +243,15 @@ def test_an_answer_sees_the_conversation(
     )
     store = CheckpointStore(tmp_path / "checkpoints", run_id="r", config_hash="h")
     store.save(
-        7,
-        {"model": model_state(model)},
-        {"step": 7},
-        extra_files={
-            "config.toml": to_toml(CONFIG).encode(),
-            "tokenizer.json": tokenizer.to_bytes(),
-        },
+        Contents(
+            7,
+            {"model": model_state(model)},
+            {"step": 7},
+            {
+                "config.toml": to_toml(CONFIG).encode(),
+                "tokenizer.json": tokenizer.to_bytes(),
+            },
+        )
     )
     typed(monkeypatch, "bad", "add", "/new", "bad")
     run([str(tmp_path), "--chat", "--max-new-tokens", "6"])

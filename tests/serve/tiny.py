@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.files.write import to_toml
@@ -44,5 +45,5 @@ def save_run(folder: Path, **settings: Any) -> GPT:
     )
     files = {"config.toml": to_toml(config).encode(), "tokenizer.json": TOKENIZER.to_bytes()}
     store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
-    store.save(7, {"model": model_state(model)}, {"step": 7}, extra_files=files)
+    store.save(Contents(7, {"model": model_state(model)}, {"step": 7}, files))
     return model

@@ -9,6 +9,7 @@ import torch
 
 from pentameter.checkpoint.folders.opening import list_checkpoints, open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.train.keep.saving import tensors_to_save
 from trials.faults.oracle import curve, final_tensors, tiny_config
 from trials.faults.trial import TIMEOUT_SECONDS, Trial, Undisturbed, join, said
@@ -57,7 +58,7 @@ class SaveAgain:
         store = CheckpointStore(self.folder, run_id="again", config_hash="c")
         layout = run.plan.layout.degrees()
         tensors = tensors_to_save(run.engine, run.optimizer)
-        store.save(run.state.step, tensors, {}, {}, layout, run.world, run.engine.meshes)
+        store.save(Contents(run.state.step, tensors, {}, {}, layout), run.world, run.engine.meshes)
 
 
 def in_the_same_layout(trial: Trial) -> str:

@@ -10,6 +10,7 @@ from pentameter.checkpoint.folders import load_model as load_model_module
 from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.folders.opening import find_model
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.checkpoint.state.state_dicts import model_state
 from pentameter.config.files.load import load_config
 from pentameter.config.files.write import to_toml
@@ -49,7 +50,7 @@ def run(tmp_path):
         model = GPT(config.model).to(dtype)
         initialize(model, config.model, seed=step)
         state = {"step": step, "best": best and {"step": best, "loss": 1.0}}
-        store.save(step, {"model": model_state(model), "optimizer": {}}, state, extra)
+        store.save(Contents(step, {"model": model_state(model), "optimizer": {}}, state, extra))
         return model
 
     return store.folder.parent, config, tokenizer, save, store
@@ -101,7 +102,7 @@ def test_weights_of_another_architecture_are_refused(run, tmp_path):
     other = config.model_copy(update={"model": smaller})
     files = {name: checkpoint.read(name) for name in ("config.toml", "tokenizer.json")}
     tensors = {"model": checkpoint.tensors("model")}
-    store.save(2, tensors, {"step": 2}, {**files, "config.toml": to_toml(other).encode()})
+    store.save(Contents(2, tensors, {"step": 2}, {**files, "config.toml": to_toml(other).encode()}))
     with pytest.raises(CorruptError, match=r"unexpected: blocks\.1\."):
         load_model(folder)
     assert dataclasses.is_dataclass(load_model(checkpoint.path))

@@ -17,6 +17,7 @@ from pentameter.checkpoint.folders.remote_copies import (
     read_run_file,
 )
 from pentameter.checkpoint.folders.store import CheckpointStore
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.disk import remote_folder
 from pentameter.disk.remote_folder import RemoteFolder
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -56,7 +57,9 @@ def saved(checkpoints, step, mark=None):
         "model": {"w": torch.full((3, 5), mark)},
         "optimizer": {"w.exp_avg": torch.full((3, 5), -mark)},
     }
-    return checkpoints.save(step, tensors, {"step": step}, {"config.toml": b"seed = 1\n"}).path
+    return checkpoints.save(
+        Contents(step, tensors, {"step": step}, {"config.toml": b"seed = 1\n"})
+    ).path
 
 
 def copies(url=URL):

@@ -15,6 +15,7 @@ from tiny_runs import config, events, fit, hashes, recorded
 
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.format.manifest import MANIFEST_NAME
+from pentameter.checkpoint.format.save_phases import Contents
 from pentameter.disk import remote_folder
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.train.keep import copying, restoring
@@ -394,7 +395,9 @@ def test_a_step_saved_again_while_it_is_copied_is_no_damage(tmp_path, monkeypatc
             is_replaced.append(True)
             groups = {name: dict(before.tensors(name)) for name in before.manifest.groups}
             groups["model"] = {name: tensor[...] + 1 for name, tensor in groups["model"].items()}
-            store.save(4, groups, before.state, {"config.toml": before.read("config.toml")})
+            store.save(
+                Contents(4, groups, before.state, {"config.toml": before.read("config.toml")})
+            )
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", replacing)
     copies.request(4, ())

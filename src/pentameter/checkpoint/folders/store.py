@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.folders.opening import (
     Checkpoint,
@@ -26,13 +26,12 @@ from pentameter.checkpoint.folders.opening import (
 )
 from pentameter.checkpoint.folders.verification import Verification
 from pentameter.checkpoint.format.manifest import Manifest, seal
-from pentameter.checkpoint.format.owners import Groups
 from pentameter.checkpoint.format.save_phases import (
+    Contents,
     Exchanged,
     Save,
     Written,
     plan_files,
-    small_files,
 )
 from pentameter.disk.atomic import (
     check_files,
@@ -280,48 +279,26 @@ class CheckpointStore:
         return store
 
     def save(
-        self,
-        step: int,
-        tensors: Groups,
-        state: Mapping[str, Any],
-        extra_files: Mapping[str, bytes],
-        layout: Mapping[str, int] | None = None,
-        world: World | None = None,
-        meshes: Sequence[DeviceMesh] = (),
+        self, contents: Contents, world: World | None = None, meshes: Sequence[DeviceMesh] = ()
     ) -> Saved:
-        """Save the checkpoint for `step`; it is durable on return.
+        """Save a checkpoint with these contents; it is durable on return. Arguments and errors are
+        those of `plan`.
 
-        `tensors` holds groups (`model`, `optimizer`) of named tensors, each written to
-        `GROUP.safetensors`; `state` must be JSON without NaN; `extra_files` are small additional
-        files; the manifest records `layout` (axis → degree). A failure (StorageError) leaves all
-        other checkpoints as they were and nothing half-written. Saving a step again replaces it,
-        and at each moment the old or the new one can be found.
-
-        Collective if `world` has several ranks: each passes the same groups with the tensors it has
-        (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it
-        owns to `GROUP-00001-of-00004.safetensors`. A failure on one rank is raised on all. `meshes`
-        are the layout's, from which the owners of regions follow.
+        A failure (StorageError) leaves all other checkpoints as they were and nothing half-written.
+        Saving a step again replaces it, and at each moment the old or the new one can be found.
         """
-        return self.commit(self.plan(step, tensors, state, extra_files, layout, world, meshes))
+        return self.commit(self.plan(contents, world, meshes))
 
     def plan(
-        self,
-        step: int,
-        tensors: Groups,
-        state: Mapping[str, Any],
-        extra_files: Mapping[str, bytes],
-        layout: Mapping[str, int] | None = None,
-        world: World | None = None,
-        meshes: Sequence[DeviceMesh] = (),
+        self, contents: Contents, world: World | None = None, meshes: Sequence[DeviceMesh] = ()
     ) -> Save:
         """Begin a save: plan which rank writes which regions, check for free space and create the
         temporary folder. The returned Save carries it through snapshot and write to `commit`.
-        Collective.
 
-        `tensors` maps group (`model`, `optimizer`) → name → tensor, as far as this rank has it;
-        `state` becomes state.json; `extra_files` maps name → content; the manifest records `layout`
-        (axis → degree). `world` None is this process alone; from `mesh`, the layout's device mesh,
-        the regions' owners follow (None: ranks exchange lists).
+        Collective if `world` has several ranks (None is this process alone): each passes the same
+        groups with the tensors it has (DTensors; or plain ones, equal on every rank that passes
+        them), and writes the regions it owns to `GROUP-00001-of-00004.safetensors`. `meshes` are
+        the layout's, from which the owners of regions follow; without any, ranks exchange lists.
 
         Raises StorageError if space is lacking, ValueError for a state that JSON cannot hold or an
         incomplete tensor, TypeError for a tensor that cannot be saved, ConfigError if the step's
@@ -329,21 +306,24 @@ class CheckpointStore:
         """
         started_at = time.perf_counter()
         world = World() if world is None else world
-        files, n_bytes = plan_files(tensors, world, meshes, self._exchanged)
+        files, n_bytes = plan_files(contents.tensors, world, meshes, self._exchanged)
         small: dict[str, bytes] = {}
 
         def begin() -> Path:
-            small.update(small_files(state, extra_files, tensors))
-            self._refuse_foreign(step)
+            small.update(contents.small_files())
+            self._refuse_foreign(contents.step)
             make_folder(self.folder)
             check_free_space(self.folder, n_bytes + sum(map(len, small.values())) + _SLACK_BYTES)
-            temporary = self.folder / temporary_name(step_folder_name(step))
+            temporary = self.folder / temporary_name(step_folder_name(contents.step))
             with storage_errors(temporary, "create the folder"):
                 os.mkdir(temporary)
             return temporary
 
         temporary = world.on_main(begin)
-        return Save(step, temporary, [*tensors], files, small, world, layout or {}, started_at)
+        groups = [*contents.tensors]
+        return Save(
+            contents.step, temporary, groups, files, small, world, contents.layout, started_at
+        )
 
     def commit(self, save: Save) -> Saved:
         """Wait until all ranks have written their files, for as long as their disks take, then

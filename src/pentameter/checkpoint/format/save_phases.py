@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,32 @@ if TYPE_CHECKING:
 NamedFiles = Mapping[str, tuple[str, TensorFile]]
 """Group (`model`, `optimizer`) → name and content of the file that this rank writes for it. A group
 is absent if this rank writes nothing for it."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the checkpoint of `step` is to hold."""
+
+    step: int
+    tensors: Groups
+    """Groups (`model`, `optimizer`) of named tensors, as far as this rank has them; each is written
+    to `GROUP.safetensors`."""
+    state: Mapping[str, Any]
+    """The content of state.json, JSON without NaN."""
+    extra_files: Mapping[str, bytes]
+    """Name → content of further small files."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Axis → degree of parallelism, for the manifest."""
+
+    def small_files(self) -> dict[str, bytes]:
+        """Return name → content for the files next to the tensors. Raises ValueError for a state
+        that JSON cannot hold, and for a file or tensor group whose name is taken or leads out of
+        the folder."""
+        taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in self.tensors)}
+        for name in [*self.extra_files, *self.tensors]:
+            if not is_plain_name(name) or name in taken:
+                raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
+        return {STATE_NAME: encode_json(dict(self.state)), **self.extra_files}
 
 
 @dataclass
@@ -241,16 +267,3 @@ def _files_by_exchange(
 
 def _sizes(files: Mapping[str, TensorFile]) -> dict[str, int]:
     return {group: file.n_bytes for group, file in files.items()}
-
-
-def small_files(
-    state: Mapping[str, Any], extra_files: Mapping[str, bytes], groups: Collection[str]
-) -> dict[str, bytes]:
-    """Return name → content for the files next to the tensors: state.json with `state`, and
-    `extra_files`. Raises ValueError for a state that JSON cannot hold, and for a file or tensor
-    group (in `groups`) whose name is taken or leads out of the folder."""
-    taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
-    for name in [*extra_files, *groups]:
-        if not is_plain_name(name) or name in taken:
-            raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
-    return {STATE_NAME: encode_json(dict(state)), **extra_files}

@@ -42,7 +42,7 @@ import torch
 from pentameter.checkpoint.folders.opening import Checkpoint
 from pentameter.checkpoint.folders.store import Saved
 from pentameter.checkpoint.format.owners import Groups
-from pentameter.checkpoint.format.save_phases import HostBuffers, Save
+from pentameter.checkpoint.format.save_phases import Contents, HostBuffers, Save
 from pentameter.checkpoint.state.custom_optimizer import FILE_NAME
 from pentameter.checkpoint.state.state_dicts import (
     load_model_state,
@@ -487,10 +487,10 @@ def _planned(
     """Return the planned save of `tensors` at this step, together with everything else that a
     resumed run needs: state, data hash, log sizes, configuration and tokenizer. Collective."""
     state, world = run.state, run.world
-    save = run.folder.store.plan(
+    contents = Contents(
         state.step,
         tensors,
-        {
+        state={
             **state.to_json(),
             "data_hash": hash_of_read(run.dataset, run.plan, state.step),
             "own_keys": run.folder.own_keys,
@@ -507,9 +507,8 @@ def _planned(
             **optimizer_values(run.optimizer, run.engine.named_parameters(), world),
         },
         layout=run.plan.layout.degrees(),
-        world=world,
-        meshes=run.engine.meshes,
     )
+    save = run.folder.store.plan(contents, world, run.engine.meshes)
     is_best, is_evaluated = (step == state.step for step in (state.best_step, state.last_eval_step))
     # An evaluation's loss was finite, else the run would have given up.
     return _PendingSave(save, is_best, is_evaluated, [*state.guard.rollback_steps])
