@@ -14,13 +14,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Collection,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    read_manifest,
-)
+from pentameter.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pentameter.checkpoint.format.tensor_reader import StoredTensors
 from pentameter.config.urls import shown_url, was_url
 from pentameter.disk.atomic import (

@@ -26,13 +26,7 @@ from pentameter.checkpoint.folders.opening import (
 )
 from pentameter.checkpoint.folders.verification import Verification
 from pentameter.checkpoint.format.manifest import Manifest, seal
-from pentameter.checkpoint.format.save_phases import (
-    Contents,
-    Exchanged,
-    Save,
-    Written,
-    plan_files,
-)
+from pentameter.checkpoint.format.save_phases import Contents, Exchanged, Save, Written, plan_files
 from pentameter.disk.atomic import (
     check_files,
     check_free_space,

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from pentameter.checkpoint.hugging_face.family import (
-    ACTIVATIONS,
-    AS_ABOVE,
-    Family,
-    Projections,
-)
-from pentameter.checkpoint.hugging_face.rules import (
-    CONTEXT_BY_ITS_OLD_NAME,
-)
+from pentameter.checkpoint.hugging_face.family import ACTIVATIONS, AS_ABOVE, Family, Projections
+from pentameter.checkpoint.hugging_face.rules import CONTEXT_BY_ITS_OLD_NAME
 
 GPT2 = Family(
     label="GPT-2",

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from pentameter.checkpoint.hugging_face.families.entries import (
-    SIZES,
-    with_defaults,
-)
-from pentameter.checkpoint.hugging_face.family import (
-    ACTIVATIONS,
-    Family,
-    Projections,
-)
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    PART_OF_A_HEAD_TURNS,
-)
+from pentameter.checkpoint.hugging_face.families.entries import SIZES, with_defaults
+from pentameter.checkpoint.hugging_face.family import ACTIVATIONS, Family, Projections
+from pentameter.checkpoint.hugging_face.rotary_rules import PART_OF_A_HEAD_TURNS
 
 GPT_NEOX = Family(
     label="GPT-NeoX",

@@ -12,17 +12,10 @@ from pentameter.checkpoint.hugging_face.families.entries import (
     OTHER_NAMES,
     with_defaults,
 )
-from pentameter.checkpoint.hugging_face.family import (
-    NAMES,
-    Family,
-)
+from pentameter.checkpoint.hugging_face.family import NAMES, Family
 from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    WHOLE_HEADS_TURN_BY_YARN,
-)
-from pentameter.checkpoint.hugging_face.rules import (
-    ALTERNATING_WINDOWS,
-)
+from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN_BY_YARN
+from pentameter.checkpoint.hugging_face.rules import ALTERNATING_WINDOWS
 
 _ONE_FOR_BIASES = (
     True,

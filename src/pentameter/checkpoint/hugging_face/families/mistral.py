@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from pentameter.checkpoint.hugging_face.families.entries import (
-    OF_LLAMA,
-    ONE_WINDOW,
-    with_defaults,
-)
-from pentameter.checkpoint.hugging_face.family import (
-    Family,
-)
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    WHOLE_HEADS_TURN,
-)
+from pentameter.checkpoint.hugging_face.families.entries import OF_LLAMA, ONE_WINDOW, with_defaults
+from pentameter.checkpoint.hugging_face.family import Family
+from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN
 
 MISTRAL = Family(
     label="Mistral",

@@ -13,14 +13,8 @@ from pentameter.checkpoint.hugging_face.families.entries import (
     OTHER_NAMES,
     with_defaults,
 )
-from pentameter.checkpoint.hugging_face.family import (
-    NAMES,
-    STACKED,
-    Family,
-)
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    WHOLE_HEADS_TURN_SLOWLY,
-)
+from pentameter.checkpoint.hugging_face.family import NAMES, STACKED, Family
+from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN_SLOWLY
 
 MIXTRAL = Family(
     label="Mixtral",

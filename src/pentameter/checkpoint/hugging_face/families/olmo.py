@@ -14,14 +14,8 @@ from pentameter.checkpoint.hugging_face.families.entries import (
     OTHER_NAMES,
     with_defaults,
 )
-from pentameter.checkpoint.hugging_face.family import (
-    NAMES,
-    STACKED,
-    Family,
-)
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    WHOLE_HEADS_TURN,
-)
+from pentameter.checkpoint.hugging_face.family import NAMES, STACKED, Family
+from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN
 
 OLMO2 = Family(
     label="OLMo 2",

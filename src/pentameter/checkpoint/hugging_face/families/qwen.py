@@ -15,13 +15,8 @@ from pentameter.checkpoint.hugging_face.families.entries import (
     OTHER_NAMES,
     with_defaults,
 )
-from pentameter.checkpoint.hugging_face.family import (
-    STACKED,
-    Family,
-)
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    WHOLE_HEADS_TURN,
-)
+from pentameter.checkpoint.hugging_face.family import STACKED, Family
+from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN
 from pentameter.checkpoint.hugging_face.rules import (
     EVERY_OTHER_WITH_A_WINDOW,
     LAYERS_WITH_A_WINDOW,
