@@ -24,7 +24,8 @@ from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import CorruptError
-from pentameter.generation.loop import encode_prompt, generate
+from pentameter.generation.loop import generate
+from pentameter.generation.prompts import encode_prompt
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")

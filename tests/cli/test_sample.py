@@ -21,7 +21,8 @@ from pentameter.config.schema import Config, ModelConfig, TrainConfig
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import Detokenizer, generate
+from pentameter.generation.detokenizer import Detokenizer
+from pentameter.generation.loop import generate
 from pentameter.model.gpt import GPT, build_model
 
 TOKENIZER = CharTokenizer("\n abcdé")

@@ -28,7 +28,7 @@ from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.renderer import RenderRequest
 from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.evaluate.multiple_choice import Question, encode_questions
-from pentameter.generation.loop import encode_messages
+from pentameter.generation.prompts import encode_messages
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 WORDS = ["I am", "am", " I am", "I  am ", "a 👋\n", "\nI", "é", "</", "s>", "AMI", "i'm 2+2?"]

@@ -18,12 +18,12 @@ from pentameter.errors import ConfigError, CorruptError
 from pentameter.generation.loop import (
     Generation,
     _Window,
-    encode_prompt,
     generate,
     sampled_tokens,
     stream,
     window_tokens,
 )
+from pentameter.generation.prompts import encode_prompt
 from pentameter.generation.sampling import Sampling, choose, uniform_numbers
 from pentameter.model.attention.cache import KVCache
 from pentameter.model.gpt import GPT

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pentameter.checkpoint.folders.load_model import LoadedModel
-    from pentameter.generation.loop import Detokenizer, Generation
+    from pentameter.generation.detokenizer import Detokenizer
+    from pentameter.generation.loop import Generation
 
 WIDTH = 80
 """Line width of tables without a terminal, in characters."""
@@ -85,7 +86,8 @@ def run(arguments: list[str]) -> int:
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
     from pentameter.data.tokenizers.rendering import ends_of_answers
-    from pentameter.generation.loop import Generation, encode_chat, encode_prompt
+    from pentameter.generation.loop import Generation
+    from pentameter.generation.prompts import encode_chat, encode_prompt
 
     settings = Generation(
         asked.temperature,
@@ -156,7 +158,8 @@ def _sampled(
     ends: token ids that end a sample. continues: True if texts are printed after the prompt, so
     that a space that separates words is kept.
     """
-    from pentameter.generation.loop import Detokenizer, sampled_tokens
+    from pentameter.generation.detokenizer import Detokenizer
+    from pentameter.generation.loop import sampled_tokens
 
     tokenizer = loaded.tokenizer
     steps = sampled_tokens(loaded.model, prompt_ids, tokenizer.vocab_size, settings)
@@ -172,7 +175,7 @@ def _ask_for_prompts(
     token in `ends`. If `is_chat`, print its answer to the conversation so far. Seeds count up from
     that in `settings`."""
     from pentameter.data.tokenizers.rendering import render
-    from pentameter.generation.loop import encode_messages, encode_prompt, template_of
+    from pentameter.generation.prompts import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)

@@ -1,4 +1,4 @@
-"""Sampling loop, with several samples as one batch through the key/value cache, and ids to text.
+"""Sampling loop, with several samples as one batch through the key/value cache.
 
 A model's positions end at its context length. The visible part of a longer text depends on its
 length alone (`window_tokens`): everything while it fits; each time the window is full, its last
@@ -11,22 +11,20 @@ Shapes: B samples, T sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.chat import ChatTemplate, escaped, without_marks
-from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
+from pentameter.generation.detokenizer import Detokenizer
+from pentameter.generation.prompts import Prompt, encode_prompt
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.machine.on_host import on_host
 from pentameter.model.attention.cache import KVCache
@@ -40,11 +38,6 @@ _PREFILL_LOGITS = 2**25
 several passes."""
 _DRAWS_AT_ONCE = 1024
 """Text positions for which uniform numbers are drawn at once."""
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MOST_PARTS = 4
-"""Most tokens that one character is cut into: one for each byte of its UTF-8."""
-_MOST_BEFORE = 64
-"""Most tokens that are looked at for those behind which to decode; else all are kept."""
 
 
 @dataclass(frozen=True)
@@ -162,45 +155,6 @@ def sampled_tokens(
     return tokens()
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A text for the model to continue."""
-
-    text: str
-    """Text printed before the continuation; empty to print none."""
-    ids: Tokens
-    """Token ids (n,), at least one."""
-    ends: Collection[int] = ()
-    """Token ids that end the sample when drawn, as at an answer's end."""
-
-
-def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as a Prompt; one without tokens becomes the end-of-text token."""
-    return Prompt(text, encode_prompt(tokenizer, text))
-
-
-def question_prompt(
-    tokenizer: Tokenizer, split: TokenSplit, message: str, date: str
-) -> Prompt | None:
-    """Return the Prompt for a user's message in the chat template, which is told the day `date`;
-    for an empty message, the first conversation in `split` up to its first answer. None for a
-    message if the tokenizer has no chat template, and for an empty one if the split has no
-    conversation.
-
-    The answer ends as `ends_of_answers` says. Raises ConfigError if the template refuses the
-    message.
-    """
-    if message:
-        if tokenizer.chat is None:  # prompts and completions that are texts
-            return None
-        ids = encode_chat(tokenizer, message, date)
-    else:
-        ids = split.first_prompt
-    if not len(ids):
-        return None
-    return Prompt(tokenizer.decode(ids), ids, ends_of_answers(tokenizer))
-
-
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: Prompt, settings: Generation, sample: int
 ) -> str | None:
@@ -233,64 +187,6 @@ def sample_text(
             break
     del steps  # and with it what it changed in the model
     return "".join([*found, pieces.flush()]) if engine.world.is_main else None
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
-    """Return the prompt's token ids (n,), n ≥ 1.
-
-    It begins as a document does, with the tokenizer's prefix. A prompt without any token (empty, or
-    without words) becomes the end of text, which precedes texts in training. If the tokenizer has
-    none, it becomes a newline, or token 0 if that cannot be encoded. Raises ConfigError for a
-    prompt that the tokenizer cannot encode.
-    """
-    if len(ids := tokenizer.encode_document(prompt)):
-        return ids
-    if tokenizer.end_of_text is not None:
-        return np.array([tokenizer.end_of_text], dtype=np.int64)
-    try:
-        newline = tokenizer.encode("\n")
-    except ConfigError:
-        newline = ids
-    return newline if len(newline) else np.zeros(1, dtype=np.int64)
-
-
-def encode_chat(tokenizer: Tokenizer, message: str, date: str | None = None) -> Tokens:
-    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
-    start. The template is told the day `date`, YYYY-MM-DD, or today's (None).
-
-    Raises ConfigError if the tokenizer has no template, or the template refuses the message.
-    """
-    messages = [{"role": "user", "content": message}]
-    template = template_of(tokenizer)
-    return encode_messages(tokenizer, messages, lambda on: render(template, replace(on, date=date)))
-
-
-def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the tokenizer's chat template; ConfigError, naming `--chat`, if it has none."""
-    if tokenizer.chat is None:
-        raise ConfigError(
-            f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
-            "write the prompt as the model knows it"
-        )
-    return tokenizer.chat
-
-
-def encode_messages(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    render: Callable[[RenderRequest], str],
-) -> Tokens:
-    """Return the ids (n,) for a conversation, up to the next answer's start. Each message is a
-    mapping with "role" and "content"; `render` turns them into text by the tokenizer's chat
-    template. Special tokens in a message's own text are not encoded as such.
-
-    Raises TemplateRefusalError if the template refuses the messages.
-    """
-    special = tokenizer.special_tokens
-    messages = escaped(messages, special)
-    text = without_marks(render(RenderRequest(messages, add_generation_prompt=True)))
-    ((ids, _),) = tokenizer.encode_segments([[(text, False)]], is_rendered=True)
-    return ids if len(ids) else encode_prompt(tokenizer, "")
 
 
 def window_tokens(n_tokens: int, context_length: int) -> int:
@@ -411,89 +307,3 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         settings.enabled = before
-
-
-class Decodes(Protocol):
-    """A tokenizer's decoder, from ids to text."""
-
-    @property
-    def byte_ids(self) -> Collection[int]:
-        """The ids that are decoded together with those next to them."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text for token ids (n_tokens,)."""
-
-
-class Detokenizer:
-    """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
-
-    A tokenizer can end in the middle of a character, which decodes to U+FFFD for now: it is held
-    back until the next id settles it. Where each byte is a token (as in Llama's), a row of them is
-    decoded whole, or to U+FFFD for each: it is held back until another token ends it. A tokenizer
-    may also join its tokens (words with spaces), so each chunk is decoded behind the one before it.
-
-    prompt: ids before the sample, already shown: the chunks are the text added to theirs, so that a
-    word is separated from the prompt's last word. ends: token ids that end the sample.
-    """
-
-    def __init__(
-        self, tokenizer: Decodes, prompt: Iterable[int] = (), ends: Collection[int] = ()
-    ) -> None:
-        self._decode, self._byte_ids = tokenizer.decode, tokenizer.byte_ids
-        self._ends = ends
-        self.is_ended = False
-        """Whether one of the tokens `ends` came; from it on, nothing is shown."""
-        self._n_shown = 0  # characters of the text of `_ids` that were given out
-        self._settle([int(token) for token in prompt])
-
-    def push(self, token: int) -> str:
-        """Add `token` and return the text that is now complete, perhaps empty; always empty once
-        the sample has ended."""
-        self.is_ended |= token in self._ends
-        if self.is_ended:
-            return ""
-        self._ids.append(token)
-        self._is_settled = False
-        if token in self._byte_ids:
-            return ""
-        text = self._decode(self._ids)
-        n_complete = max(self._n_shown, len(text) - text.endswith(_REPLACEMENT))
-        piece, self._n_shown = text[self._n_shown : n_complete], n_complete
-        if n_complete == len(text):
-            self._settle(self._ids)
-        return piece
-
-    @property
-    def held(self) -> str:
-        """The text that is held back, as far as it has whole characters; the next ids may change
-        it."""
-        if self._is_settled:
-            return ""
-        ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
-        texts = (self._decode(self._ids[: max(0, end)])[self._n_shown :] for end in ends)
-        return next((text for text in texts if not text.endswith(_REPLACEMENT)), "")
-
-    def with_next(self, token: int) -> str:
-        """Return the text that `token` would add to what is shown and held, were it the last."""
-        if token in self._byte_ids:
-            return self._decode([token])
-        text = self._decode([*self._ids, token])
-        return text[self._n_shown + len(self.held) :]
-
-    def flush(self) -> str:
-        """Return the text still held back, at the sample's end, and start anew."""
-        piece = self._decode(self._ids)[self._n_shown :]
-        self._settle([])
-        return piece
-
-    def _settle(self, ids: list[int]) -> None:
-        """Keep the fewest last `ids` behind which others are decoded as behind all: they have a
-        text, and do not begin in the middle of a character or of a row of bytes."""
-        possible = (ids[-n:] for n in range(1, min(_MOST_BEFORE, len(ids)) + 1))
-        self._ids = next(filter(self._is_whole, possible), ids)
-        self._n_shown = len(self._decode(self._ids))
-        self._is_settled = True
-
-    def _is_whole(self, ids: list[int]) -> bool:
-        text = "" if ids[0] in self._byte_ids else self._decode(ids)
-        return bool(text) and not text.startswith(_REPLACEMENT)

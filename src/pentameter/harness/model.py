@@ -23,7 +23,9 @@ from pentameter import keyed
 from pentameter.config.messages import shown
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import Detokenizer, Generation, encode_prompt, sampled_tokens
+from pentameter.generation.detokenizer import Detokenizer
+from pentameter.generation.loop import Generation, sampled_tokens
+from pentameter.generation.prompts import encode_prompt
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import loss_sum
 from pentameter.parallel.engine import Engine

@@ -13,7 +13,7 @@ import numpy as np
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import CorruptError
-from pentameter.generation.loop import Decodes, Detokenizer
+from pentameter.generation.detokenizer import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 
 LEAST_LOGPROB = -9999.0

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError, did_you_mean, lone_surrogate, printable
-from pentameter.generation.loop import encode_messages, encode_prompt
+from pentameter.generation.prompts import encode_messages, encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
 from pentameter.serve.continuation import TextRequest
 from pentameter.serve.worker import ServedModel

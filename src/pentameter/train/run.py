@@ -10,7 +10,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.evaluate.multiple_choice import EncodedQuestions
-from pentameter.generation.loop import Prompt
+from pentameter.generation.prompts import Prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan

@@ -20,7 +20,7 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.lock import Fence, RunLock
 from pentameter.errors import ConfigError, StorageError
-from pentameter.generation.loop import Prompt, question_prompt, text_prompt
+from pentameter.generation.prompts import Prompt, question_prompt, text_prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine

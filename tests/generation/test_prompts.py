@@ -11,7 +11,8 @@ from pentameter.data.tokenizers.bpe import BpeTokenizer, train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import encode_prompt, generate
+from pentameter.generation.loop import generate
+from pentameter.generation.prompts import encode_prompt
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize
 

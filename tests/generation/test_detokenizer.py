@@ -19,7 +19,7 @@ from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
-from pentameter.generation.loop import Detokenizer
+from pentameter.generation.detokenizer import Detokenizer
 
 
 class Bytes:

@@ -1,0 +1,114 @@
+"""Prompts: what a model is given to continue, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pentameter.data.shards.dataset import TokenSplit
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.chat import ChatTemplate, escaped, without_marks
+from pentameter.data.tokenizers.renderer import RenderRequest
+from pentameter.data.tokenizers.rendering import ends_of_answers, render
+from pentameter.errors import ConfigError
+from pentameter.generation.sampling import Tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text for the model to continue."""
+
+    text: str
+    """Text printed before the continuation; empty to print none."""
+    ids: Tokens
+    """Token ids (n,), at least one."""
+    ends: Collection[int] = ()
+    """Token ids that end the sample when drawn, as at an answer's end."""
+
+
+def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """Return a text as a Prompt; one without tokens becomes the end-of-text token."""
+    return Prompt(text, encode_prompt(tokenizer, text))
+
+
+def question_prompt(
+    tokenizer: Tokenizer, split: TokenSplit, message: str, date: str
+) -> Prompt | None:
+    """Return the Prompt for a user's message in the chat template, which is told the day `date`;
+    for an empty message, the first conversation in `split` up to its first answer. None for a
+    message if the tokenizer has no chat template, and for an empty one if the split has no
+    conversation.
+
+    The answer ends as `ends_of_answers` says. Raises ConfigError if the template refuses the
+    message.
+    """
+    if message:
+        if tokenizer.chat is None:  # prompts and completions that are texts
+            return None
+        ids = encode_chat(tokenizer, message, date)
+    else:
+        ids = split.first_prompt
+    if not len(ids):
+        return None
+    return Prompt(tokenizer.decode(ids), ids, ends_of_answers(tokenizer))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
+    """Return the prompt's token ids (n,), n ≥ 1.
+
+    It begins as a document does, with the tokenizer's prefix. A prompt without any token (empty, or
+    without words) becomes the end of text, which precedes texts in training. If the tokenizer has
+    none, it becomes a newline, or token 0 if that cannot be encoded. Raises ConfigError for a
+    prompt that the tokenizer cannot encode.
+    """
+    if len(ids := tokenizer.encode_document(prompt)):
+        return ids
+    if tokenizer.end_of_text is not None:
+        return np.array([tokenizer.end_of_text], dtype=np.int64)
+    try:
+        newline = tokenizer.encode("\n")
+    except ConfigError:
+        newline = ids
+    return newline if len(newline) else np.zeros(1, dtype=np.int64)
+
+
+def encode_chat(tokenizer: Tokenizer, message: str, date: str | None = None) -> Tokens:
+    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
+    start. The template is told the day `date`, YYYY-MM-DD, or today's (None).
+
+    Raises ConfigError if the tokenizer has no template, or the template refuses the message.
+    """
+    messages = [{"role": "user", "content": message}]
+    template = template_of(tokenizer)
+    return encode_messages(tokenizer, messages, lambda on: render(template, replace(on, date=date)))
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the tokenizer's chat template; ConfigError, naming `--chat`, if it has none."""
+    if tokenizer.chat is None:
+        raise ConfigError(
+            f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
+            "write the prompt as the model knows it"
+        )
+    return tokenizer.chat
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    render: Callable[[RenderRequest], str],
+) -> Tokens:
+    """Return the ids (n,) for a conversation, up to the next answer's start. Each message is a
+    mapping with "role" and "content"; `render` turns them into text by the tokenizer's chat
+    template. Special tokens in a message's own text are not encoded as such.
+
+    Raises TemplateRefusalError if the template refuses the messages.
+    """
+    special = tokenizer.special_tokens
+    messages = escaped(messages, special)
+    text = without_marks(render(RenderRequest(messages, add_generation_prompt=True)))
+    ((ids, _),) = tokenizer.encode_segments([[(text, False)]], is_rendered=True)
+    return ids if len(ids) else encode_prompt(tokenizer, "")
