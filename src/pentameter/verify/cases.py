@@ -4,7 +4,11 @@ how a step is computed but must not change its result."""
 from __future__ import annotations
 
 import math
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pentameter.config.schema import Config, ParallelConfig
@@ -40,163 +44,6 @@ SETTINGS = {
 error."""
 
 Recompute = Literal["full", "selective"]
-
-LAYOUTS = (
-    "data=1,micro_batches=4",
-    "data=1,activation_checkpoint=full",
-    "data=1,activation_checkpoint=selective",
-    "data=2",
-    "data=2,zero=1",
-    "data=2,zero=2",
-    "data=2,zero=3",
-    "data=2,zero=3,activation_checkpoint=full",
-    "data=4,zero=3,replicate=2",
-    "tensor=2",
-    "tensor=2,sequence=1",
-    "pipeline=2,schedule=gpipe",
-    "pipeline=2",
-    "pipeline=2,micro_batches=2",
-    "pipeline=2,schedule=zero-bubble",
-    "pipeline=2,schedule=interleaved,virtual_stages=2",
-    "pipeline=2,schedule=zero-bubble,virtual_stages=2",
-    "pipeline=2,schedule=zero-bubble-v,virtual_stages=2",
-    "data=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2",
-    "data=2,tensor=2",
-    "data=2,zero=2,tensor=2",
-    "data=4,zero=3,replicate=2,tensor=2",
-    "data=2,pipeline=2",
-    "data=2,zero=3,pipeline=2",
-    "data=2,zero=2,pipeline=2,schedule=zero-bubble",
-    "tensor=2,pipeline=2",
-    "tensor=2,pipeline=2,schedule=zero-bubble",
-    "tensor=2,sequence=1,pipeline=2,activation_checkpoint=selective",
-    "data=2,tensor=2,pipeline=2",
-    "tensor=4,tensor_mode=2d",
-    "tensor=4,tensor_mode=2d,activation_checkpoint=full",
-    "tensor=4,tensor_mode=2d,activation_checkpoint=selective",
-    "data=2,tensor=4,tensor_mode=2d",
-    "data=2,zero=1,tensor=4,tensor_mode=2d",
-    "tensor=4,tensor_mode=2d,pipeline=2",
-    "tensor=4,tensor_mode=2d,pipeline=2,schedule=zero-bubble",
-    "tensor=4,tensor_mode=2d,pipeline=2,schedule=interleaved,virtual_stages=2",
-    "data=2,tensor=4,tensor_mode=2d,pipeline=2",
-    "data=2,zero=1,tensor=4,tensor_mode=2d,pipeline=2",
-    "tensor=8,tensor_mode=2.5d,tensor_depth=2",
-    "zero=1,tensor=8,tensor_mode=2.5d,tensor_depth=2",
-    "tensor=8,tensor_mode=2.5d,tensor_depth=2,pipeline=2",
-    "tensor=8,tensor_mode=3d",
-    "tensor=8,tensor_mode=3d,activation_checkpoint=selective",
-    "zero=1,tensor=8,tensor_mode=3d",
-    "tensor=8,tensor_mode=3d,pipeline=2",
-    "tensor=4,tensor_mode=2d,context=2",
-    "context=2",
-    "context=4",
-    "context=2,activation_checkpoint=full",
-    "context=2,activation_checkpoint=selective",
-    "context=2,context_mode=all-to-all",
-    "context=4,context_mode=all-to-all",
-    "data=2,context=2",
-    "data=2,context=2,context_mode=all-to-all",
-    "data=2,zero=1,context=2",
-    "data=2,zero=3,context=2",
-    "zero=3,context=2,context_mode=all-to-all",
-    "data=4,zero=2,replicate=2,context=2",
-    "tensor=2,context=2",
-    "tensor=2,sequence=1,context=2",
-    "tensor=2,sequence=1,context=2,context_mode=all-to-all",
-    "pipeline=2,context=2",
-    "pipeline=2,schedule=gpipe,context=2,context_mode=all-to-all",
-    "pipeline=2,schedule=interleaved,virtual_stages=2,context=2",
-    "pipeline=2,schedule=zero-bubble,context=2",
-    "data=2,zero=3,tensor=2,sequence=1,context=2",
-    "tensor=2,sequence=1,pipeline=2,context=2,activation_checkpoint=selective",
-    "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
-)
-"""The cases for `--layouts all`, as text; those in WITH_OTHER_HEAD are added, and those in
-EXPERT_LAYOUTS for a model with experts."""
-
-EXPERT_LAYOUTS = (
-    "data=2,expert=2",
-    "data=4,expert=2",
-    "data=4,expert=4",
-    "data=2,expert=2,micro_batches=4",
-    "data=2,expert=2,activation_checkpoint=full",
-    "data=2,expert=2,activation_checkpoint=selective",
-    "data=1,activation_checkpoint=full,compile=true",
-    "data=1,activation_checkpoint=selective,compile=true",
-    "data=2,expert_tensor=2",
-    "data=4,expert_tensor=2",
-    "data=4,expert=2,expert_tensor=2",
-    "data=4,expert_tensor=2,activation_checkpoint=full",
-    "data=2,zero=1,expert=2",
-    "data=2,zero=2,expert=2",
-    "data=2,zero=3,expert=2",
-    "data=4,zero=1,expert=2",
-    "data=4,zero=2,expert=2",
-    "data=4,zero=3,expert=2",
-    "data=4,zero=3,expert=2,activation_checkpoint=full",
-    "data=4,zero=3,expert=4",
-    "data=4,zero=3,expert_tensor=2",
-    "data=4,zero=2,expert=2,expert_tensor=2",
-    "data=4,zero=1,replicate=2,expert=2",
-    "data=4,zero=3,replicate=2,expert=2",
-    "data=4,zero=3,replicate=2,expert_tensor=2",
-    "tensor=2,expert=2",
-    "tensor=2,expert=2,activation_checkpoint=full",
-    "tensor=2,expert_tensor=2",
-    "tensor=4,expert=2",
-    "tensor=2,sequence=1,expert=2",
-    "tensor=2,sequence=1,expert=2,activation_checkpoint=selective",
-    "tensor=2,sequence=1,expert_tensor=2",
-    "data=2,tensor=2,expert=2",
-    "data=2,tensor=2,expert=4",
-    "data=2,tensor=2,sequence=1,expert=4",
-    "data=2,tensor=2,expert=2,expert_tensor=2",
-    "data=2,zero=3,tensor=2,expert=2",
-    "data=2,zero=3,tensor=2,sequence=1,expert=2",
-    "data=2,zero=1,tensor=2,expert_tensor=2",
-    "context=2,expert=2",
-    "context=2,expert_tensor=2,activation_checkpoint=full",
-    "context=2,context_mode=all-to-all,expert=2",
-    "data=2,context=2,expert=4",
-    "data=2,zero=3,context=2,expert=2",
-    "tensor=2,sequence=1,context=2,expert=2",
-    "data=2,pipeline=2,schedule=gpipe,expert=2",
-    "data=2,pipeline=2,expert=2",
-    "data=2,pipeline=2,expert_tensor=2",
-    "data=2,pipeline=2,schedule=interleaved,virtual_stages=2,expert=2",
-    "data=2,pipeline=2,schedule=zero-bubble,expert=2",
-    "data=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2,expert=2",
-    "data=2,zero=1,pipeline=2,expert=2",
-    "data=2,zero=3,pipeline=2,schedule=zero-bubble,expert=2",
-    "tensor=2,pipeline=2,expert=2",
-    "tensor=2,sequence=1,pipeline=2,expert=2,activation_checkpoint=selective",
-    "pipeline=2,context=2,expert=2",
-    "data=2,expert=2,idle_experts=true",
-    "data=4,expert=4,idle_experts=true",
-    "data=4,zero=3,expert=2,expert_tensor=2,idle_experts=true",
-    "tensor=4,expert=4,idle_experts=true",
-    "data=2,pipeline=2,expert=2,idle_experts=true",
-)
-"""Layouts that shard experts, for a model that has some; with `idle_experts` some get no token, and
-with as many ranks as experts whole ranks get none. And those that compile recomputed experts."""
-
-WITH_COPIED_HEADS = "tensor=4,kv_heads=2"
-"""The layout, for a model whose query heads share keys, in which ranks hold replicas of several key
-heads."""
-
-WITH_OTHER_HEAD = (
-    "tensor=2",
-    "pipeline=2",
-    "pipeline=2,schedule=zero-bubble-v,virtual_stages=2",
-    "tensor=2,pipeline=2",
-    "data=2,tensor=2,pipeline=2",
-    "tensor=4,tensor_mode=2d",
-    "tensor=4,tensor_mode=2d,pipeline=2",
-    "tensor=8,tensor_mode=3d",
-)
-"""Layouts that are verified again with the head tied to the embedding if the configuration's is
-not, or untied if it is: tensor parallelism shards a head, and a pipeline ties it across stages."""
 
 
 @dataclass(frozen=True)
@@ -307,19 +154,18 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     """Return the cases that the text for `--layouts` names, without duplicates: `all`, or layouts
     with `;` between them, such as `data=2;tensor=2,zero=1`.
 
-    `all` means LAYOUTS, EXPERT_LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied
-    or untied), WITH_COPIED_HEADS if query heads share keys, and the configuration's own layout;
-    without those on which its experts or adapters could not be trained. Raises ConfigError for an
-    invalid layout, or if none is named.
+    `all` means those in layouts.toml, which says for which models they are, and the configuration's
+    own layout; without those on which its experts or adapters could not be trained. Raises
+    ConfigError for an invalid layout, or if none is named.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
         if part == "all":
-            other = not config.model.tied_head
-            possible = [*map(_parse, (*LAYOUTS, *EXPERT_LAYOUTS))]
-            possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
+            other, every = not config.model.tied_head, _all_cases()
+            possible = [*every["plain"], *every["experts"]]
+            possible += (replace(case, tied_head=other) for case in every["other_head"])
             if config.model.shares_kv_heads and config.model.qk_norm != "width":
-                possible.append(_parse(WITH_COPIED_HEADS))
+                possible += every["copied_heads"]
             for case in possible:
                 n_kv = case.kv_heads or config.model.n_kv_heads
                 model = config.model.model_copy(update={"n_kv_heads": n_kv})
@@ -339,6 +185,13 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             f"--layouts {text!r} names none: write 'all', or layouts like 'data=2;tensor=2,zero=1'"
         )
     return list(dict.fromkeys(cases))
+
+
+@cache
+def _all_cases() -> Mapping[str, list[Case]]:
+    """Return the cases in layouts.toml, by the kind of model that they are for."""
+    text = Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")
+    return {kind: list(map(_parse, layouts)) for kind, layouts in tomllib.loads(text).items()}
 
 
 def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:
