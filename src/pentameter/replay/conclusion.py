@@ -142,7 +142,8 @@ def conclude(
         close = close and weights.weights_distance <= allowed
     equal: Literal["bits", "rounding"] | None = "bits" if bits else "rounding" if close else None
     must_be_equal = is_own_layout and not differences
-    is_repeated = again is None or _same(replayed, again)
+    # As text, as NaN is not equal to itself.
+    is_repeated = again is None or repr(replayed) == repr(again)
     if must_be_equal and not bits and is_repeated:
         equal = None
         verdict, reason = _hardware(again)
@@ -157,7 +158,8 @@ def conclude(
             "not compute the same twice, and is faulty",
         )
     elif differences:
-        verdict, reason = "code", f"of what the run was made with, {_listed(differences)}"
+        differ = f"these differ here: {'; '.join(differences)}"
+        verdict, reason = "code", f"of what the run was made with, {differ}"
     else:
         verdict, reason = (
             "layout",
@@ -201,11 +203,6 @@ def _rounding(precision: str, n_steps: int) -> float:
     return min(MOST_ROUNDING, first * GROWTH ** min(n_steps - 1, 100))
 
 
-def _same(one: Replayed, other: Replayed) -> bool:
-    """Return True if two replays gave the same numbers and the same weights, to the bit."""
-    return repr(one) == repr(other)  # NaN is not equal to itself
-
-
 def _agrees(equal: Literal["bits", "rounding"] | None, *, compared: bool) -> tuple[Verdict, str]:
     if not compared:
         return "unknown", "the run records nothing of it, nor of a step after it, to compare with"
@@ -225,7 +222,3 @@ def _hardware(again: Replayed | None) -> tuple[Verdict, str]:
         + ": the run computed the step wrong, or its record or a checkpoint's tensors changed "
         "before they were hashed",
     )
-
-
-def _listed(differences: Sequence[str]) -> str:
-    return f"these differ here: {'; '.join(differences)}"

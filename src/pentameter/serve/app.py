@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pentameter.errors import did_you_mean, printable
 from pentameter.machine.address import LOOPBACK, PAGE_POLICY, host_name, url_of
-from pentameter.serve.continuation import Piece, TokenChance
+from pentameter.serve.continuation import Piece
 from pentameter.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -320,7 +320,8 @@ class _Form:
         return {
             "tokens": [each.text for each in piece.chances],
             "token_logprobs": [each.logprob for each in piece.chances],
-            "top_logprobs": [_rivals(each) for each in piece.chances],
+            # If several tokens have one text, the likeliest counts.
+            "top_logprobs": [dict(reversed(each.rivals)) for each in piece.chances],
             "text_offset": [each.offset for each in piece.chances],
         }
 
@@ -328,12 +329,6 @@ class _Form:
 def _token(text: str, logprob: float) -> dict[str, Any]:
     whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
-
-
-def _rivals(chance: TokenChance) -> dict[str, float]:
-    """Return token text → log-probability; if several tokens have one text, the likeliest
-    counts."""
-    return dict(reversed(chance.rivals))
 
 
 @cache

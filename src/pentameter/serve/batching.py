@@ -71,7 +71,10 @@ class Batcher:
         token for each text whose prompt is read. Return (text, newly written Piece) for each that
         got a token or failed."""
         while self._free and self._waiting:
-            self._begin(self._waiting.popleft())
+            continuation = self._waiting.popleft()
+            writing = _Writing(continuation, heappop(self._free), [])
+            self._writing[continuation] = writing
+            self._see(writing)
         logits: dict[Continuation, Floats] = {}
         budget = PIECE_TOKENS
         for each in list(self._writing.values()):  # in the order in which they came
@@ -96,11 +99,6 @@ class Batcher:
                 if each.n_cached == len(each.window):
                     logits[each.continuation] = found[each.slot]
         return self._draw(logits)
-
-    def _begin(self, continuation: Continuation) -> None:
-        writing = _Writing(continuation, heappop(self._free), [])
-        self._writing[continuation] = writing
-        self._see(writing)
 
     def _see(self, each: _Writing) -> None:
         """Move a text's window to the text's end: append the last token, or, if the text has

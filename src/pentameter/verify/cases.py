@@ -134,12 +134,6 @@ class Case:
         return ", ".join(settings)
 
 
-def _edge_of_two(layout: Layout) -> int:
-    """Return the layout's tensor degree, reduced to at most two ranks along each dimension of its
-    tensor grid: 2 in 1-D, 4 in 2-D, 8 in 3-D."""
-    return math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor"))
-
-
 def _with_experts_of_two(layout: Layout, asked: ParallelConfig) -> Layout:
     """Return the layout with the asked degrees of experts, each reduced to at most two, as far as
     its ranks allow."""
@@ -273,7 +267,8 @@ def own_case(config: Config) -> Case | None:
             layout,
             data=replicated * min(layout.data // layout.replicate, 2),
             replicate=replicated,
-            tensor=_edge_of_two(layout),
+            # Two ranks along each dimension of the tensor grid: 2 in 1-D, 4 in 2-D, 8 in 3-D.
+            tensor=math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor")),
             tensor_depth=min(layout.tensor_depth, 2),
             context=min(layout.context, 2),
             pipeline=min(layout.pipeline, 2),

@@ -34,6 +34,7 @@ from pentameter.checkpoint.format.manifest import (
     encode_json,
     parse_records,
     sealed_json,
+    well_formed,
 )
 from pentameter.disk.atomic import MAX_JSON_BYTES, FileRecord, check_hash, write_hashed
 from pentameter.disk.owner import Owner, current_owner
@@ -94,18 +95,15 @@ def parse_copy(data: bytes, where: str, step: int) -> Copy:
     """Read a copy's manifest, found at `where` for `step`. Raises CorruptError if it is damaged,
     malformed, of another step or written by a newer version."""
     content = decode_versioned(data, where, FORMAT_VERSION)
-    try:
-        folder = content["folder"]
+    with well_formed(where):
         copy = Copy(
             run_id=str(content["run_id"]),
             step=checked_step(content["step"]),
-            folder=uuid.UUID(folder).hex,
+            folder=uuid.UUID(content["folder"]).hex,
             checkpoint=parse_records(content["checkpoint"]),
             run=parse_records(content["run"]),
             needs=tuple(map(checked_step, content["needs"])),
         )
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"{where} is malformed: {error!r}") from error
     if copy.to_bytes() != data or copy.step != step:
         raise CorruptError(f"{where} is damaged: its content does not match its own checksum")
     return copy
@@ -130,16 +128,15 @@ class _Claim:
 
 def _parse_claim(data: bytes, where: str) -> _Claim:
     content = decode_versioned(data, where, FORMAT_VERSION)
-    try:
+    with well_formed(where):
         coming, owner = content["coming"], content["owner"]
-        return _Claim(
+        claim = _Claim(
             run_id=str(content["run_id"]),
             owner=None if owner is None else Owner(**owner),
             steps=tuple(map(checked_step, content["steps"])),
             coming=None if coming is None else checked_step(coming),
         )
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"{where} is malformed: {error!r}") from error
+    return claim
 
 
 class _Upload:

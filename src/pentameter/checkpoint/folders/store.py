@@ -326,9 +326,7 @@ class CheckpointStore:
         Collective. Raises StorageError if a write failed on any rank or the rename fails; the
         save's folder is then removed.
         """
-        world = save.world
-
-        doing = "committing" if save.is_beside else "saving"
+        world, doing = save.world, "committing" if save.is_beside else "saving"
 
         def seal_and_publish(written: Sequence[Written]) -> int:
             self._folders.ask_for(save.step)
@@ -386,23 +384,20 @@ class CheckpointStore:
         A damaged checkpoint is passed over with a line in `warnings`; CorruptError if all are
         damaged.
         """
-        return self._find(None)
+        return self.at(None)
 
-    def at(self, step: int) -> Checkpoint | None:
+    def at(self, step: int | None) -> Checkpoint | None:
         """Open and verify this run's checkpoint at `step`; None if the run has none there. Raises
-        CorruptError if it is damaged."""
-        return self._find(step)
+        CorruptError if it is damaged. Without a step it is the `latest`."""
+        check = self.verification.check
+        return find_checkpoint(
+            self.folder, self.warnings, run_id=self.run_id, step=step, check=check
+        )
 
     def best(self) -> Checkpoint | None:
         """Find the verified checkpoint that represents this run (see `best_checkpoint`); None if
         the run has none. Raises CorruptError if all are damaged."""
         return best_checkpoint(self.folder, self.warnings, self.run_id, self.verification.check)
-
-    def _find(self, step: int | None) -> Checkpoint | None:
-        check = self.verification.check
-        return find_checkpoint(
-            self.folder, self.warnings, run_id=self.run_id, step=step, check=check
-        )
 
     def clean(self) -> list[str]:
         """Remove the folders of saves and removals that a dead process left unfinished; return

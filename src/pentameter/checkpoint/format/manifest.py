@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def decode_versioned(data: bytes, where: Path | str, newest: int) -> dict[str, A
     return content
 
 
+@contextmanager
+def well_formed(where: Path | str) -> Iterator[None]:
+    """Raise CorruptError if what is done here finds JSON, from a path or URL, of another form."""
+    try:
+        yield
+    except (
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
+    ) as error:  # fmt: skip
+        raise CorruptError(f"{where} is malformed: {error!r}") from error
+
+
 def checked_step(step: object) -> int:
     """Return `step`, as JSON had it. Raises ValueError if no run has such a step."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:
@@ -133,12 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     data = read_regular(path, max_bytes=MAX_JSON_BYTES)
     content = decode_versioned(data, path, FORMAT_VERSION)
-    try:
+    with well_formed(path):
         manifest = _parse(content)
-    except (
-        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
-    ) as error:  # fmt: skip
-        raise CorruptError(f"{path} is malformed: {error!r}") from error
     # One spelling per content: equal bytes mean a true checksum and not one changed character.
     if manifest.to_bytes() != data:
         raise CorruptError(f"{path} is damaged: its content does not match its own checksum")

@@ -140,6 +140,6 @@ def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice, lambda _content, _section: {})
+CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice)
 """Refuses `model.balance = "bias"`, the only way of balancing that also acts when a trained model
 chooses experts."""

@@ -22,9 +22,9 @@ class Rule:
     values, for settings that the other side cannot express."""
 
     keys: tuple[str, ...]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda _model: {}
     """Model section → entries for config.json."""
-    read: Callable[[Content, Content], dict[str, Any]]
+    read: Callable[[Content, Content], dict[str, Any]] = lambda _content, _section: {}
     """The content of config.json, and the model section as far as the family's tables give it →
     values for `keys`."""
 
@@ -175,10 +175,8 @@ def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width, lambda _content, _section: {})
+HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width)
 """Refuses a model whose d_model is not a multiple of its number of heads."""
 
-CONTEXT_BY_ITS_OLD_NAME = Rule(
-    (), lambda model: {"n_ctx": model.context_length}, lambda _content, _section: {}
-)
+CONTEXT_BY_ITS_OLD_NAME = Rule((), lambda model: {"n_ctx": model.context_length})
 """Writes `n_ctx`, GPT-2's first name for n_positions, which llama.cpp's converter asks for."""

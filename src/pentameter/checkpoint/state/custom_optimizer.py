@@ -13,7 +13,6 @@ no layout could go on from it; that, and a value that cannot be kept, is refused
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -24,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from pentameter.checkpoint.format.lazy_tensors import Tensors, few
-from pentameter.checkpoint.format.manifest import decode_versioned, encode_json
+from pentameter.checkpoint.format.manifest import decode_versioned, encode_json, well_formed
 from pentameter.checkpoint.state.packed_values import (
     Held,
     Packer,
@@ -39,6 +38,7 @@ from pentameter.processes.group.world import World
 FILE_NAME = "optimizer.json"
 
 _VERSION = 1
+_WHERE = f"the checkpoint's {FILE_NAME}"
 _NOTE = "_pentameter_as_made"
 
 
@@ -272,7 +272,7 @@ class CustomLoad:
         self._parts = dict(_parts(optimizer))
         self._unpacker = Unpacker(held, stored)
         self._held, self._whose = held, type(optimizer).__name__
-        with _malformed():
+        with well_formed(_WHERE):
             found = decode_versioned(data, FILE_NAME, _VERSION)["optimizers"]
             self._records: dict[str, Any] = {path: found[path] for path in found}
             if found.keys() != self._parts.keys():
@@ -322,7 +322,7 @@ class CustomLoad:
             part.state.clear()
         for path, part in self._parts.items():
             record, made = self._records[path], getattr(part, _NOTE, None)
-            with _malformed():
+            with well_formed(_WHERE):
                 common: dict[str, dict[str, Any]] = {key: {} for key in record.get("common", ())}
                 every, taken = dict(self._unpacker.tensors), set[str]()
                 for number, group in enumerate(part.param_groups):
@@ -379,12 +379,3 @@ class CustomLoad:
             if text not in made:
                 made[text] = unpack(tree)
             into[key] = made[text]
-
-
-@contextmanager
-def _malformed() -> Iterator[None]:
-    """Raise CorruptError if what is done here finds optimizer.json of another form."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"the checkpoint's {FILE_NAME} is malformed: {error!r}") from error

@@ -35,10 +35,6 @@ def _first_layers_without(default: int) -> Rule:
     )
 
 
-def _write_every_head(model: ModelConfig) -> dict[str, Any]:
-    return {"num_key_value_heads": model.n_heads}
-
-
 def _read_every_head(content: Content, section: Content) -> dict[str, Any]:
     n_kv_heads = content.get("num_key_value_heads")
     if n_kv_heads not in (None, section["n_heads"]):
@@ -50,7 +46,9 @@ def _read_every_head(content: Content, section: Content) -> dict[str, Any]:
     return {"n_kv_heads": None}
 
 
-_EVERY_HEAD_HAS_KEYS = Rule(("n_kv_heads",), _write_every_head, _read_every_head)
+_EVERY_HEAD_HAS_KEYS = Rule(
+    ("n_kv_heads",), lambda model: {"num_key_value_heads": model.n_heads}, _read_every_head
+)
 """For latent attention, whose heads share no keys and values beyond the latent."""
 
 
@@ -82,11 +80,7 @@ def _write_groups(model: ModelConfig, *, n_scores: int) -> dict[str, Any]:
 
 
 def _read_groups(
-    content: Content,
-    _section: Content,
-    *,
-    n_scores: int,
-    default: tuple[int | None, int | None],
+    content: Content, _section: Content, *, n_scores: int, default: tuple[int | None, int | None]
 ) -> dict[str, Any]:
     """Return the keys of groups from `n_group` and `topk_group`, whose defaults in config.json are
     `default`; the other arguments are as in `_write_groups`. One group is read as none."""
@@ -140,7 +134,7 @@ def _read_number_chosen(_content: Content, section: Content) -> dict[str, Any]:
     return {}
 
 
-_NUMBER_CHOSEN_IS_GIVEN = Rule((), lambda _model: {}, _read_number_chosen)
+_NUMBER_CHOSEN_IS_GIVEN = Rule((), read=_read_number_chosen)
 
 _NAMES = {
     **NAMES,
