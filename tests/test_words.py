@@ -22,9 +22,10 @@ GIVEN_UP = {
     "share": "shard",
     "shared": "tied",
     "divided": "sharded",
+    "place": "rank, coordinate, offset",
 }
 """Word that no file, function or class has in its name → the word to use."""
-TERMS = ("shared_expert",)
+TERMS = ("shared_expert", "in_place")
 """Terms of the field with such a word in them."""
 
 

@@ -268,12 +268,12 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
         first = max(
             error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"])
         )
-        place = str(first["loc"][0]) if first["loc"] else None
-        where = f"{_place(first['loc'])}: " if place else ""
-        raise RequestError(f"{where}{first['msg']}", param=place) from error
+        field = str(first["loc"][0]) if first["loc"] else None
+        where = f"{_path_of(first['loc'])}: " if field else ""
+        raise RequestError(f"{where}{first['msg']}", param=field) from error
 
 
-def _place(parts: Sequence[str | int]) -> str:
+def _path_of(parts: Sequence[str | int]) -> str:
     """Return the place of a value in a body, `messages[0].content[1].type`, without the words by
     which pydantic tells kinds of values apart (`str`, `list[ContentPart]`)."""
     kinds = {"str", "int", "float", "bool"}

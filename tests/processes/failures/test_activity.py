@@ -92,7 +92,7 @@ def test_a_watchdog_times_out_when_nobody_has_made_progress(tmp_path, clock):
     clock.now += 3 * 29  # the step that rank 0 just made took so long
     watchdog.look([0, 1])
     assert watchdog.timed_out([0, 1], signalled_at)
-    assert watchdog.place(1) == "in step 3 (training)"
+    assert watchdog.of(1) == "in step 3 (training)"
 
 
 def test_who_waits_is_read_off_the_main_thread_whichever_the_signal_interrupts():

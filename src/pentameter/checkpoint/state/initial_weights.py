@@ -127,7 +127,7 @@ def initial_weights(
     stored = open_model(path, warnings=warnings, check=check)
     there, here = stored.config.model, config.model
     if there.n_experts is None and here.n_experts is not None:
-        _check_copies(path, there, here)
+        _check_experts(path, there, here)
         here = dense_architecture(here)
     whole_there, whole_here = there.resolved, here.resolved
     wrong = [
@@ -167,7 +167,7 @@ def initial_weights(
     return InitialWeights(Path(path), config, stored, tuple(warnings))
 
 
-def _check_copies(path: Path | str, there: ModelConfig, here: ModelConfig) -> None:
+def _check_experts(path: Path | str, there: ModelConfig, here: ModelConfig) -> None:
     """Raise ConfigError, naming the settings that it needs, unless the mixture `here` computes what
     the dense model `there` does when its experts are copies of the feed-forward layer."""
     if needed := needed_settings(there, here):

@@ -165,7 +165,7 @@ class Watchdog:
             for note, seen in (self._seen[rank] for rank in ranks)
         )
 
-    def place(self, rank: int) -> str:
+    def of(self, rank: int) -> str:
         """Return a worker's latest action in words: `in step 17 (training)`."""
         return str(self._seen[rank][0])
 

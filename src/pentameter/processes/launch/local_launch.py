@@ -289,7 +289,7 @@ class Workers:
         seconds = time.monotonic() - self.received_at
         message = (
             f"stopped by {self.received[0].name}, but {spelled(silent)} did nothing more for "
-            f"{seconds:.0f} s {self._watchdog.place(silent[0])} and had to be killed; the same "
+            f"{seconds:.0f} s {self._watchdog.of(silent[0])} and had to be killed; the same "
             "command goes back to the last checkpoint"
         )
         self._kill()
