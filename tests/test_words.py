@@ -65,3 +65,15 @@ def test_the_glossary_has_about_forty_words():
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Words")[1]
     rows = [line for line in table.split("## ")[0].splitlines() if line.startswith("| ")]
     assert len(rows) - 2 >= 40
+
+
+def test_private_names_of_torch_are_listed_with_what_is_missing():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = page.split("## Private names of PyTorch")[1].split("\n## ")[0]
+    found = {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"\btorch(?:\.\w+)*\._[a-z]\w*", path.read_text(encoding="utf-8"))
+    }
+    assert found
+    assert not [name for name in sorted(found) if name not in listed]
