@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,9 @@ def open_dataset(
     sections = [_data_of(data, corpus=each.corpus, path=each.path) for each in data.sources]
     opened: list[Dataset] = []
     warnings = [] if warnings is None else warnings
+    opener = _Opener(verify, progress, warnings, kept, bool(sections))
     for section in sections or [data]:
-        dataset = _open_one(
-            section,
-            tokenizer,
-            verify=verify,
-            progress=progress,
-            warnings=warnings,
-            is_shared=bool(sections),
-            kept=kept,
-        )
+        dataset = opener.open(section, tokenizer)
         if dataset.is_of_fragments:
             warnings.append(
                 f"the conversations in {dataset.folders[0]} were encoded in fragments by an "
@@ -90,39 +83,42 @@ def open_dataset(
     return joined_sources(data, opened) if sections else opened[0]
 
 
-def _open_one(
-    data: DataConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    verify: bool,
-    progress: Progress,
-    warnings: list[str],
-    is_shared: bool = False,
-    kept: Collection[str] = (),
-) -> Dataset:
-    """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read. `tokenizer`
-    replaces `data.tokenizer` unless None; `verify`, `progress`, `warnings` and `kept` as in
-    `open_dataset`.
-    If `is_shared`, other sources have the same settings: those that cannot apply to this one (file
-    settings to prepared shards; to text a chat template, but for its special tokens) are ignored
+@dataclass(frozen=True)
+class _Opener:
+    """Opens one data set after another: `verify`, `progress`, `warnings` and `kept` as in
+    `open_dataset`."""
+
+    verify: bool
+    progress: Progress
+    warnings: list[str]
+    kept: Collection[str] = ()
+    are_several: bool = False
+    """Whether other sources have the same settings: those that cannot apply to one (file settings
+    to prepared shards; to text a chat template, but for its special tokens) are then ignored
     instead of refused."""
-    wanted = tokenizer or data.tokenizer
-    if (header := find_header(data.path)) is not None:
-        dataset = open_shards(header, verify=verify, progress=progress)
-        settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
-        warnings += _check_prepared(settings, dataset.tokenizer, wanted)
+
+    def open(self, data: DataConfig, tokenizer: Tokenizer | None) -> Dataset:
+        """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read.
+        `tokenizer` replaces `data.tokenizer` unless None."""
+        wanted, warnings = tokenizer or data.tokenizer, self.warnings
+        if (header := find_header(data.path)) is not None:
+            dataset = open_shards(header, verify=self.verify, progress=self.progress)
+            settings = data.model_copy(update=NOT_OF_SHARDS) if self.are_several else data
+            warnings += _check_prepared(settings, dataset.tokenizer, wanted)
+            return dataset
+        preparation = preparation_of(
+            data, wanted, is_shared=self.are_several, progress=self.progress
+        )
+        preparation = replace(preparation, kept=self.kept)
+        warnings += preparation.corpus.warnings
+        dataset = preparation.open_cached(data.tokenizer, verify=self.verify, warnings=warnings)
+        warnings += preparation.remarks
+        known = preparation.tokenizer
+        if isinstance(known, Tokenizer):  # the same tokens may have been prepared without these
+            dataset.tokenizer.published = known.published
+            if not dataset.has_conversations:
+                dataset.tokenizer.chat = known.chat
         return dataset
-    preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
-    preparation = replace(preparation, kept=kept)
-    warnings += preparation.corpus.warnings
-    dataset = preparation.open_cached(data.tokenizer, verify=verify, warnings=warnings)
-    warnings += preparation.remarks
-    known = preparation.tokenizer
-    if isinstance(known, Tokenizer):  # the same tokens may have been prepared without these
-        dataset.tokenizer.published = known.published
-        if not dataset.has_conversations:
-            dataset.tokenizer.chat = known.chat
-    return dataset
 
 
 def preparation_of(
@@ -196,15 +192,13 @@ def open_evaluations(
     them, entry's name → split. Entries without a path (questions) are left out. `verify` checks
     files against their hashes; `progress` is called with a pass's name, the bytes done and the
     bytes in all. Raises ConfigError, CorruptError and StorageError as `open_dataset` does."""
-    found = {}
+    found, opener = {}, _Opener(verify, progress, warnings=[], are_several=True)
     for each in data.evaluations:
         if each.path is None:  # questions
             continue
         whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "order": "sequential"}
         section = _data_of(data, path=each.path, **whole)
-        dataset = _open_one(
-            section, tokenizer, verify=verify, progress=progress, warnings=[], is_shared=True
-        )
+        dataset = opener.open(section, tokenizer)
         parts = [split for split in dataset.splits.values() if split.n_tokens]
         found[each.name] = replace(concatenated(each.name, parts), parts=())
     return found
