@@ -5,7 +5,6 @@ from __future__ import annotations
 import calendar
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -13,8 +12,8 @@ from functools import cache
 from typing import Self
 
 from pentameter.disk.beat import Beat
+from pentameter.disk.commands import said_by
 
-_ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
@@ -22,7 +21,7 @@ _LOOK_SECONDS = 0.1
 def sysctl(name: str) -> str:
     """Return what `sysctl -n NAME` says, asked once in a process; empty if it says nothing, as on
     another system. The names asked for do not change while a Mac runs."""
-    return _said_by("sysctl", "-n", name)
+    return said_by("sysctl", "-n", name)
 
 
 def chip() -> str:
@@ -33,7 +32,7 @@ def chip() -> str:
 def process_start(pid: int) -> int | None:
     """Return when a process started, in seconds since 1970; -1 for a zombie, None if unknown."""
     # Two options: BSD's takes all that follows "=" for the heading.
-    said = _said_by("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid))
+    said = said_by("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid))
     state, _, started = said.partition(" ")
     if state.startswith("Z"):
         return -1
@@ -62,26 +61,9 @@ class MemoryBound:
             self._beat.close()
 
     def _look(self) -> bool:
-        resident = _said_by("ps", "-o", "rss=", "-p", str(self._pid))  # in KiB
+        resident = said_by("ps", "-o", "rss=", "-p", str(self._pid))  # in KiB
         if resident.isdecimal() and int(resident) * 1024 > self._most_bytes:
             self.is_exceeded = True
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         return not self.is_exceeded
-
-
-def _said_by(*command: str) -> str:
-    path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/bin"  # under launchd
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PATH": path, "LC_ALL": "C", "TZ": "UTC"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_ANSWER_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import platform
 import shlex
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pentameter.disk.commands import said_by
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
 
 PACKAGES = ("pentameter", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "matplotlib")
@@ -65,17 +65,8 @@ def device_name(device: torch.device, capabilities: Capabilities) -> str:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return `commit` (its hash) and `dirty` (whether files differ from it) for the git checkout
     around `folder`; None outside one."""
-    try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    commit, dirty, _ = result.stdout.strip().partition("-dirty")
-    return {"commit": commit, "dirty": bool(dirty)} if result.returncode == 0 else None
+    said = said_by(
+        "git", "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty", folder=folder
+    )
+    commit, dirty, _ = said.partition("-dirty")
+    return {"commit": commit, "dirty": bool(dirty)} if said else None

@@ -10,8 +10,8 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO, cast
 
 NAMES = ("stdout", "stderr")
 """The streams of a process that it writes to, as errors name them."""
@@ -73,13 +73,9 @@ class StandardStream:
 @contextmanager
 def named_standard_streams() -> Iterator[None]:
     """While the block runs, stdout and stderr are a `StandardStream` each."""
-    before = sys.stdout, sys.stderr
-    for name in NAMES:
-        setattr(sys, name, StandardStream(getattr(sys, name), name))
-    try:
+    out, err = (cast(TextIO, StandardStream(getattr(sys, name), name)) for name in NAMES)
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 @contextmanager
