@@ -20,7 +20,6 @@ MOST_LINES_OF_THE_COMMAND_LINE = 2000
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
-    "report/text/machine.py": "what a terminal shows of something is not in the command",
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
     "parallel/memory/rounded_weights.py": "a rank that trials trace rounds its weights, too",

@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from pentameter.cli import doctor
+from pentameter.report.text import machine
 from pentameter.report.text.machine import machine_rows
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def facts():
-    return doctor.examine()
+    return machine.examine()
 
 
 def test_json_shape(facts):
@@ -25,25 +26,25 @@ def test_json_shape(facts):
     assert facts["precision"] in ("fp32", "bf16", "fp16")
     assert facts["versions"]["numpy"]
     assert facts["disk_free_bytes"] > 0
-    assert set(facts["extras"]) == set(doctor.EXTRAS)
+    assert set(facts["extras"]) == set(machine.EXTRAS)
 
 
 def test_the_extras_are_those_of_the_package_and_each_is_imported():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(doctor.EXTRAS) == declared["optional-dependencies"].keys() - {"test", "dev"}
+    assert set(machine.EXTRAS) == declared["optional-dependencies"].keys() - {"test", "dev"}
     sources = "".join(
         path.read_text(encoding="utf-8")
         for path in (ROOT / "src").rglob("*.py")
-        if path.name != "doctor.py"
+        if path.name != "machine.py"
     )
-    for module in doctor.EXTRAS.values():
+    for module in machine.EXTRAS.values():
         quoted = re.escape(f'"{module}"')
         named = rf"import_module\(.*{quoted}|name = .*{quoted}|from \S*{module}|import {module}\b"
         assert re.search(named, sources)
 
 
 def test_the_verb(facts, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: facts)
+    monkeypatch.setattr(machine, "examine", lambda: facts)
     assert doctor.run(["--json"]) == 0
     assert json.loads(capsys.readouterr().out) == facts
     monkeypatch.setenv("COLUMNS", "100")
@@ -64,7 +65,7 @@ def test_a_containers_limits_are_listed(facts):
 def test_proved_and_refused_kernels_are_listed(facts, monkeypatch):
     found = [("fold", "-O3"), ("unfold", "-O3"), ("unfold", "-O2"), ("vector kernels", "plain")]
     monkeypatch.setattr("pentameter.machine.kernel_checks.verdicts", lambda: iter(found))
-    kernels = doctor._kernels()
+    kernels = machine._kernels()
     assert kernels == {"proved": ["fold"], "refused": ["unfold (-O2)", "vector kernels (plain)"]}
     rows = list(machine_rows(facts | {"kernels": kernels}))
     assert ("kernels proved", "1", "fold") in rows
@@ -88,13 +89,13 @@ def test_an_untested_torch_is_marked(facts):
         rows = {name: remark for name, _, remark in machine_rows({**facts, **change})}
         return rows["torch"]
 
-    assert facts["torch_tested"] == list(doctor.TESTED_TORCH)
+    assert facts["torch_tested"] == list(machine.TESTED_TORCH)
     assert said(torch_is_tested=True).startswith("tested")
     assert said(torch_is_tested=False).startswith("not tested; it may work")
-    assert not doctor._is_tested("99.0.0")
-    assert not doctor._is_tested("2.13.0.dev1")
-    for version in doctor.TESTED_TORCH:
-        assert doctor._is_tested(f"{version}+cpu")
+    assert not machine._is_tested("99.0.0")
+    assert not machine._is_tested("2.13.0.dev1")
+    for version in machine.TESTED_TORCH:
+        assert machine._is_tested(f"{version}+cpu")
         assert version in said()
 
 
@@ -102,23 +103,23 @@ def test_a_checkout_installs_a_tested_torch_and_a_user_any_newer_one():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     pinned = next(pin for pin in pins if pin.name == "torch")
-    assert any(pinned.specifier.contains(version) for version in doctor.TESTED_TORCH)
+    assert any(pinned.specifier.contains(version) for version in machine.TESTED_TORCH)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     allowed = next(
         need for need in map(Requirement, project["dependencies"]) if need.name == "torch"
     )
-    for version in (*doctor.TESTED_TORCH, "2.11.0", "2.99.0"):
+    for version in (*machine.TESTED_TORCH, "2.11.0", "2.99.0"):
         assert allowed.specifier.contains(version)
 
 
 def test_the_data_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path / "absent"))
-    data = doctor._data_folders()
+    data = machine._data_folders()
     assert data["data_dir_found"] is False
     assert data["cache_found"] is False
     monkeypatch.delenv("PENTAMETER_DATA_DIR")
-    assert doctor._data_folders()["PENTAMETER_DATA_DIR"] is None
+    assert machine._data_folders()["PENTAMETER_DATA_DIR"] is None
 
 
 def test_help(capsys):

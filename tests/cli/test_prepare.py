@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pentameter.cli.prepare import GrammarOptions, Options, run
+from pentameter.cli.prepare import GrammarOptions, PrepareArguments, run
 from pentameter.config.data_schema import DataConfig, GrammarConfig
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
@@ -166,7 +166,7 @@ def test_conversations_become_shards(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "section"), [(Options, DataConfig), (GrammarOptions, GrammarConfig)]
+    ("options", "section"), [(PrepareArguments, DataConfig), (GrammarOptions, GrammarConfig)]
 )
 def test_options_have_the_defaults_of_the_configuration(options, section):
     ours = {field.name: field.default for field in dataclasses.fields(options)}

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pentameter.cli import doctor
 from pentameter.cli.options.arguments import device_for_verb
 from pentameter.errors import ConfigError
 from pentameter.machine import capabilities as machine
 from pentameter.machine.capabilities import has_kernels, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision, emulates
+from pentameter.report.text.machine import examine, machine_rows
 from pentameter.train.say.start_warnings import compute_warnings
 
 CPU = torch.device("cpu")
@@ -150,9 +150,9 @@ def test_what_is_left_out_is_said_where_a_model_runs(pretend, monkeypatch, capsy
 def test_doctor_says_it(pretend):
     here = pretend("P100")
     gpus = {"gpus": [], "gpu_runtime": here.gpu_runtime, "gpu_obstacle": here.gpu_obstacle}
-    facts = doctor.examine()
+    facts = examine()
     facts["devices"] |= gpus
-    assert ("gpu", "left out", here.gpu_obstacle) in list(doctor._rows(facts))
+    assert ("gpu", "left out", here.gpu_obstacle) in list(machine_rows(facts))
 
 
 PI_5 = """processor\t: 0

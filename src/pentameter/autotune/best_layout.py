@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.files.load import load_config
+from pentameter.config.schema import Config
 from pentameter.data.sizes import DataSizes, data_sizes
 from pentameter.errors import ConfigError, remark
 from pentameter.estimating.search.search import search, why_nothing_fits
 from pentameter.estimating.seconds.estimate import Estimate
 from pentameter.formatting import size
 from pentameter.machine.this_cluster import this_cluster
+from pentameter.planning.layouts.layout import layout_settings
 from pentameter.processes.group.join import Meeting
 from pentameter.processes.group.rank import LaunchedRank
 
@@ -43,14 +46,13 @@ class BestLayout:
     def of(self, config: Config) -> Config:
         """Return `config` with this layout's parallel degrees, its micro-batch size (sequences per
         forward and backward pass) and its activation checkpointing."""
-        chosen = self.estimate.plan.config
-        train = config.train.model_copy(
-            update={
-                "micro_batch_size": self.estimate.plan.micro_batch_size,
-                "activation_checkpoint": chosen.train.activation_checkpoint,
-            }
-        )
-        return config.model_copy(update={"parallel": chosen.parallel, "train": train})
+        return load_config(config, self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that state the layout, the micro-batch and the checkpointing."""
+        plan = self.estimate.plan
+        return {**layout_settings(plan.config), "train.micro_batch_size": plan.micro_batch_size}
 
     def __str__(self) -> str:
         plan, device = self.estimate.plan, self.estimate.cluster.device
@@ -113,19 +115,10 @@ def choose_together(
     if place.rank == 0:
         best = best_layout(config, place.world_size, place.local_size, sizes())
         remark(str(best))
-        chosen = best.of(config)
-        told = {
-            "n_processes": best.n_processes,
-            "parallel": chosen.parallel.model_dump(),
-            "train": chosen.train.model_dump(include={"micro_batch_size", "activation_checkpoint"}),
-        }
+        told = {"n_processes": best.n_processes, "settings": best.settings}
         meeting.tell(_CHOICE, json.dumps(told))
     told = json.loads(meeting.read(_CHOICE))
     n = int(told["n_processes"])
-    train = config.train.model_copy(update=told["train"])
-    parallel = ParallelConfig.model_validate(told["parallel"])
     here = max(1, min(place.local_size, n - (place.rank - place.local_rank)))
-    return (
-        config.model_copy(update={"parallel": parallel, "train": train}),
-        replace(place, world_size=n, local_size=here),
-    )
+    training = replace(place, world_size=n, local_size=here)
+    return load_config(config, told["settings"]), training

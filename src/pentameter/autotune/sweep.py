@@ -101,7 +101,7 @@ def sweep(
         }
 
     say: Say = (lambda line: None) if quiet else print
-    train_sweep(runs, at_once, "pentameter.autotune.sweep:serve", request, say)
+    train_sweep(runs, at_once, "pentameter.autotune.sweep:sweep_worker", request, say)
     return [run.folder for run in runs]
 
 
@@ -255,7 +255,7 @@ class _Sweep:
                 worker.kill()
 
 
-def serve() -> Callable[[dict[str, Any]], None]:
+def sweep_worker() -> Callable[[dict[str, Any]], None]:
     """Return the function that trains a run by its Trainer's arguments, and writes its report;
     called in a worker process."""
     from pentameter.train.loop import Trainer

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
-import keyword
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +25,6 @@ space after them."""
 
 OVERRIDING = ("train", "plan", "verify", "eval")
 """Verbs that take configuration keys as options."""
-OF_OPTIONS = ("Arguments", "Options")
-"""Endings that the names of options dataclasses have."""
 NAMING_PRESETS = ("train", "plan", "verify")
 
 
@@ -92,21 +87,18 @@ def _beginning(typed: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(typed)]
 
 
-def _arguments_of(verb: str) -> type[Any] | None:
-    """Return the options dataclass in a verb's module; None if it has none."""
-    name = f"pentameter.cli.{verb}_" if keyword.iskeyword(verb) else f"pentameter.cli.{verb}"
-    module = importlib.import_module(name)
-    kinds = [each for each in vars(module).values() if isinstance(each, type)]
-    # Smaller groups of options stand before the dataclass that holds them.
-    own = [each for each in kinds if dataclasses.is_dataclass(each) and each.__module__ == name]
-    return next((each for each in reversed(own) if each.__name__.endswith(OF_OPTIONS)), None)
+def _arguments_of(verb: str) -> type[Any]:
+    """Return the dataclass of a verb's options."""
+    from pentameter.cli.main import module_of
+
+    kind: type[Any] = getattr(module_of(verb), f"{verb.title()}Arguments")
+    return kind
 
 
 def _options(verb: str, typed: str) -> list[str]:
     """Return a verb's options with dashes, and configuration keys if it takes them: only their
     sections until `typed` contains a point."""
-    kind = _arguments_of(verb)
-    found = [f"--{name}" for name in (options_of(kind) if kind is not None else ["help"])]
+    found = [f"--{name}" for name in options_of(_arguments_of(verb))]
     if verb in OVERRIDING:
         from pentameter.config.fields import leaves
 
@@ -122,8 +114,7 @@ def _values(verb: str, option: str) -> list[str]:
     """Return the words that an option (with dashes) accepts; none if its value is a number, a text
     or a file."""
     name = option.removeprefix("--").replace("-", "_")
-    kind = _arguments_of(verb)
-    hint = get_type_hints(kind).get(name) if kind is not None else None
+    hint = get_type_hints(_arguments_of(verb)).get(name)
     if get_origin(hint) is Literal:
         return [str(each) for each in get_args(hint)]
     if verb not in OVERRIDING:

@@ -8,6 +8,7 @@ import keyword
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from types import ModuleType
 
 from pentameter.disk.cache import find_folder_for_matplotlib
 from pentameter.errors import ConfigError, did_you_mean
@@ -86,9 +87,14 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
     if not {"-h", "--help"} & set(arguments):
         find_folder_for_matplotlib()
         prepare_threads()  # takes a twentieth of a second, and help loads no torch
-    module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
-    run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
+    run: Callable[[list[str]], int] = module_of(verb).run
     return run(arguments)
+
+
+def module_of(verb: str) -> ModuleType:
+    """Import a verb's module, which has `run` and the verb's options, and return it."""
+    name = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
+    return importlib.import_module(f"pentameter.cli.{name}")
 
 
 def usage() -> str:

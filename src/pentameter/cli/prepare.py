@@ -36,7 +36,7 @@ class GrammarOptions:
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareArguments:
     """Turn text into token shards.
 
     Writes NAME-00000.bin, …, NAME-documents.bin, NAME.json and tokenizer.json into a new folder,
@@ -86,7 +86,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Write token shards as `arguments` (the command line after the verb) ask, print their sizes,
     and return the exit code 0."""
-    options = parse(Options, arguments, verb="prepare")
+    options = parse(PrepareArguments, arguments, verb="prepare")
     from pentameter.data.prepare.from_tokens import token_files
     from pentameter.data.shards.dataset import open_shards
     from pentameter.data.shards.format import find_header
@@ -111,20 +111,18 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _import(options: Options, sources: Sequence[Path]) -> None:
+def _import(options: PrepareArguments, sources: Sequence[Path]) -> None:
     from pentameter.data.prepare.from_tokens import files_by_split, import_tokens, open_token_file
     from pentameter.data.progress import progress_on_stderr
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 
     of_text = "is of files of text, not of tokens"
+    by_text = f"{options.split_by} goes by each document's text, which files of tokens do not have"
     refused = {
         "chat_template": (None, "is for conversations, not for tokens"),
         "max_bytes": (None, "cannot shorten files of tokens"),
         **{key: (usual, of_text) for key, usual in FILE_DEFAULTS.items()},
-        "split_by": (
-            "position",
-            f"{options.split_by} goes by each document's text, which tokens lack",
-        ),
+        "split_by": ("position", by_text),
     }
     for name, (usual, reason) in refused.items():
         if getattr(options, name) != usual:
@@ -155,7 +153,7 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
         )
 
 
-def _prepare(options: Options, warnings: list[str]) -> None:
+def _prepare(options: PrepareArguments, warnings: list[str]) -> None:
     """Tokenize the text or conversations that the options name, and write the shards; add to
     `warnings`."""
     from pentameter.data.corpora.registry import CORPORA
@@ -190,7 +188,7 @@ def _names_files(source: str) -> bool:
     return not is_word or path.exists()
 
 
-def _data_section(options: Options, corpus: str | None) -> DataConfig:
+def _data_section(options: PrepareArguments, corpus: str | None) -> DataConfig:
     """Return the options as a [data] section with the key `corpus`, or if that is None, with the
     first source as `path`. Raises ConfigError if they break the section's rules."""
     from pydantic import ValidationError

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from pentameter.cli.options.arguments import (
-    check_least,
     parse_arguments,
     sizes_of_data,
     without_options,
@@ -222,7 +221,8 @@ def _check_alone(parsed: TrainArguments, place: LaunchedRank | None) -> None:
             )
     if place is not None and parsed.sweep:
         raise ConfigError("--sweep starts its processes itself; leave the launcher out")
-    check_least(parsed, respawn=0)
+    if parsed.respawn is not None and parsed.respawn < 0:
+        raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
 
 
 def _sweep(

@@ -1,9 +1,112 @@
-"""What `doctor` has found out of a machine, as rows for a terminal."""
+"""What a machine can do and what training on it would choose: facts, and rows for a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from pentameter.disk.cache import cache_folder, data_folder
+from pentameter.errors import ConfigError
+from pentameter.machine import kernel_checks
+from pentameter.machine.capabilities import find_compiler, machine_capabilities
+from pentameter.machine.choices import choose_device, choose_precision
+from pentameter.machine.cores import cpu_quota, memory_limit
+from pentameter.machine.environment import device_name, environment
+from pentameter.machine.peaks import measure_matmul, peak_flops
+
+# extra of the package → module that shows it is installed
+EXTRAS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "serve": "uvicorn",
+    "lm-eval": "lm_eval",
+    "parquet": "pyarrow",
+    "remote": "fsspec",
+    "hub": "huggingface_hub",
+    "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
+}
+
+TESTED_TORCH = ("2.13.0", "2.14.1")
+"""Torch releases with which all tests passed, oldest first."""
+
+
+def examine() -> dict[str, Any]:
+    """Return the object that `doctor --json` prints. Takes a few seconds, as it times matmuls and
+    tries the compiler; some 20 before anything has been compiled here."""
+    capabilities = machine_capabilities()
+    device = choose_device("auto", capabilities)
+    precision, reason = choose_precision("auto", device, capabilities)
+    compiler = find_compiler(device, capabilities)
+    name = device_name(device, capabilities)
+    around = environment(device, capabilities)
+    return {
+        "torch": str(torch.__version__),
+        "torch_is_tested": _is_tested(str(torch.__version__)),
+        "torch_tested": list(TESTED_TORCH),
+        "device": str(device),
+        "device_name": name,
+        "precision": precision,
+        "precision_reason": reason,
+        "compile": compiler.works,
+        "compile_reason": compiler.reason,
+        "kernels": _kernels(),
+        "product_ceiling_flops": _ceilings(device),
+        "published_peak_flops": peak_flops(name, precision),
+        "devices": around["devices"],
+        "limits": {"cores": cpu_quota(), "memory_bytes": memory_limit()},
+        "versions": around["versions"],
+        "platform": around["platform"],
+        "extras": {extra: _is_there(module) for extra, module in EXTRAS.items()},
+        "data": _data_folders(),
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def _kernels() -> dict[str, list[str]]:
+    """Return the names of the kernels that runs have proved on this machine, as this compiler makes
+    them, and of those that they have refused, with how they run instead."""
+    found = sorted(set(kernel_checks.verdicts()))
+    refused = [f"{name} ({level})" for name, level in found if level != kernel_checks.LEVELS[0]]
+    wrong = {name for name, level in found if level != kernel_checks.LEVELS[0]}
+    return {"proved": sorted({name for name, _ in found} - wrong), "refused": refused}
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
+
+
+def _is_tested(version: str) -> bool:
+    """Return True if a torch version, without its build ("+cpu"), is in TESTED_TORCH."""
+    return version.partition("+")[0] in TESTED_TORCH
+
+
+def _ceilings(device: torch.device) -> dict[str, float | None]:
+    ceilings: dict[str, float | None] = {"float32": None, "bfloat16": None}
+    for name in ceilings:
+        with suppress(ConfigError):
+            ceilings[name] = measure_matmul(device, getattr(torch, name), seconds=0.5)
+    return ceilings
+
+
+def _data_folders() -> dict[str, Any]:
+    folder, cache = data_folder(), cache_folder()
+    return {
+        "PENTAMETER_DATA_DIR": None if folder is None else str(folder),
+        "data_dir_found": folder is not None and folder.is_dir(),
+        "cache": str(cache),
+        "cache_found": cache.is_dir(),
+    }
 
 
 def machine_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
