@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import pentameter as pm
 from pentameter.autotune import best_layout as choice
 from pentameter.autotune.best_layout import best_layout, choose_together
+from pentameter.cli.main import main
 from pentameter.config.files.load import load_config
+from pentameter.config.files.write import to_toml
 from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.fit import MEMORY_MARGIN
@@ -68,6 +72,17 @@ def test_what_exceeds_the_memory_is_no_reason_for_fewer(config):
     huge = load_config(config, {"model.d_model": 2**20, "train.batch_size": 64})
     with pytest.raises(ConfigError, match=r"--layout best: no layout of .* fits"):
         best_layout(huge, 2, 2, SIZES)
+
+
+def test_python_chooses_what_the_command_does(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config, {"model.vocab_size": 20})
+    Path("asked.toml").write_text(to_toml(config))
+    assert main(["train", "asked.toml", "--layout=best", "--print-config"]) == 0
+    Path("chosen.toml").write_text(capsys.readouterr().out)
+    best = pm.best_layout(config)
+    assert best.n_processes == 1
+    assert best.of(config) == load_config("chosen.toml")
 
 
 def test_rank_0_chooses_for_all(config, tmp_path, capsys):
