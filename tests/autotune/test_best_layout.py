@@ -87,13 +87,15 @@ def test_python_chooses_what_the_command_does(config, tmp_path, monkeypatch, cap
 
 def test_rank_0_chooses_for_all(config, tmp_path, capsys):
     def choose(rank: int):
-        place = LaunchedRank(rank, 6, rank % 2, 2, "", "torchrun")
-        meeting = Meeting(place, dist.FileStore(str(tmp_path / "store")))
+        launched = LaunchedRank(rank, 6, rank % 2, 2, "", "torchrun")
+        meeting = Meeting(launched, dist.FileStore(str(tmp_path / "store")))
         return choose_together(config, meeting, lambda: SIZES if rank == 0 else None)
 
     with ThreadPoolExecutor(6) as pool:
         chosen = list(pool.map(choose, range(6)))
     first, _ = chosen[0]
     assert all(config == first for config, _ in chosen)
-    assert [(place.rank, place.world_size) for _, place in chosen] == [(r, 4) for r in range(6)]
+    assert [(launched.rank, launched.world_size) for _, launched in chosen] == [
+        (r, 4) for r in range(6)
+    ]
     assert capsys.readouterr().err.count("the best of") == 1

@@ -119,7 +119,7 @@ def start_ranks(
             config,
             run,
             planted=[*everywhere, *(planted if victim in (None, rank) else ())],
-            place=None
+            launched=None
             if n_ranks == 1
             else LaunchedRank(rank, n_ranks, rank, n_ranks, f"file://{meeting}", "environment"),
             **arguments,

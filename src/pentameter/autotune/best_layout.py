@@ -111,14 +111,14 @@ def choose_together(
     `sizes` is called on rank 0. Raises ConfigError there if no layout fits; LostProcessError
     elsewhere if rank 0 does not choose.
     """
-    place = meeting.launched
-    if place.rank == 0:
-        best = best_layout(config, place.world_size, place.local_size, sizes())
+    launched = meeting.launched
+    if launched.rank == 0:
+        best = best_layout(config, launched.world_size, launched.local_size, sizes())
         remark(str(best))
         told = {"n_processes": best.n_processes, "settings": best.settings}
         meeting.tell(_CHOICE, json.dumps(told))
     told = json.loads(meeting.read(_CHOICE))
     n = int(told["n_processes"])
-    here = max(1, min(place.local_size, n - (place.rank - place.local_rank)))
-    training = replace(place, world_size=n, local_size=here)
+    here = max(1, min(launched.local_size, n - (launched.rank - launched.local_rank)))
+    training = replace(launched, world_size=n, local_size=here)
     return load_config(config, told["settings"]), training

@@ -55,18 +55,18 @@ def run(arguments: list[str]) -> int:
     from pentameter.planning.layouts.layout import make_layout
     from pentameter.replay.record import read_record
 
-    place = find_rank()
+    launched = find_rank()
     config = read_record(asked.run_dir).config_on(asked.step, asked.layout)
-    layout = make_layout(config.parallel, processes_together(asked.nproc, place))
+    layout = make_layout(config.parallel, processes_together(asked.nproc, launched))
     check_launch(
-        config, layout.world_size, place, oversubscribe=asked.oversubscribe, check_fit=True
+        config, layout.world_size, launched, oversubscribe=asked.oversubscribe, check_fit=True
     )
-    if place is None and layout.world_size > 1:
+    if launched is None and layout.world_size > 1:
         run_local(Command(python_command("replay", *arguments)), layout.world_size)
         return 0
     from pentameter.processes.group.join import joined_world_of
 
-    with joined_world_of(config, place) as world:
+    with joined_world_of(config, launched) as world:
         found = _replay(asked, world)
     if not found.conclusion.agrees:
         raise TrainingFailedError(

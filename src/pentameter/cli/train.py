@@ -123,10 +123,10 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             f"--init-from hf://{address}: a run begins with weights that stay where they are; "
             f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
         )
-    place = find_rank()
-    _check_alone(parsed, place)
-    is_main = place is None or place.rank == 0
-    n_processes = processes_together(parsed.nproc, place)
+    launched = find_rank()
+    _check_alone(parsed, launched)
+    is_main = launched is None or launched.rank == 0
+    n_processes = processes_together(parsed.nproc, launched)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, n_processes)
         return
@@ -142,7 +142,7 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
             run_dir=parsed.run_dir,
             init_from=parsed.init_from,
         )
-    config = _configuration(parsed, overrides, n_processes, place, timed, say=is_main)
+    config = _configuration(parsed, overrides, n_processes, launched, timed, say=is_main)
     hooks = []
     if parsed.profile is not None:
         from pentameter.train.say.profile import parse_window
@@ -150,16 +150,16 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
         hooks.append(parse_window(parsed.profile, config.train.steps))
     if parsed.print_config or parsed.dry_run:
         if is_main:
-            _print_plan(config, parsed, n_processes, place)
+            _print_plan(config, parsed, n_processes, launched)
         return
-    if parsed.layout == BEST and place is not None:
-        _train_in_best_layout(config, parsed, place, hooks)
-    elif place is None and ((n_processes or 1) > 1 or parsed.respawn or parsed.nodes):
+    if parsed.layout == BEST and launched is not None:
+        _train_in_best_layout(config, parsed, launched, hooks)
+    elif launched is None and ((n_processes or 1) > 1 or parsed.respawn or parsed.nodes):
         launch = _launch(config, parsed, arguments)
         if parsed.nodes is not None:
             launch.on_nodes(parsed.nodes)
         else:
-            chosen = partial(_configuration, parsed, overrides, place=None, say=True)
+            chosen = partial(_configuration, parsed, overrides, launched=None, say=True)
             launch.here(lambda n: chosen(n_processes=n))
     else:
         if is_main and sys.stdout.isatty():  # it may be minutes to the run's own first line
@@ -167,11 +167,11 @@ def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> 
         check_launch(
             config,
             n_processes or 1,
-            place,
+            launched,
             oversubscribe=parsed.oversubscribe,
             check_fit=not parsed.force,
         )
-        _train(config, parsed, place, hooks, timed)
+        _train(config, parsed, launched, hooks, timed)
 
 
 def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
@@ -208,18 +208,18 @@ def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Lau
     )
 
 
-def _check_alone(parsed: TrainArguments, place: LaunchedRank | None) -> None:
+def _check_alone(parsed: TrainArguments, launched: LaunchedRank | None) -> None:
     """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
-    launcher (`place`), that starts and ends processes otherwise."""
+    launcher (`launched`), that starts and ends processes otherwise."""
     for option, other in EXCLUSIVE:
         if getattr(parsed, option) and getattr(parsed, other):
             raise ConfigError(f"--{option} and --{other} exclude each other; leave one of them out")
     for option in ("nodes", "respawn"):
-        if place is not None and getattr(parsed, option):
+        if launched is not None and getattr(parsed, option):
             raise ConfigError(
-                f"--{option} and {place.source} exclude each other; leave one of them out"
+                f"--{option} and {launched.source} exclude each other; leave one of them out"
             )
-    if place is not None and parsed.sweep:
+    if launched is not None and parsed.sweep:
         raise ConfigError("--sweep starts its processes itself; leave the launcher out")
     if parsed.respawn is not None and parsed.respawn < 0:
         raise ConfigError(f"--respawn {parsed.respawn} must be 0 or more")
@@ -281,7 +281,7 @@ def _configuration(
     parsed: TrainArguments,
     overrides: list[str],
     n_processes: int | None,
-    place: LaunchedRank | None,
+    launched: LaunchedRank | None,
     timed: TimedRun | None = None,
     *,
     say: bool,
@@ -290,8 +290,8 @@ def _configuration(
     chosen for a time (`timed`); with `say`, print the choices made on stderr. A best layout of
     processes that a launcher started is chosen later, once they have met.
 
-    n_processes: how many train together, None for one. place: this process's rank, and how many a
-    launcher started on each machine; None if all are on this machine.
+    n_processes: how many train together, None for one. launched: this process's rank, and how many
+    a launcher started on each machine; None if all are on this machine.
     """
     from pentameter.config.files.command_source import (
         configuration_of,
@@ -308,12 +308,12 @@ def _configuration(
     else:
         config = timed.choose(keep=not is_printed)
     said = [] if parsed.init_from is not None else [*random_weights(Path(parsed.source))]
-    is_launched = place is not None or parsed.nodes is not None
+    is_launched = launched is not None or parsed.nodes is not None
     if parsed.layout == BEST and (is_printed or not is_launched):
         from pentameter.autotune.best_layout import best_layout
 
         n_together = n_processes or 1
-        local_size = n_together if place is None else place.local_size
+        local_size = n_together if launched is None else launched.local_size
         best = best_layout(config, n_together, local_size, sizes_of_data(config))
         said.append(str(best))
         config = best.of(config)
@@ -326,18 +326,18 @@ def _configuration(
 def _train(
     config: Config,
     parsed: TrainArguments,
-    place: LaunchedRank | None,
+    launched: LaunchedRank | None,
     hooks: list[Profile],
     timed: TimedRun | None,
     meeting: Meeting | None = None,
 ) -> None:
-    """Train in this process, alone or as a rank of a launched group (`place`; None if alone), whose
-    processes have met (`meeting`) or will meet now (None). Rank 0 prints the commands to go on
-    with."""
+    """Train in this process, alone or as a rank of a launched group (`launched`; None if alone),
+    whose processes have met (`meeting`) or will meet now (None). Rank 0 prints the commands to go
+    on with."""
     from pentameter.processes.group.join import joined_world_of
     from pentameter.train.loop import Trainer
 
-    with joined_world_of(config, place, meeting) as world:
+    with joined_world_of(config, launched, meeting) as world:
         trainer = Trainer(
             config,
             time=timed,
@@ -354,31 +354,31 @@ def _train(
 
 
 def _train_in_best_layout(
-    config: Config, parsed: TrainArguments, place: LaunchedRank, hooks: list[Profile]
+    config: Config, parsed: TrainArguments, launched: LaunchedRank, hooks: list[Profile]
 ) -> None:
     """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
     the end if that layout has no use for this rank. Collective."""
     from pentameter.autotune.best_layout import choose_together
     from pentameter.processes.group.join import meet
 
-    meeting = meet(place, config.parallel.timeout_seconds)
+    meeting = meet(launched, config.parallel.timeout_seconds)
     chosen, training = choose_together(config, meeting, lambda: sizes_of_data(config))
-    if place.rank >= training.world_size:
+    if launched.rank >= training.world_size:
         meeting.wait_as_spare()
         return
     _train(chosen, parsed, training, hooks, None, meeting)
-    if place.rank == 0:
+    if launched.rank == 0:
         meeting.release_spares(training.world_size)
 
 
 def _print_plan(
-    config: Config, parsed: TrainArguments, n_processes: int | None, place: LaunchedRank | None
+    config: Config, parsed: TrainArguments, n_processes: int | None, launched: LaunchedRank | None
 ) -> None:
     """Print the configuration as TOML with --print-config; else the run's Plan (all derived sizes,
     memory per rank, layout), in words on a terminal, as JSON elsewhere or with --json.
 
-    n_processes: the ranks to plan for, None for as many as [parallel] implies. place: says how many
-    are on each machine; None if all are on this one.
+    n_processes: the ranks to plan for, None for as many as [parallel] implies. launched: says how
+    many are on each machine; None if all are on this one.
     """
     from pentameter.config.files.write import to_toml
     from pentameter.estimating.bytes.plan_estimates import describe_plan, plan_record
@@ -393,7 +393,7 @@ def _print_plan(
         sizes.vocab_size,
         sizes.rows_per_epoch,
         world_size=n_processes,
-        local_size=n_processes if place is None else place.local_size,
+        local_size=n_processes if launched is None else launched.local_size,
     )
     if sys.stdout.isatty() and not parsed.json:
         print(describe_plan(plan))

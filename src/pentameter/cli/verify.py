@@ -57,11 +57,11 @@ def run(arguments: list[str]) -> int:
     from pentameter.config.files.load import load_config
     from pentameter.processes.group.rank import find_rank
 
-    place = find_rank()
-    if place is not None:
+    launched = find_rank()
+    if launched is not None:
         raise ConfigError(
-            f"verify starts its own processes, and {place.source} has started {place.world_size} "
-            "of it; start it once, alone"
+            f"verify starts its own processes, and {launched.source} has started "
+            f"{launched.world_size} of it; start it once, alone"
         )
     if not 1 <= parsed.steps <= 100:
         raise ConfigError(f"--steps {parsed.steps} must be in 1 … 100")

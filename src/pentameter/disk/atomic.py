@@ -267,8 +267,8 @@ def refuse_existing(folder: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with its content, or a link or a file alone, without following links; one
-    already gone is fine. Raises StorageError."""
+    """Remove a folder with its content, or a symlink or a file alone, without following symlinks;
+    one already gone is fine. Raises StorageError."""
     with storage_errors(path, "remove"), suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -276,11 +276,11 @@ def remove_tree(path: Path) -> None:
             os.unlink(path)
 
 
-def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
+def read_regular(path: Path, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
     """Return a regular file's content. Raises CorruptError if it is larger than `max_bytes`, no
-    regular file, or a link without `follow_links`; MissingFileError if it is absent; StorageError
-    if it cannot be read."""
-    with open_regular(path, follow_links=follow_links) as file:
+    regular file, or a symlink without `follow_symlinks`; MissingFileError if it is absent;
+    StorageError if it cannot be read."""
+    with open_regular(path, follow_symlinks=follow_symlinks) as file:
         is_larger = os.fstat(file.fileno()).st_size > max_bytes
         data = b"" if is_larger else file.read(max_bytes + 1)
     if is_larger or len(data) > max_bytes:
@@ -289,7 +289,7 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
-    """Return the UTF-8 text in another program's file; links are followed.
+    """Return the UTF-8 text in another program's file; symlinks are followed.
 
     Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or larger
     than `limit_bytes`, StorageError if it cannot be read.
@@ -298,7 +298,7 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
 
 
 def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
-    """Return the JSON object in another program's file; links are followed.
+    """Return the JSON object in another program's file; symlinks are followed.
 
     Raises ConfigError if it is absent, CorruptError if it is no JSON object, no regular file or
     larger than `limit_bytes`, StorageError if it cannot be read.
@@ -307,7 +307,7 @@ def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
 
 
 def read_own_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that this package wrote; no link is followed. Raises
+    """Return the JSON object in a file that this package wrote; no symlink is followed. Raises
     CorruptError if it is missing or damaged, StorageError if it cannot be read."""
     return decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
 
@@ -326,7 +326,7 @@ def decode_json(data: bytes, path: Path) -> dict[str, Any]:
 
 def _read_foreign(path: Path, limit_bytes: int) -> bytes:
     try:
-        return read_regular(path, max_bytes=limit_bytes, follow_links=True)
+        return read_regular(path, max_bytes=limit_bytes, follow_symlinks=True)
     except MissingFileError as error:
         raise ConfigError(f"{path} does not exist") from error
 
@@ -404,7 +404,7 @@ def read_checked(
 
 
 def sha256_of(path: Path) -> str:
-    """Return a file's sha256, in hex; links are followed. Raises StorageError if it cannot be
+    """Return a file's sha256, in hex; symlinks are followed. Raises StorageError if it cannot be
     read."""
     with storage_errors(path, "read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -421,18 +421,18 @@ class MissingFileError(CorruptError):
 
 
 @contextmanager
-def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
+def open_regular(path: Path, *, follow_symlinks: bool = False) -> Iterator[BufferedReader]:
     """Open a regular file for reading that another program may have placed.
 
-    Never waits for a pipe or reads a device, which may have no end. A link at `path` is followed
-    only with `follow_links`; folders in the path may be links. Raises CorruptError for a link
-    without it and for anything but a regular file, MissingFileError if it is absent, StorageError
-    if it cannot be read.
+    Never waits for a pipe or reads a device, which may have no end. A symlink at `path` is followed
+    only with `follow_symlinks`; folders in the path may be symlinks. Raises CorruptError for a
+    symlink without it and for anything but a regular file, MissingFileError if it is absent,
+    StorageError if it cannot be read.
     """
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.
-        no_links = 0 if follow_links else os.O_NOFOLLOW
-        fd = os.open(path, os.O_RDONLY | no_links | os.O_NONBLOCK | os.O_CLOEXEC)
+        not_followed = 0 if follow_symlinks else os.O_NOFOLLOW
+        fd = os.open(path, os.O_RDONLY | not_followed | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CorruptError(f"{path} is not a regular file")

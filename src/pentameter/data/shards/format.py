@@ -99,7 +99,7 @@ def _begins_with(file: Path, words: str) -> bool:
     """Return True if `words` occur in a file's first 100 bytes; False if it cannot be read, or is a
     pipe, which might never answer."""
     try:
-        with open_regular(file, follow_links=True) as stream:
+        with open_regular(file, follow_symlinks=True) as stream:
             return words.encode() in stream.read(100)
     except (CorruptError, StorageError):
         return False
