@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ class Saved:
     seconds: float
 
 
+@dataclass
 class _StepFolders:
     """The step folders of one run: tells valid ones from damaged ones, and renames them so that
     each appears and disappears whole.
@@ -73,24 +74,20 @@ class _StepFolders:
     gets a line for each damaged checkpoint. `fence` is asked before a folder appears or disappears.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        warnings: list[str],
-        verification: Verification,
-        fence: Fence | None,
-    ) -> None:
-        self._folder, self._run_id, self._warnings = folder, run_id, warnings
-        self._verification, self._fence = verification, fence
-        self._written: dict[Path, bytes] = {}  # manifests of what this process has published
-        self._told: set[str] = set()
+    folder: Path
+    run_id: str
+    warnings: list[str]
+    verification: Verification
+    fence: Fence | None
+    _written: dict[Path, bytes] = field(default_factory=dict)
+    """The manifests of what this process has published."""
+    _told: set[str] = field(default_factory=set)
 
     def own(self) -> Iterator[Candidate]:
         """Yield the checkpoints that this run wrote, highest step first, valid or not."""
-        for candidate in list_checkpoints(self._folder):
+        for candidate in list_checkpoints(self.folder):
             with suppress(CorruptError):
-                if read_own_manifest(candidate.path).run_id == self._run_id:
+                if read_own_manifest(candidate.path).run_id == self.run_id:
                     yield candidate
 
     def is_valid(self, path: Path) -> bool:
@@ -100,18 +97,18 @@ class _StepFolders:
             if self._written.get(path) == manifest.to_bytes():
                 check_files(path, manifest.files, hash_content=False)
             else:
-                self._verification.check(path, manifest)
+                self.verification.check(path, manifest)
         except CorruptError as error:
             told = f"a checkpoint is damaged: {error}"
-            self._warnings += [] if told in self._told else [told]
+            self.warnings += [] if told in self._told else [told]
             self._told.add(told)
             return False
-        return manifest.run_id == self._run_id
+        return manifest.run_id == self.run_id
 
     def ask_for(self, step: int) -> None:
         """Have the checkpoint that a save at `step` replaces, if there is one, verified before
         anything is changed: `publish` then knows."""
-        target = self._folder / step_folder_name(step)
+        target = self.folder / step_folder_name(step)
         if os.path.lexists(target):
             self.is_valid(target)
 
@@ -123,7 +120,7 @@ class _StepFolders:
         place. Until then a valid checkpoint has the suffix `.replaced`, under which readers find
         it; a damaged one has a temporary name.
         """
-        target = self._folder / step_folder_name(manifest.step)
+        target = self.folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
             if os.path.lexists(target):  # includes a symlink whose folder may be elsewhere or gone
@@ -145,7 +142,7 @@ class _StepFolders:
                     with suppress(OSError):
                         os.rename(aside, target)
                 raise
-        sync(self._folder)
+        sync(self.folder)
         self._written[target] = manifest.to_bytes()  # each rank verified the files it wrote
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
@@ -153,27 +150,27 @@ class _StepFolders:
 
     def check_ours(self) -> None:
         """Raise RunFolderInUseError if another process has taken over the run folder."""
-        if self._fence is not None:
-            self._fence.check()
+        if self.fence is not None:
+            self.fence.check()
 
     def receive(self, step: int, fill: Callable[[Path], object]) -> None:
         """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
         it. Raises CorruptError if that is no checkpoint of this run at `step`."""
-        temporary = self._folder / temporary_name(step_folder_name(step))
+        temporary = self.folder / temporary_name(step_folder_name(step))
         try:
             with storage_errors(temporary, "create the folder"):
                 os.mkdir(temporary)
             fill(temporary)
             manifest = read_manifest(temporary)
-            if (manifest.run_id, manifest.step) != (self._run_id, step):
+            if (manifest.run_id, manifest.step) != (self.run_id, step):
                 raise CorruptError(
                     f"step {manifest.step} of run {manifest.run_id} came for step {step} of run "
-                    f"{self._run_id}"
+                    f"{self.run_id}"
                 )
             check_files(temporary, manifest.files)
             sync(temporary)
             self.publish(temporary, manifest)
-            self._verification.trust(self._folder / step_folder_name(step), manifest)
+            self.verification.trust(self.folder / step_folder_name(step), manifest)
         except BaseException:
             with suppress(StorageError):
                 remove_tree(temporary)
@@ -193,22 +190,22 @@ class _StepFolders:
         """Do what `CheckpointStore.clean` promises."""
         self.check_ours()
         replaced = {
-            each.path: self._folder / step_folder_name(each.step)
-            for each in list_checkpoints(self._folder)
+            each.path: self.folder / step_folder_name(each.step)
+            for each in list_checkpoints(self.folder)
             if each.replaced
         }
         obsolete = [
             path for path, proper in replaced.items() if proper.exists() and self.is_valid(proper)
         ]
-        with storage_errors(self._folder, "list"):
-            names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        with storage_errors(self.folder, "list"):
+            names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         left = [
             name
             for name in names
             if is_temporary(name) and step_of(name.rsplit(".tmp-", 1)[0]) is not None
         ]
         for name in left:
-            self.remove(self._folder / name)
+            self.remove(self.folder / name)
         for path in obsolete:
             with suppress(StorageError):  # as above
                 self.discard(path, self.remove)
@@ -216,21 +213,22 @@ class _StepFolders:
             if not proper.exists():
                 with storage_errors(proper, "restore"):
                     os.rename(path, proper)
-                sync(self._folder)
+                sync(self.folder)
         return [*left, *(path.name for path in obsolete)]
 
     def _forget(self, path: Path) -> None:
         self._written.pop(path, None)
-        self._verification.forget(path)
+        self.verification.forget(path)
 
     def remove(self, folder: Path) -> None:
         """Remove a folder that counts as none by its name. A failure only adds to the warnings."""
         try:
             remove_tree(folder)
         except StorageError as error:
-            self._warnings.append(f"what is left of a checkpoint stays: {error}")
+            self.warnings.append(f"what is left of a checkpoint stays: {error}")
 
 
+@dataclass(eq=False)
 class CheckpointStore:
     """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
     writes to it holds the run's lock, and gives its `fence`: once another one has taken over, no
@@ -242,35 +240,22 @@ class CheckpointStore:
     `on_main`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        run_id: str,
-        config_hash: str,
-        verification: Verification | None = None,
-        fence: Fence | None = None,
-    ) -> None:
-        self.folder = Path(folder)
-        self.run_id = run_id
-        self.config_hash = config_hash
-        self.warnings: list[str] = []
-        self.verification = Verification() if verification is None else verification
+    folder: Path
+    run_id: str
+    config_hash: str
+    verification: Verification = field(default_factory=Verification)
+    fence: Fence | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._exchanged = Exchanged()
-        self._fence = fence
-        self._folders = _StepFolders(self.folder, run_id, self.warnings, self.verification, fence)
+        self._folders = _StepFolders(
+            self.folder, self.run_id, self.warnings, self.verification, self.fence
+        )
 
     def with_verification(self, verification: Verification) -> CheckpointStore:
         """Return this store, with its warnings so far, for the ranks of `verification`."""
-        store = CheckpointStore(
-            self.folder,
-            run_id=self.run_id,
-            config_hash=self.config_hash,
-            verification=verification,
-            fence=self._fence,
-        )
-        store.warnings += self.warnings
-        return store
+        return replace(self, verification=verification, warnings=[*self.warnings])
 
     def save(
         self, contents: Contents, world: World | None = None, meshes: Sequence[DeviceMesh] = ()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.expert_rules import CHOSEN_BY_SCORE, layers_without_experts
+from pentameter.checkpoint.hugging_face.families.entries import SIZES, with_defaults
 from pentameter.checkpoint.hugging_face.family import NAMES, STACKED, Family, Projections
 from pentameter.checkpoint.hugging_face.rotary_rules import LATENT_HEADS_TURN
 from pentameter.checkpoint.hugging_face.rules import Content, Rule
@@ -168,25 +169,16 @@ DEEPSEEK_V2 = Family(
     label="DeepSeek-V2",
     architecture="DeepseekV2ForCausalLM",
     written={
-        "vocab_size": ("vocab_size", 102400),
-        "context_length": ("max_position_embeddings", 2048),
-        "n_layers": ("num_hidden_layers", 32),
-        "n_heads": ("num_attention_heads", 32),
+        **with_defaults(SIZES, vocab_size=102400),
         "head_size": ("qk_nope_head_dim", 128),
         "rope_head_size": ("qk_rope_head_dim", 64),
         "v_head_size": ("v_head_dim", 128),
         "kv_rank": ("kv_lora_rank", 512),
         "q_rank": ("q_lora_rank", 1536),
-        "d_model": ("hidden_size", 4096),
-        "d_ff": ("intermediate_size", 11008),
         "n_experts": ("n_routed_experts", 64),
         "experts_per_token": ("num_experts_per_tok", None),
         "d_expert": ("moe_intermediate_size", 1407),
         "router_scale": ("routed_scaling_factor", 1.0),
-        "activation": ("hidden_act", "silu"),
-        "tied_head": ("tie_word_embeddings", False),
-        "attention_dropout": ("attention_dropout", 0.0),
-        "init_std": ("initializer_range", 0.02),
     },
     rules=(
         LATENT_HEADS_TURN,
@@ -222,17 +214,19 @@ DEEPSEEK_V3 = Family(
     label="DeepSeek-V3",
     architecture="DeepseekV3ForCausalLM",
     written={
-        **DEEPSEEK_V2.written,
-        "vocab_size": ("vocab_size", 129280),
-        "context_length": ("max_position_embeddings", 4096),
-        "n_layers": ("num_hidden_layers", 61),
-        "n_heads": ("num_attention_heads", 128),
-        "d_model": ("hidden_size", 7168),
-        "d_ff": ("intermediate_size", 18432),
-        "n_experts": ("n_routed_experts", 256),
-        "experts_per_token": ("num_experts_per_tok", 8),
-        "d_expert": ("moe_intermediate_size", 2048),
-        "router_scale": ("routed_scaling_factor", 2.5),
+        **with_defaults(
+            DEEPSEEK_V2.written,
+            vocab_size=129280,
+            context_length=4096,
+            n_layers=61,
+            n_heads=128,
+            d_model=7168,
+            d_ff=18432,
+            n_experts=256,
+            experts_per_token=8,
+            d_expert=2048,
+            router_scale=2.5,
+        ),
         "router_renormalize": ("norm_topk_prob", True),
     },
     rules=(
