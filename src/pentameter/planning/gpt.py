@@ -24,13 +24,7 @@ from pentameter.planning.architecture import (
     residual_stream,
 )
 from pentameter.planning.sub_layers.attention import ATTENTION
-from pentameter.planning.sub_layers.building import (
-    ZEROS,
-    OperationList,
-    SubLayer,
-    norm,
-    vector,
-)
+from pentameter.planning.sub_layers.building import ZEROS, OperationList, SubLayer, norm, vector
 from pentameter.planning.sub_layers.experts import EXPERTS
 from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
 from pentameter.planning.sub_layers.latent_attention import LATENT_ATTENTION

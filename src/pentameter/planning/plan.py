@@ -14,9 +14,7 @@ from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.config.section import LARGEST_COUNT
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import is_of_adapter
-from pentameter.planning.architecture import (
-    ParameterSpec,
-)
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
 from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layouts.layout import Layout, make_layout, stage_layers
@@ -28,11 +26,7 @@ from pentameter.planning.layouts.layout_checks import (
     check_tied_within,
 )
 from pentameter.planning.layouts.sharding import Placement, Sharding, sharding_of
-from pentameter.planning.outline import (
-    ModelOutline,
-    outline_of_gpt,
-    tied_parameters,
-)
+from pentameter.planning.outline import ModelOutline, outline_of_gpt, tied_parameters
 from pentameter.planning.rules import LayoutRules
 
 UNKNOWN_EPOCH = 1 << 40

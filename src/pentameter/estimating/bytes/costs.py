@@ -24,11 +24,7 @@ from pentameter.config.choices import (
 from pentameter.config.schema import Config
 from pentameter.estimating.seconds.cluster import trained_precision
 from pentameter.planning.adapters import Run, run_operations
-from pentameter.planning.architecture import (
-    ActivationTensor,
-    Operation,
-    residual_stream,
-)
+from pentameter.planning.architecture import ActivationTensor, Operation, residual_stream
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.layouts.sharding import Sharding, sharding_of

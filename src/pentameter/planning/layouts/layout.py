@@ -22,13 +22,7 @@ from pentameter.config.choices import (
     refuse_unknown,
 )
 from pentameter.config.messages import shown
-from pentameter.config.schema import (
-    Config,
-    ContextMode,
-    ParallelConfig,
-    ScheduleName,
-    TensorMode,
-)
+from pentameter.config.schema import Config, ContextMode, ParallelConfig, ScheduleName, TensorMode
 from pentameter.errors import ConfigError, did_you_mean, either, listed, nearest_divisors
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "depth", "row", "tensor")

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, divisors, either, listed
-from pentameter.planning.architecture import (
-    Axis,
-)
+from pentameter.planning.architecture import Axis
 from pentameter.planning.gpt import sub_layers
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.layouts.sharding import Sharding, shard_size, sharding_of

@@ -16,11 +16,7 @@ from typing import Literal
 
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import Axis, ParameterSpec
-from pentameter.planning.layouts.layout import (
-    EXPERT_DIMENSIONS,
-    PARAMETER_DIMENSIONS,
-    Layout,
-)
+from pentameter.planning.layouts.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS, Layout
 
 AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "vocab": ("tensor",),

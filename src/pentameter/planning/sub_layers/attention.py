@@ -7,13 +7,7 @@ from dataclasses import replace
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import (
-    ActivationTensor,
-    Axis,
-    Collective,
-    Init,
-    ParameterSpec,
-)
+from pentameter.planning.architecture import ActivationTensor, Axis, Collective, Init, ParameterSpec
 from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
 
 SINK_CHANNELS = 8

@@ -8,12 +8,7 @@ from dataclasses import replace
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import (
-    ActivationTensor,
-    Axis,
-    Collective,
-    ParameterSpec,
-)
+from pentameter.planning.architecture import ActivationTensor, Axis, Collective, ParameterSpec
 from pentameter.planning.sub_layers.building import (
     ONES,
     ZEROS,

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import (
-    ActivationTensor,
-    Axis,
-    ParameterSpec,
-)
+from pentameter.planning.architecture import ActivationTensor, Axis, ParameterSpec
 from pentameter.planning.sub_layers.building import OperationList, SubLayer, linear
 
 SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}

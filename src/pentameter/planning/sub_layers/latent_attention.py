@@ -14,13 +14,7 @@ from dataclasses import replace
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ActivationTensor, Axis, Collective, ParameterSpec
 from pentameter.planning.sub_layers.attention import add_attend, add_rotation
-from pentameter.planning.sub_layers.building import (
-    ONES,
-    OperationList,
-    SubLayer,
-    linear,
-    vector,
-)
+from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:

@@ -23,12 +23,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.data.progress import (
-    AWAITING,
-    AWAITING_A_RANK,
-    ProgressLines,
-    pass_in_words,
-)
+from pentameter.data.progress import AWAITING, AWAITING_A_RANK, ProgressLines, pass_in_words
 from pentameter.disk.atomic import no_check
 from pentameter.formatting import size
 from pentameter.processes.failures.failure import EXPECTED
