@@ -29,10 +29,10 @@ from pentameter.data.batches.step import training_batches
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
-from pentameter.estimating.bytes.costs import Step
+from pentameter.estimating.bytes.costs import PassSeconds, Step
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_record
 from pentameter.estimating.seconds.cluster import multiplied_in
-from pentameter.estimating.seconds.timeline import pass_order
+from pentameter.estimating.seconds.timeline import timeline
 from pentameter.evaluate import split as evaluation
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.choices import (
@@ -268,6 +268,13 @@ def test_learning_rates_differ_by_schedule():
         config = make_plan(with_value("schedule.name", name), rows_per_epoch=100).config
         rates[name] = [learning_rate(step, config.optimizer, config.schedule) for step in range(50)]
     assert all(one != other for one, other in itertools.combinations(rates.values(), 2))
+
+
+def pass_order(layout, n_micro_batches):
+    """Return, for each pipeline rank, its passes in the order in which the schedule runs them."""
+    seconds = [PassSeconds(1.0, 1.0, 1.0)] * layout.n_stages
+    spans = timeline(layout, n_micro_batches, seconds)
+    return [[span.done for span in process] for process in spans]
 
 
 def test_pipelines_have_an_order_for_every_schedule():

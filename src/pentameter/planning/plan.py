@@ -294,37 +294,30 @@ def _resolve(
                 f"and a run has at most {LARGEST_COUNT:,}; lower it, or raise the batch"
             )
     interval = _interval(train.eval_interval, "train.eval_interval", steps, epoch)
-    return config.model_copy(
-        update={
-            "model": model.model_copy(
-                update={
-                    "vocab_size": model.vocab_size or vocab_size,
-                    "d_ff": model.feed_forward_width,
-                    "embedding_dropout": model.embedding_dropout_rate,
-                }
-            ),
-            "train": train.model_copy(
-                update={
-                    "steps": steps,
-                    "epochs": None,
-                    "batch_size": batch_size,
-                    "tokens_per_step": None,
-                    "micro_batch_size": micro,
-                    "eval_interval": interval,
-                    "sample_interval": _interval(
-                        train.sample_interval, "train.sample_interval", steps, epoch
-                    ),
-                }
-            ),
-            "optimizer": config.optimizer.model_copy(
-                update={"momentum": config.optimizer.momentum_used}
-            ),
-            "schedule": _resolve_schedule(config.schedule, steps, epoch),
-            "checkpoint": config.checkpoint.model_copy(
-                update={"interval": config.checkpoint.interval or interval or steps}
-            ),
-        }
-    )
+    sample_interval = _interval(train.sample_interval, "train.sample_interval", steps, epoch)
+    resolved: dict[str, dict[str, Any]] = {
+        "model": {
+            "vocab_size": model.vocab_size or vocab_size,
+            "d_ff": model.feed_forward_width,
+            "embedding_dropout": model.embedding_dropout_rate,
+        },
+        "train": {
+            "steps": steps,
+            "epochs": None,
+            "batch_size": batch_size,
+            "tokens_per_step": None,
+            "micro_batch_size": micro,
+            "eval_interval": interval,
+            "sample_interval": sample_interval,
+        },
+        "optimizer": {"momentum": config.optimizer.momentum_used},
+        "schedule": _resolved_schedule(config.schedule, steps, epoch),
+        "checkpoint": {"interval": config.checkpoint.interval or interval or steps},
+    }
+    sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in resolved.items()
+    }
+    return config.model_copy(update=sections)
 
 
 def _interval(
@@ -350,11 +343,11 @@ def auto_interval(n_steps: int) -> int:
     return next((n for n in AUTO_INTERVALS if 5 * n <= n_steps), 1)
 
 
-def _resolve_schedule(
+def _resolved_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
-) -> ScheduleConfig:
-    """Return `schedule` with every absent length in steps filled in: `decay_steps` ends with the
-    run; if the schedule uses them, `cooldown_steps` is a fifth of `decay_steps`, and
+) -> dict[str, int | None]:
+    """Return the schedule's lengths in steps, the absent ones filled in: `decay_steps` ends with
+    the run; if the schedule uses them, `cooldown_steps` is a fifth of `decay_steps`, and
     `decay_interval` one epoch. `steps` is the run's length, `epoch` an epoch's length in steps
     (None if not known). Raises ConfigError if the schedule does not fit into the run."""
     if schedule.start_step >= steps:
@@ -376,13 +369,11 @@ def _resolve_schedule(
             )
     if "decay_interval" in used:
         interval = interval or _steps(1, epoch, "schedule.decay_interval, an epoch when absent,")
-    return schedule.model_copy(
-        update={
-            "decay_steps": decay_steps,
-            "cooldown_steps": cooldown,
-            "decay_interval": interval,
-        }
-    )
+    return {
+        "decay_steps": decay_steps,
+        "cooldown_steps": cooldown,
+        "decay_interval": interval,
+    }
 
 
 def default_cooldown(decay_steps: int) -> int:

@@ -37,17 +37,15 @@ from pentameter.record.events import (
     SkippedStep,
     StepMetrics,
     number,
+    recorded,
 )
 from pentameter.record.expert_loads import LayerLoads, layer_loads
 from pentameter.record.sessions import Session, extends, sessions_of
 
 E = TypeVar("E", bound=Event)
 
-CURVES = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
-    "tokens", "loss_tokens", "eta_seconds", "time",
-)  # fmt: skip
-"""Fields of `train` events that are drawn, or summed up."""
+CURVES = (*(name for name in recorded(StepMetrics) if name != "step"), "time")
+"""Fields of `train` events, which are drawn or summed up."""
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
 CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}

@@ -106,7 +106,7 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
     last = best = None
     if state.best_step != state.step:
         verification = run.folder.store.verification
-        last, best = verification.on_main(lambda: (_last(run), _best(run)), "testing", state.step)
+        last, best = verification.on_main(lambda: _last_and_best(run), "testing", state.step)
     if last is None or best is None or best.step == last.step:
         return _evaluate(run, split, TEST, state.step, should_stop)
     load_model_state(run.engine.models, best.tensors("model"), run.world)
@@ -142,16 +142,12 @@ def _evaluate(
     )
 
 
-def _last(run: TrainingRun) -> Checkpoint | None:
-    """Return the checkpoint saved at the run's current step; None if there is no complete one."""
+def _last_and_best(run: TrainingRun) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """Return the checkpoint saved at the run's current step, and the one with the best validation
+    loss, else the newest; None for one that is not there or not complete."""
+    store, last, best = run.folder.store, None, None
     with suppress(CorruptError):
-        return run.folder.store.at(run.state.step)
-    return None
-
-
-def _best(run: TrainingRun) -> Checkpoint | None:
-    """Return the checkpoint with the best validation loss, else the newest; None without a complete
-    one."""
+        last = store.at(run.state.step)
     with suppress(CorruptError):
-        return run.folder.store.best()
-    return None
+        best = store.best()
+    return last, best

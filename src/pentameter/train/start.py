@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.files.command_source import with_tokenizer_beside
@@ -254,19 +253,13 @@ def _introduce(run: TrainingRun) -> None:
             console.say(f"warning: {warning}")
     if run.world.is_main:
         try:
-            folder.write_environment({**run.compute.environment(), **_which_steps(run)})
+            which_steps = {
+                "step": run.state.step,
+                "layout": str(run.plan.layout),
+                "micro_batch_size": run.plan.micro_batch_size,
+            }
+            folder.write_environment({**run.compute.environment(), **which_steps})
         except StorageError as error:
             console.say(f"warning: {error}. Training goes on")
     for line in introduction(run):
         console.say(line)
-
-
-def _which_steps(run: TrainingRun) -> dict[str, Any]:
-    """Return what environment.json says of this start beside the machine: the `step` after which it
-    goes on, and how it divides the work."""
-    plan = run.plan
-    return {
-        "step": run.state.step,
-        "layout": str(plan.layout),
-        "micro_batch_size": plan.micro_batch_size,
-    }

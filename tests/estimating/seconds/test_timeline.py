@@ -15,8 +15,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.costs import PassSeconds
 from pentameter.estimating.bytes.plan_estimates import plan_record
 from pentameter.estimating.seconds.timeline import (
-    bubble_fraction,
-    pass_order,
+    idle_fraction,
     passes_under_way,
     pipeline_time,
     timeline,
@@ -43,6 +42,19 @@ CASES = [
 
 def layout(name, p, v=1):
     return Layout(pipeline=p, schedule=name, virtual_stages=v)
+
+
+def pass_order(where, m):
+    """Return, for each pipeline rank, its passes in the order in which the schedule runs them."""
+    spans = timeline(where, m, [PassSeconds(1.0, 1.0, 1.0)] * where.n_stages)
+    return [[span.done for span in process] for process in spans]
+
+
+def bubble_fraction(spans):
+    """Return the ranks' idle time ÷ their compute time over a whole step."""
+    busy = sum(span.end - span.start for process in spans for span in process)
+    length = max(span.end for process in spans for span in process)
+    return idle_fraction(length, busy / len(spans))
 
 
 def bubble(name, p, m, v=1, seconds=(1.0, 1.0, 1.0)):

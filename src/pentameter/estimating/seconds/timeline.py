@@ -11,7 +11,7 @@ are cached. In them a pass is a number: (kind · stages + stage) · micro-batche
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -89,14 +89,6 @@ class _Passes(NamedTuple):
     sends: bytes
 
 
-def pass_order(layout: Layout, n_micro_batches: int) -> list[list[Pass]]:
-    """Return, for each pipeline rank, its passes in the order in which the schedule runs them."""
-    as_pass = _pass_decoder(layout, n_micro_batches)
-    return [
-        list(map(as_pass, numbers)) for numbers in _orders(_order_settings(layout), n_micro_batches)
-    ]
-
-
 def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
     """Return how many micro-batches to simulate for a step with `n_micro_batches`: SIMULATED_ROUNDS
     full rounds (one micro-batch per pipeline rank each) plus the remainder. All are simulated if
@@ -116,15 +108,6 @@ def _order_settings(layout: Layout) -> Layout:
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
     )
-
-
-def _pass_decoder(layout: Layout, n_micro_batches: int) -> Callable[[int], Pass]:
-    def as_pass(number: int) -> Pass:
-        row, micro_batch = divmod(number, n_micro_batches)
-        kind, stage = divmod(row, layout.n_stages)
-        return Pass(KINDS[kind], stage, micro_batch)
-
-    return as_pass
 
 
 class _Order:
@@ -424,12 +407,13 @@ def timeline(
     """
     passes = _passes(_order_settings(layout), n_micro_batches)
     starts, ends = _simulated(layout, n_micro_batches, seconds, message_seconds)
-    as_pass = _pass_decoder(layout, n_micro_batches)
     made: list[list[Span]] = [[] for _ in range(layout.pipeline)]
     for coordinate, number, start, end in zip(
         passes.coordinates, passes.numbers, starts, ends, strict=True
     ):
-        made[coordinate].append(Span(as_pass(number), start, end))
+        row, micro_batch = divmod(number, n_micro_batches)
+        kind, stage = divmod(row, layout.n_stages)
+        made[coordinate].append(Span(Pass(KINDS[kind], stage, micro_batch), start, end))
     return made
 
 
@@ -478,19 +462,6 @@ def idle_fraction(length: float, busy: float) -> float:
     """Return idle time ÷ busy time for a pipeline's mean rank, which computes for `busy` seconds in
     a step that takes `length` seconds."""
     return length / busy - 1
-
-
-def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the ranks' idle time ÷ their compute time over a whole step, whose passes `spans`
-    lists for each rank.
-
-    With stages that take equal times this is (p-1)/m for GPipe and 1F1B and (p-1)/(v·m) for the
-    interleaved schedule, with p ranks, v stages each and m micro-batches; with unequal stages it
-    also includes the wait for the slowest.
-    """
-    busy = sum(span.end - span.start for process in spans for span in process)
-    length = max(span.end for process in spans for span in process)
-    return idle_fraction(length, busy / len(spans))
 
 
 def planned_bubble(step: Step) -> float:

@@ -135,8 +135,12 @@ def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
             f"model.attention_sinks=true is not possible with {layout.grid_setting}, which would "
             "shard the numbers of the heads in another way than the heads; use '1d'"
         )
-    if (obstacle := _latent_obstacle(model, layout)) is not None:
-        return f"model.attention='latent' is not possible with {obstacle}"
+    if model.attention == "latent" and layout.is_grid:
+        return (
+            f"model.attention='latent' is not possible with {layout.grid_setting}, which shards "
+            "the width of the residual stream that latents are computed from, and would have to "
+            "shard theirs; use '1d'"
+        )
     return None
 
 
@@ -162,18 +166,6 @@ def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
         return (
             f"model.expert_capacity={model.expert_capacity} under parallel.{setting}: an expert "
             "takes the first tokens of a sequence, of which each process has a part; leave one out"
-        )
-    return None
-
-
-def _latent_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return the layout's first setting under which latent attention cannot be trained, with the
-    reason, as text: a tensor mode other than 1d. None in any other, or if the model has no latent
-    attention."""
-    if model.attention == "latent" and layout.is_grid:
-        return (
-            f"{layout.grid_setting}, which shards the width of the residual stream that latents "
-            "are computed from, and would have to shard theirs; use '1d'"
         )
     return None
 

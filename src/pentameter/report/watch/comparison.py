@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -265,26 +265,20 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
         live_version=version,
         comparison=comparison,
         ranking=comparison.ranking,
-        losses=list(
-            _losses(
-                [(run.label, run.record) for run in comparison.runs],
-                comparison.ranking.nats_compare,
-            )
-        ),
+        losses=list(_losses(comparison)),
         styles=RUN_STYLES,
         not_the_training=NOT_THE_TRAINING,
     )
 
 
-def _losses(
-    runs: Sequence[tuple[str, RecordedRun]], nats_compare: bool
-) -> Iterable[dict[str, Any]]:
+def _losses(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield the page's views, {label, plots}: all runs' losses over steps, and, where they differ,
     over tokens and time, without the fall at the start; then the whole runs. Where nats per token
     do not compare, all of these are in bits per byte, as far as known, and nats follow."""
     labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
+    runs = [(run.label, run.record) for run in comparison.runs]
     has_bits = any(len(loss_curve(record, next(iter(LOSSES)), BITS)) for _, record in runs)
-    drawn = BITS if has_bits and not nats_compare else NATS
+    drawn = BITS if has_bits and not comparison.ranking.nats_compare else NATS
     asked = [(labels[axis], axis, True, drawn) for axis in useful_axes(runs)]
     if hides_start(runs):
         asked.append(("whole run", "step", False, drawn))

@@ -230,7 +230,7 @@ class CheckpointCopies:
         with self._changed:
             jobs = (self._held, self._next, self._now)
             steps = [job.step for job in jobs if job is not None]
-            return self._not(max(steps, default=None))
+            return _not_copied(max(steps, default=None), self._settings)
 
     def _not_copied(self) -> str | None:
         if not self.is_busy:
@@ -238,9 +238,6 @@ class CheckpointCopies:
         waited = f"{self._settings.copy_wait_seconds:g} s (checkpoint.copy_wait_seconds)"
         answer = f"; {self.attempts.answer}" if self.attempts.answer else ""
         return f"{self.missing}: it took longer than {waited}{answer}"
-
-    def _not(self, step: int | None) -> str:
-        return _not_copied(step, self._settings)
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -277,7 +274,7 @@ class CheckpointCopies:
             n_bytes = self._copier.copy(job)
         except Exception as error:  # each kind of file system has errors of its own
             told = error if isinstance(error, PentameterError) else repr(error)
-            failure = StorageError(f"{self._not(job.step)}: {told}")
+            failure = StorageError(f"{_not_copied(job.step, self._settings)}: {told}")
         seconds = time.perf_counter() - job.asked_at
         with self._changed:
             self.failure = failure

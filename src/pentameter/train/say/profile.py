@@ -72,15 +72,19 @@ class Profile:
         if done + 1 >= self.first:
             self._start(run, done + 1)
 
-    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+    def on_step(self, run: TrainingRun, step: StepMetrics | SkippedStep) -> None:
         """End the trace's span of this step and begin the next; start or finish recording at the
         window's ends."""
-        self._turn(run, step.step)
+        done = step.step
+        if self._recording is None:
+            if done + 1 == self.first:
+                self._start(run, self.first)
+        elif done == self.last:
+            self._finish(run, done)
+        else:
+            self._begin_span(done + 1)
 
-    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """End this step's span in the trace, which made no update, and begin the next; start or
-        finish recording at the window's ends."""
-        self._turn(run, skip.step)
+    on_skip = on_step  # a step without its update
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Write the steps recorded so far if the run ended within the window; print a line if it
@@ -95,15 +99,6 @@ class Profile:
         if self._recording is not None:
             self._stop()
             _forget_memory(run)
-
-    def _turn(self, run: TrainingRun, done: int) -> None:
-        if self._recording is None:
-            if done + 1 == self.first:
-                self._start(run, self.first)
-        elif done == self.last:
-            self._finish(run, done)
-        else:
-            self._begin_span(done + 1)
 
     def _start(self, run: TrainingRun, step: int) -> None:
         activities = [ProfilerActivity.CPU]

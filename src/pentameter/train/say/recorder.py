@@ -7,17 +7,11 @@ import math
 from pentameter.data.corpora.grammar import grammar_entropy_rate
 from pentameter.record.events import (
     CheckpointMetrics,
-    CopyMetrics,
     EndKind,
-    EpochMetrics,
-    EvalMetrics,
-    ExpertMetrics,
-    RankMetrics,
-    Rollback,
+    Event,
     RunEnd,
     RunResume,
     RunStart,
-    SkippedStep,
     StepMetrics,
 )
 from pentameter.train.hooks import SampledText
@@ -63,39 +57,16 @@ class Recorder:
         if is_logged(step.step, run.config):
             run.events.write(step)
 
-    def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
-        """Write the event `experts`, one for each layer."""
-        run.events.write(metrics)
+    def on_ranks(self, run: TrainingRun, event: Event) -> None:
+        """Write the event with all its fields."""
+        run.events.write(event)
 
-    def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
-        """Write the event `ranks`, with all fields in `metrics`."""
-        run.events.write(metrics)
-
-    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """Write the event `skip`, with the step and the reason."""
-        run.events.write(skip)
-
-    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
-        """Write the event `rollback`, with the step, the one rolled back to and the reason."""
-        run.events.write(rollback)
-
-    def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
-        """Write the event `epoch`, with all fields in `metrics`."""
-        run.events.write(metrics)
-
-    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Write the event `eval`, with all fields in `metrics`."""
-        run.events.write(metrics)
+    on_experts = on_skip = on_rollback = on_epoch = on_eval = on_copy = on_ranks
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
         """Write the event `checkpoint`, unless the step was saved before and so has one already."""
-        if metrics.again:
-            return
-        run.events.write(metrics)
-
-    def on_copy(self, run: TrainingRun, metrics: CopyMetrics) -> None:
-        """Write the event `copy`, with all fields in `metrics`."""
-        run.events.write(metrics)
+        if not metrics.again:
+            run.events.write(metrics)
 
     def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
         """Send the text to the trackers alone: the run folder has a separate file for each
