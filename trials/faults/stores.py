@@ -200,7 +200,7 @@ def failing_requests(trial: Trial) -> str:
         runs.store.fault = _watched(runs, fail)
         code = runs.run("gone")
         assert code in (0, 74), f"exit {code}: {_said(trial.folder / 'gone')}"
-        runs.store.fault = lambda request: None
+        runs.store.fault = _watched(runs, lambda request: None)
         runs.assert_whole_copy()
         runs.store.fault = _watched(runs, fail)
         for start in range(20):
@@ -237,7 +237,8 @@ def killed_while_requests_fail(trial: Trial) -> str:
             runs.store.fault = _watched(runs, fail)
             process.join(PATIENCE_SECONDS)
             assert process.exitcode in (-signal.SIGKILL, 0, 74), process.exitcode
-            runs.store.fault = lambda request: None
+            # What the last request has committed is noted, too.
+            runs.store.fault = _watched(runs, lambda request: None)
             runs.assert_whole_copy()
             steps.append(max(runs.committed, default=0))
         return f"copies after each life: {steps}, from step {runs.finish_elsewhere()}"

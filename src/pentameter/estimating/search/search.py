@@ -232,23 +232,15 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
 def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
     """Return the single change that makes a step fastest and fits, as command-line options, with
     its Estimate; None if no fitting change gains 1 %."""
-    for words, other in _changes(estimate):
+    changes = [[change] for change in single_changes(estimate.plan)]
+    plans = [(as_options(change), changed(estimate.plan, change)) for change in changes]
+    found = [(words, replace(estimate, plan=plan)) for words, plan in plans if plan is not None]
+    for words, other in sorted(found, key=lambda each: each[1].time.seconds):
         if other.time.seconds > 0.99 * estimate.time.seconds:
             return None
         if other.fits:
             return words, other
     return None
-
-
-def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """Return, for each possible change of one setting, its command-line options and the changed
-    Estimate, the fastest first."""
-    found = []
-    for change in single_changes(estimate.plan):
-        other = changed(estimate.plan, [change])
-        if other is not None:
-            found.append((as_options([change]), replace(estimate, plan=other)))
-    return sorted(found, key=lambda each: each[1].time.seconds)
 
 
 def all_candidates(

@@ -22,6 +22,7 @@ from pentameter.estimating.bytes.costs import (
     PassSeconds,
     Step,
 )
+from pentameter.estimating.bytes.operation_communication import recomputed_results
 from pentameter.estimating.seconds.cluster import Cluster, Device, ProductShares, trained_precision
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
@@ -78,10 +79,10 @@ def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> 
     is included with layer 0, the final norm and the head with the last layer."""
     found: dict[str, Kind] = {}
     run = run_operations(model, lora, layers)
-    last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
-    for index, op in enumerate(run):
+    repeated = recomputed_results(run)
+    for op in run:
         shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
-        again = op.layer is not None and index < last_saving[op.layer]
+        again = op.name in repeated
         costs = (op.token_products, op.contracts, len(op.saves), op.is_trained, op.gives_gradient)
         exchanged = tuple(each.kind for each in op.collectives)
         key = repr((op.kind, shapes, *costs, exchanged, again))
@@ -166,16 +167,14 @@ class _ElementwiseTime:
         if self.joins:
             moved = 2 * (stream + rounded)
             return PassSeconds(self._moving(moved, 2), self._moving(moved, 2), 0.0)
-        forward, backward = NORM_PASSES[self._by_steps(op)]
+        # An RMS norm on a CPU.
+        by_steps = self.step.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
+        forward, backward = NORM_PASSES[by_steps]
         return PassSeconds(
             self._moving((2 + forward) * stream + rounded, 2),
             self._moving((3 + backward) * stream, 2),
             0.0,
         )
-
-    def _by_steps(self, op: Operation) -> bool:
-        """Whether PyTorch computes a norm in several operations: an RMS norm on a CPU."""
-        return self.step.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
 
     def _activation(self, op: Operation) -> PassSeconds:
         """Return the seconds for an activation function and its derivative, bound by memory or by

@@ -318,8 +318,8 @@ def make_estimate(
     if layout is not None:
         config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
     world_size = cluster.n_devices
-    if config.parallel.data is not None:
-        asked = _named_processes(config)
+    if (data := config.parallel.data) is not None:
+        asked = data * config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         if asked > world_size:
             raise ConfigError(
                 f"the layout takes {asked:,} devices, and --cluster {cluster} has {world_size:,}; "
@@ -358,12 +358,6 @@ def plan(
         )
     resolved = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     return make_estimate(config, resolved, vocab_size, rows_per_epoch, layout=layout)
-
-
-def _named_processes(config: Config) -> int:
-    """Return the product of the sizes in `[parallel]`, an open `data` counting as 1."""
-    parallel = config.parallel
-    return (parallel.data or 1) * parallel.tensor * parallel.pipeline * parallel.context
 
 
 def best_precision(config: Config, cluster: Cluster, matmuls: str | None = None) -> str:

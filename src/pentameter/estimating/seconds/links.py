@@ -16,7 +16,7 @@ from typing import Literal
 from pentameter.estimating.bytes.communication import WORLD, Communication, StepCommunication
 from pentameter.estimating.bytes.operation_communication import Kind
 from pentameter.estimating.seconds.cluster import Cluster, group_shape
-from pentameter.planning.layouts.layout import EXPERT_DIMENSIONS, MESH_DIMENSIONS, Layout
+from pentameter.planning.layouts.layout import Layout
 
 Link = Literal["inside a node", "between nodes"]
 
@@ -35,15 +35,12 @@ class Links:
             size, stride = self.layout.world_size, 1
         elif dimension == "expert":  # the ranks that exchange rows
             size, stride = self.layout.expert * self.layout.expert_tensor, 1
-        elif dimension in EXPERT_DIMENSIONS and dimension not in MESH_DIMENSIONS:
-            index, sizes = EXPERT_DIMENSIONS.index(dimension), self.layout.expert_sizes
-            size = sizes[dimension]
-            stride = math.prod(sizes[name] for name in EXPERT_DIMENSIONS[index + 1 :])
         else:
-            sizes, parameters = self.layout.sizes, self.layout.parameter_sizes
-            index = MESH_DIMENSIONS.index(dimension)
+            layout, parameters = self.layout, self.layout.parameter_sizes
+            sizes = layout.sizes if dimension in layout.sizes else layout.expert_sizes
+            names = list(sizes)  # outermost first
             size = sizes[dimension]
-            stride = math.prod(sizes[name] for name in MESH_DIMENSIONS[index + 1 :])
+            stride = math.prod(sizes[name] for name in names[names.index(dimension) + 1 :])
             if dimension in ("data", "shard"):  # their collectives span context too
                 stride //= parameters[dimension] // size
                 size = parameters[dimension]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import math
@@ -38,15 +39,12 @@ def render(
     """Render a file in `templates/` as HTML or SVG; every text among `values` is escaped.
 
     scripts: files in `templates/` that become the page's one script. live: address that the page
-    polls for a new version; "" for a page in a file, which may connect to nothing. live_version:
-    the version rendered now.
+    polls for a new version, with live.js; "" for a page in a file, which may connect to nothing.
+    live_version: the version rendered now.
     """
+    scripts = (*scripts, "live.js") if live else scripts
     script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    try:
-        version = metadata.version("pentameter")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        version = ""
     return (
         _environment()
         .get_template(template)
@@ -56,10 +54,17 @@ def render(
             live=live,
             live_version=live_version,
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-            version=version,
+            version=package_version(),
             **values,
         )
     )
+
+
+def package_version() -> str:
+    """Return this package's version; "" if it is not installed but run from a source tree."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("pentameter")
+    return ""
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import io
 import math
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any, Literal
 
 from pentameter import formatting
@@ -26,7 +25,7 @@ from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
 from pentameter.record.events import EvalMetrics
 from pentameter.record.reading import RecordedRun, holds_run, read_run
-from pentameter.report.figures.markup import TEMPLATES
+from pentameter.report.figures.markup import TEMPLATES, package_version
 from pentameter.report.figures.plots import loss_figure
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -93,7 +92,7 @@ def card_files(
         numbers=[] if record is None else list(_numbers(record, stored.step)),
         best=_best(stored),
         picture=None if picture is None else PICTURE,
-        version=_version(),
+        version=package_version(),
     )
     return {CARD: text.encode()} | ({} if picture is None else {PICTURE: picture})
 
@@ -208,10 +207,3 @@ def _best(stored: StoredModel) -> str:
 def _code(text: str) -> str:
     """Replace by "?" the characters that would break inline code in a Markdown table."""
     return "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("pentameter")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return ""

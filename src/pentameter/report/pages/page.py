@@ -57,7 +57,6 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
     shown = record.sessions[-MOST_SESSIONS:]
     return render(
         "run.html",
-        scripts=("hover.js", *(("live.js",) if live else ())),
         live=live,
         live_version=version,
         record=record,

@@ -260,7 +260,7 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
     page in a file; version: the version rendered here."""
     return render(
         "comparison.html",
-        scripts=("hover.js", "sort.js", *(("live.js",) if live else ())),
+        scripts=("hover.js", "sort.js"),
         live=live,
         live_version=version,
         comparison=comparison,

@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         board, asked = self.server.board, urlsplit(self.path)
         query = parse_qs(asked.query)
         if asked.path == "/":
-            page = render("watch.html", scripts=("sort.js", "live.js"), live="/runs.json")
+            page = render("watch.html", scripts=("sort.js",), live="/runs.json")
             self._send(HTTPStatus.OK, page, "text/html")
         elif asked.path == "/runs.json":
             after = query.get("after", ["-1"])[0]

@@ -37,7 +37,9 @@ def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Up
     scale is 1.
     """
     state = run.state
-    reason = f"{_fault(run, update)}{_which_batch(run, state.step)}"
+    batch = run.batches.batch(state.step - 1)  # of all ranks
+    nothing = "" if batch.n_targets else ", of which no token is to be learnt"
+    reason = f"{_fault(run, update)} on batch {batch.hash()[:16]}{nothing}"
     is_overflow = run.compute.precision == "fp16" and state.loss_scale.scale > 1
     if is_overflow and not update.is_finite:
         reason += f"; loss scale falls to {state.loss_scale.scale:g}"
@@ -70,12 +72,6 @@ def _fault(run: TrainingRun, update: Update) -> str:
         if value >= limit
     )
     return f"{name} {value:.4g} is a spike, above {limit:.4g},"
-
-
-def _which_batch(run: TrainingRun, step: int) -> str:
-    batch = run.batches.batch(step - 1)  # of all ranks
-    nothing = "" if batch.n_targets else ", of which no token is to be learnt"
-    return f" on batch {batch.hash()[:16]}{nothing}"
 
 
 def _highest_rows(run: TrainingRun) -> str:

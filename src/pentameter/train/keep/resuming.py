@@ -22,7 +22,7 @@ from pentameter.checkpoint.folders.opening import (
 from pentameter.checkpoint.folders.verification import Verification
 from pentameter.config.files.load import load_config
 from pentameter.config.fingerprint import config_hash, diff_configs
-from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layouts.layout import Layout
@@ -190,18 +190,12 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
     if config_hash(found) == config_hash(asked):
         return True
     old, new = found.schedule, asked.schedule
-    if not _is_resolved(old):
-        return False
+    if any(getattr(old, key) is None for key in old.decay_keys):
+        return False  # a key would follow from the run's length, as it does in no run's config.toml
     return all(
         learning_rate(step, found.optimizer, old) == learning_rate(step, asked.optimizer, new)
         for step in range(max(old.start_step, new.start_step), n_steps)
     )
-
-
-def _is_resolved(schedule: ScheduleConfig) -> bool:
-    """Return True if every key that the schedule's decay needs has a value, as in a run's
-    config.toml; False if one is None, to be derived from the run's length."""
-    return all(getattr(schedule, key) is not None for key in schedule.decay_keys)
 
 
 def _refusal(

@@ -90,10 +90,8 @@ class ProjectTracker:
 
     def finish(self, *, failed: bool) -> None:
         """Mark the run as finished, or as failed if the service distinguishes the two."""
-        if self._module.__name__ == "wandb":
-            self._run.finish(exit_code=1 if failed else 0)
-        else:
-            self._run.finish()
+        how = {"exit_code": int(failed)} if self._module.__name__ == "wandb" else {}
+        self._run.finish(**how)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         """Log values at their step, unless an earlier start logged it. A checkpoint's values may
