@@ -9,7 +9,6 @@ saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -70,7 +69,10 @@ def parameter_table(
         )
         table.append(replace(positions, sums_over=("time",)))
     for layer in range(first_layer, last_layer):
-        table.extend(_block(model, layer))
+        for sub_layer in sub_layers(model, layer):
+            path = f"blocks.{layer}.{sub_layer.name}"
+            table.extend(norm(model, f"{path}_norm", layer))
+            table.extend(sub_layer.parameters(model, path, layer))
     if is_last:
         if model.has_final_norm:
             table.extend(norm(model, "final_norm", None))
@@ -111,13 +113,6 @@ def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) ->
             f"0 … n_layers={model.n_layers}"
         )
     return first_layer, last_layer
-
-
-def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
-    for sub_layer in sub_layers(model, layer):
-        path = f"blocks.{layer}.{sub_layer.name}"
-        yield from norm(model, f"{path}_norm", layer)
-        yield from sub_layer.parameters(model, path, layer)
 
 
 def _ends(model: ModelConfig) -> Init:

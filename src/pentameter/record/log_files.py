@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pentameter.disk.atomic import (
@@ -211,20 +210,16 @@ def rewind_metrics(
         kept += line or f"{line_of(checkpoint, None)}\n".encode()
     if checkpoint is not None:
         refused = {f"{line}\n".encode() for line in unwritten}  # written since, or just now
-        stays = partial(_stays, step=checkpoint.step)
-        kept += b"".join(line for line, event in later if stays(event) and line not in refused)
+        for line, event in later:
+            is_copy = isinstance(event, CopyMetrics) and event.step <= checkpoint.step
+            if (is_copy or isinstance(event, RunResume)) and line not in refused:
+                kept += line
     if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
     else:
         write_atomic(path, kept)
     return _reached(later) or _reached(_events(kept[kept.rfind(b"\n", 0, -1) + 1 :]))
-
-
-def _stays(event: Event, step: int) -> bool:
-    """Return True for an event that was recorded after the save at `step`, and is none of a later
-    step."""
-    return isinstance(event, RunResume) or (isinstance(event, CopyMetrics) and event.step <= step)
 
 
 def _reached(events: Iterable[tuple[bytes, Event]]) -> Reached | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentameter.config.schema import Config
-from pentameter.estimating.search.candidates import Candidates, LayoutCandidate
+from pentameter.estimating.search.candidates import LayoutCandidate
 from pentameter.estimating.search.search import Allowed, all_candidates, search
 from pentameter.estimating.seconds.cluster import Cluster
 from pentameter.estimating.seconds.estimate import Estimate
@@ -85,45 +85,27 @@ def scale(
         if (obstacle := resized.obstacle) is not None:
             yield ScalePoint(n_devices, None, None, None, 0.0, obstacle)
             return
-        candidates = all_candidates(
-            config,
-            resized,
-            vocab_size,
-            rows_per_epoch,
-            imbalance=imbalance,
-            matmuls=matmuls,
-        )
-
-        def best(
-            allowed: Allowed, resized: Cluster = resized, among: Candidates = candidates
-        ) -> Estimate | None:
-            found = search(
-                config,
-                resized,
-                vocab_size,
-                rows_per_epoch,
-                n_best=1,
-                imbalance=imbalance,
-                most_timed=TIMED_OF_EACH,
-                allowed=allowed,
+        sizes = vocab_size, rows_per_epoch
+        among = all_candidates(config, resized, *sizes, imbalance=imbalance, matmuls=matmuls)
+        kinds: tuple[Allowed, ...] = (_is_any, _is_flat, _is_data_alone)
+        found = [
+            search(
+                config, resized, *sizes, n_best=1, most_timed=TIMED_OF_EACH, allowed=allowed,
                 among=among,
-            )
-            return found.estimates[0] if found.estimates else None
-
-        alone, flat = best(_is_data_alone), best(_is_flat)
-        every = [each for each in (best(_is_any), alone, flat) if each is not None]
+            ).estimates
+            for allowed in kinds
+        ]  # fmt: skip
+        _, flat, alone = (estimates[0] if estimates else None for estimates in found)
+        every = [estimate for estimates in found for estimate in estimates]
         top = min(every, key=lambda each: (not each.fits, each.time.seconds), default=None)
-        why = ""
         if top is None:
-            why = (
-                "nothing fits"
-                if n_devices < batch_size
-                else "the batch has no more sequences to divide"
-            )
+            is_small = n_devices < batch_size
+            why = "nothing fits" if is_small else "the batch has no more sequences to divide"
+            yield ScalePoint(n_devices, None, None, None, 0.0, why)
         else:
             first = first or top.tokens_per_second / n_devices
-        efficiency = 0.0 if top is None else top.tokens_per_second / n_devices / first
-        yield ScalePoint(n_devices, top, flat, alone, efficiency, why)
+            efficiency = top.tokens_per_second / n_devices / first
+            yield ScalePoint(n_devices, top, flat, alone, efficiency)
         n *= 2
 
 

@@ -270,17 +270,13 @@ class _StepOnCluster:
         ranks; add the latter to `hidden` and `exposed`."""
         computed = [self.compute.stage(layers) for layers in self.stages]
         waiting = [self.waits.of_stage(number) for number in range(len(self.stages))]
+        # A stage's seconds times this, added up over the stages, are the mean over the ranks.
+        passes_per_rank = self.n_micro_batches / self.layout.pipeline
         for each in waiting:
             for book, times in ((self.hidden, each.hidden), (self.exposed, each.exposed)):
                 for name, seconds in times.items():
-                    self._note(book, name, seconds * self._passes_per_rank)
+                    self._note(book, name, seconds * passes_per_rank)
         return computed, [each.passes for each in waiting]
-
-    @property
-    def _passes_per_rank(self) -> float:
-        """Passes per stage in a step ÷ pipeline ranks. Seconds in a stage's pass times this, added
-        up over the stages, are the mean over the ranks."""
-        return self.n_micro_batches / self.layout.pipeline
 
     def _note(self, book: dict[str, float], name: str, seconds: float) -> None:
         book[name] = book.get(name, 0.0) + seconds

@@ -16,7 +16,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.disk.atomic import storage_errors
@@ -338,7 +337,10 @@ def _hover_attribute(figure: Figure) -> str:
     points.
     """
     axes = figure.axes[0]
-    curves = [line for line in axes.get_lines() if _is_curve(line)]
+    curves = [
+        line for line in axes.get_lines()
+        if line.get_linewidth() >= THINNEST_POINTS and np.size(line.get_xdata()) > 1
+    ]  # fmt: skip
     if not curves:
         return ""
     width, height = 72 * figure.get_size_inches()
@@ -363,10 +365,6 @@ def _hover_attribute(figure: Figure) -> str:
     }
     text = json.dumps(values, default=_rounded, ensure_ascii=False, separators=(",", ":"))
     return f' data-hover="{escape(text)}"'
-
-
-def _is_curve(line: Line2D) -> bool:
-    return line.get_linewidth() >= THINNEST_POINTS and np.size(line.get_xdata()) > 1
 
 
 def _rounded(array: object) -> list[float | int]:
