@@ -22,6 +22,7 @@ ALONE = {
     "verify/verify_model.py": "importing it imports torch, which the command's comparison does not",
     "parallel/links.py": "what trains sends nothing itself, and a mesh measures nothing",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
+    "train/say/recorder.py": "what a run records and what it says are two hooks",
     "parallel/memory/rounded_weights.py": "a rank that trials trace rounds its weights, too",
 }
 """Small modules with one importer that stay files of their own, and why."""
