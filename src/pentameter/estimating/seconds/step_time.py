@@ -323,7 +323,7 @@ class _StepOnCluster:
         sums, n_sums = self._along(SHARDS, "reduce_scatter")
         gathers += self._copying(traffic, "all_gather")
         sums += self._copying(traffic, "reduce_scatter")
-        sums, n_sums = self._along(SUMS, "all_reduce")
+        replica_sums, n_replica_sums = self._along(SUMS, "all_reduce")
         n_reducing = M if self.rules.reduces_each_micro_batch else 1
         n_gathering = 2 * M if not self.rules.weights_stay_gathered else 1
         gather, calls = gathers / n_gathering, n_gathers // n_gathering
@@ -341,7 +341,7 @@ class _StepOnCluster:
             if self.rules.reduces_each_micro_batch or is_last:
                 sent, n_calls = sent + reduction, n_calls + n_reduced
             if is_last:
-                sent, n_calls = sent + sums, n_calls + n_sums
+                sent, n_calls = sent + replica_sums, n_calls + n_replica_sums
             time += self._overlapped(backward, sent, n_calls, "shard") if sent else backward
             total += repeated * time
             for name, book in self._books().items():
