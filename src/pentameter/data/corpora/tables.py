@@ -224,7 +224,7 @@ def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
         raise CorruptError(
             f"{file} is damaged or cut short (it has no end mark); fetch it again, or leave it out"
         )
-    open_it = ipc.open_file if start == _ARROW_FILE else ipc.open_token_stream
+    open_it = ipc.open_file if start == _ARROW_FILE else ipc.open_stream
     options = ipc.IpcReadOptions(use_threads=False)
     if columns:
         with pyarrow.OSFile(str(file)) as source, open_it(source) as reader:
