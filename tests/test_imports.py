@@ -14,7 +14,7 @@ from source_files import SOURCE, circles, file_imports, files, imports, nodes
 from pentameter.cli.main import VERBS
 
 LAYER = {
-    "config": 0, "errors": 0, "keyed": 0, "formatting": 0,
+    "config": 0, "errors": 0, "keyed": 0, "formatting": 0, "tree": 0,
     "disk": 1, "planning": 1,
     "estimating": 2,
     "machine": 3,
@@ -64,7 +64,7 @@ MOST_FILES = 12
 READERS = {"record", "report"}
 """Packages that know a run by what it has recorded, and not by what trains it."""
 
-FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "estimating", "data"}
+FREE_OF_TORCH = {"config", "errors", "keyed", "tree", "disk", "planning", "estimating", "data"}
 FREE_OF_ESTIMATES = {
     "model", "data", "fused_cpu", "parallel", "optim", "checkpoint", "evaluate",
     "generation",

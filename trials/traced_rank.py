@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
 from pentameter.config.files.load import load_config
-from pentameter.data.batches.tree import leaves
 from pentameter.data.sizes import data_sizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.costs import ActivationBytes, Step
@@ -45,6 +44,7 @@ from pentameter.planning.adapters import run_operations
 from pentameter.planning.layouts.layout import layout_overrides
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
+from pentameter.tree import leaves
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.experts.expert_parallel import ExpertExchange
-from pentameter.parallel.links import measure_links, pass_on
+from pentameter.parallel.links import measure_links
 from pentameter.parallel.pipeline.bounded_stage import BoundedStage
-from pentameter.parallel.waits import BucketSums
+from pentameter.parallel.waits import BucketSums, pass_on
 from pentameter.planning.layouts.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failures.waiting import Wait, wait_behind

@@ -6,14 +6,12 @@ Shapes: B batch, T sequence, H query heads, G KV heads, K head size.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu.heads import Heads, HeadShape
-from pentameter.fused_cpu.native import address, library, serves
+from pentameter.fused_cpu.native import Struct, call, fields, serves
 from pentameter.model.dropout import keep_bound, rows_per_block
 
 MAX_HEAD = 256
@@ -41,24 +39,23 @@ def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype)
     return serves("AMX", parameters, dtype) and attention_obstacle(config) is None
 
 
-class _Part(ctypes.Structure):
-    """ctypes mirror for the C++ struct `Part` in cpp/heads.h: the queries, keys or values."""
+class _Part(Struct):
+    """The C++ struct `Part` in cpp/heads.h: the queries, keys or values."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "bias", "norm")),
-        *((name, ctypes.c_int64) for name in ("row", "head", "turns")),
-    )
+    _fields_ = fields("data bias norm", int64="row head turns")
 
 
-class _Job(ctypes.Structure):
-    """ctypes mirror for the C++ struct `Job` in cpp/heads.h: all arguments for one kernel call."""
+class _Job(Struct):
+    """The C++ struct `Job` in cpp/heads.h."""
 
     _fields_ = (
         *((name, _Part) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "keys")),
-        *((name, ctypes.c_int64) for name in ("B", "T", "H", "G", "K", "half", "stride")),
-        ("bound", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("dropout_scale", "norm_eps")),
+        *fields(
+            "cosine sine keys",
+            int64="B T H G K half stride",
+            int32="bound",
+            float32="dropout_scale norm_eps",
+        ),
     )
 
 
@@ -73,8 +70,7 @@ def attention_forward(heads: Heads, shape: HeadShape, keys: Tensor) -> tuple[Ten
     B, T, H, K = heads.q.data.shape
     y = heads.q.data.new_empty(B, T, H * K)
     logs = torch.empty(B, H, -(-T // 32) * 32, dtype=torch.float32)
-    job = _job(heads, shape, keys)
-    library("AMX").pentameter_attention_forward(ctypes.byref(job), address(y), address(logs))
+    call("AMX", "attention_forward", _job(heads, shape, keys), y, logs)
     return y, logs
 
 
@@ -96,11 +92,7 @@ def attention_backward(
     """
     B, _, H, K = heads.q.data.shape
     norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]
-    addresses = [address(x) for x in (*to, *norms)]
-    job = _job(heads, shape, keys)
-    library("AMX").pentameter_attention_backward(
-        ctypes.byref(job), (ctypes.c_void_p * 5)(*addresses), address(g), address(y), address(logs)
-    )
+    call("AMX", "attention_backward", _job(heads, shape, keys), (*to, *norms), g, y, logs)
     return norms[0].sum(0), norms[1].sum(0)
 
 
@@ -112,7 +104,7 @@ def _job(heads: Heads, shape: HeadShape, keys: Tensor) -> _Job:
     turns = rotation is not None or heads.q.norm is not None
     parts = [
         _Part(
-            *map(address, (part.data, part.bias, part.norm)),
+            *part,
             part.data.stride(1 if T > 1 else 0),  # views of one row lie at any stride
             part.data.stride(2),
             turns and part is not heads.v,
@@ -121,7 +113,6 @@ def _job(heads: Heads, shape: HeadShape, keys: Tensor) -> _Job:
     ]
     angles = (None, None) if rotation is None else rotation
     half = 0 if rotation is None else rotation.cosine.shape[1]
-    addresses = map(address, (*angles, keys))
     sizes = (B, T, H, shape.n_kv_heads, K, half, shape.context_length)
     scale = 1 / (1 - shape.p) if shape.p else 0.0
-    return _Job(*parts, *addresses, *sizes, keep_bound(shape.p), scale, heads.eps)
+    return _Job(*parts, *angles, keys, *sizes, keep_bound(shape.p), scale, heads.eps)

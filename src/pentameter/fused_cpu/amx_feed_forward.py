@@ -7,14 +7,13 @@ second's inputs; N = n, or 2 · n with a gate.
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentameter.fused_cpu.activations import Curve
-from pentameter.fused_cpu.native import address, library, serves
+from pentameter.fused_cpu.native import Struct, call, fields, serves
 
 ROWS_PER_CHUNK = 256
 """Token rows per chunk in a weight gradient: 32 columns from each factor, 16 KiB, fit the L1
@@ -50,8 +49,8 @@ def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool =
     (M, a), paired = left.shape, isinstance(right, Paired)
     b, data = (right.n, right.data) if isinstance(right, Paired) else (right.shape[1], right)
     out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
-    sizes = (ctypes.c_int64(size) for size in (M, a, b, ROWS_PER_CHUNK, paired, transposed))
-    library("AMX").pentameter_weight_gradient(address(out), address(left), address(data), *sizes)
+    sizes = (M, a, b, ROWS_PER_CHUNK, paired, transposed)
+    call("AMX", "weight_gradient", out, left, data, *sizes)
     return out
 
 
@@ -66,15 +65,10 @@ class FeedForwardLayer(NamedTuple):
     curve: Curve | None
 
 
-class _FeedForward(ctypes.Structure):
-    """ctypes mirror for the C++ struct `FeedForward` in cpp/feed_forward.cpp: all arguments for
-    one kernel call."""
+class _FeedForward(Struct):
+    """The C++ struct `FeedForward` in cpp/feed_forward.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("up", "down", "bias", "pieces")),
-        *((name, ctypes.c_int64) for name in ("M", "D", "N", "n", "gated", "rows", "chunk")),
-        ("per_unit", ctypes.c_float),
-    )
+    _fields_ = fields("up down bias pieces", int64="M D N n gated rows chunk", float32="per_unit")
 
 
 def can_feed_forward(x: Tensor, down: Tensor) -> bool:
@@ -92,7 +86,7 @@ def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     N outputs in the first linear. Call it only if `can_feed_forward` is true."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
-    library("AMX").pentameter_feed_forward(ctypes.byref(job), *map(address, (out, kept, x)))
+    call("AMX", "feed_forward", job, out, kept, x)
     return out, kept
 
 
@@ -109,10 +103,7 @@ def feed_forward_backward(
     job, g_x = _feed_forward(layer, g), torch.empty_like(g)
     g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)
     g_bias = g.new_empty(job.M // 32, job.N, dtype=torch.float32)
-    to = (ctypes.c_void_p * 4)(*map(address, (g_x, g_h, y, g_bias)))
-    library("AMX").pentameter_feed_forward_backward(
-        ctypes.byref(job), to, address(g), address(kept)
-    )
+    call("AMX", "feed_forward_backward", job, (g_x, g_h, y, g_bias), g, kept)
     return g_x, Paired(g_h, job.N), Paired(y, job.n), None if layer.bias is None else g_bias.sum(0)
 
 
@@ -124,6 +115,5 @@ def _feed_forward(layer: FeedForwardLayer, x: Tensor) -> _FeedForward:
     while rows > 32 and (2 * torch.get_num_threads() * rows > M or rows * N > 2**19):
         rows //= 2
     pieces, per_unit = (None, 0.0) if layer.curve is None else layer.curve
-    addresses = map(address, (layer.up, layer.down, layer.bias, pieces))
     sizes = (M, D, N, n, n != N, rows, ROWS_PER_CHUNK)
-    return _FeedForward(*addresses, *sizes, per_unit)
+    return _FeedForward(layer.up, layer.down, layer.bias, pieces, *sizes, per_unit)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -180,11 +180,46 @@ def is_loaded(name: Name) -> bool:
     return name in _loaded
 
 
-def library(name: Name) -> ctypes.CDLL:
-    """Return a loaded library's ctypes handle. Raises KeyError if it is not loaded."""
-    return _loaded[name]
+class Struct(ctypes.Structure):
+    """The arguments of a kernel as its C++ struct has them. A tensor among the values is held as an
+    address: the caller keeps it alive."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(
+            *(_address(x) if x is None or isinstance(x, Tensor) else x for x in values)
+        )
 
 
-def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Return the memory address at which a tensor's data begins, for a C++ call; null for None."""
+def fields(
+    pointers: str = "", *, int64: str = "", int32: str = "", float32: str = ""
+) -> list[tuple[str, Any]]:
+    """Return a Struct's fields: the names of its pointers, apart by blanks, then of its numbers."""
+    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
+    names = (pointers, int64, int32, float32)
+    return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
+
+
+def call(library: Name, kernel: str, *arguments: Any) -> int:
+    """Call the C++ function `pentameter_<kernel>` of a library, which must be loaded, and return
+    its result, which means nothing for a function that has none. Structs are
+    passed by reference, tensors and tuples of tensors by address, None as null, numbers as
+    int64."""
+    result: int = getattr(_loaded[library], f"pentameter_{kernel}")(*map(_passed, arguments))
+    return result
+
+
+def _passed(argument: Any) -> Any:
+    match argument:
+        case Struct():
+            return ctypes.byref(argument)
+        case int():
+            return ctypes.c_int64(argument)
+        case tuple():
+            return (ctypes.c_void_p * len(argument))(*map(_address, argument))
+        case _:
+            return _address(argument)
+
+
+def _address(x: Tensor | None) -> ctypes.c_void_p:
+    """Return the memory address at which a tensor's data begins; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -3,14 +3,13 @@ kernels in `cpp/add_norm.cpp` and `cpp/activation.cpp`."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentameter.fused_cpu.activations import curve
-from pentameter.fused_cpu.native import CHANNELS, address, library, serves
+from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.dropout import keep_bound, rows_per_block
 
 ROWS_PER_BIAS_SUM = 64
@@ -29,15 +28,14 @@ class SubLayerEnd(NamedTuple):
     eps: float
 
 
-class _AddNorm(ctypes.Structure):
-    """ctypes mirror for the C++ struct `AddNorm` in cpp/add_norm.cpp: all arguments for one kernel
-    call."""
+class _AddNorm(Struct):
+    """The C++ struct `AddNorm` in cpp/add_norm.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("bias", "keys")),
-        *((name, ctypes.c_int64) for name in ("M", "T", "D", "in_block", "centred", "rows", "low")),
-        ("bound", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("dropout_scale", "eps")),
+    _fields_ = fields(
+        "bias keys",
+        int64="M T D in_block centred rows low",
+        int32="bound",
+        float32="dropout_scale eps",
     )
 
 
@@ -53,9 +51,7 @@ def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Te
     x, y = x.contiguous(), y.contiguous()
     out, normed = torch.empty_like(x), torch.empty_like(y)
     mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
-    library("vector").pentameter_add_norm(
-        ctypes.byref(_add_norm(how, y)), *map(address, (out, normed, mean, scale, x, y))
-    )
+    call("vector", "add_norm", _add_norm(how, y), out, normed, mean, scale, x, y)
     return out, normed, mean, scale
 
 
@@ -72,8 +68,7 @@ def add_norm_backward(
     g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
     job = _add_norm(how, g_norm)
     sums = out.new_empty(-(-job.M // job.rows), job.D)
-    given = map(address, (g_x, g_y, sums, g, g_norm, out, mean, scale))
-    library("vector").pentameter_add_norm_backward(ctypes.byref(job), *given)
+    call("vector", "add_norm_backward", job, g_x, g_y, sums, g, g_norm, out, mean, scale)
     return g_x, g_y, None if how.bias is None else sums.sum(0)
 
 
@@ -82,10 +77,9 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
     `how` and a tensor y (B, T, D), or y's gradient, from which only sizes and dtype are read."""
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
-    addresses = map(address, (how.bias, how.keys))
     sizes = (B * T, T, D, rows_per_block(T, D) or T)
     flags = (how.centred, ROWS_PER_BIAS_SUM, y.dtype is torch.bfloat16)
-    return _AddNorm(*addresses, *sizes, *flags, keep_bound(how.p), scale, how.eps)
+    return _AddNorm(how.bias, how.keys, *sizes, *flags, keep_bound(how.p), scale, how.eps)
 
 
 _TABLE = 0
@@ -94,15 +88,10 @@ _FORMULAS = {"relu2": 1, "relu": 2, "swiglu": 3, "gelu": 4, "geglu": 4, "gelu_ta
 bf16 activations use a table (number _TABLE)."""
 
 
-class _Activation(ctypes.Structure):
-    """ctypes mirror for the C++ struct `Activation` in cpp/activation.cpp: all arguments for
-    one kernel call."""
+class _Activation(Struct):
+    """The C++ struct `Activation` in cpp/activation.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("bias", "pieces")),
-        *((name, ctypes.c_int64) for name in ("M", "N", "n", "rows", "low", "kind")),
-        ("per_unit", ctypes.c_float),
-    )
+    _fields_ = fields("bias pieces", int64="M N n rows low kind", float32="per_unit")
 
 
 def can_activate(h: Tensor, bias: Tensor | None, gated: bool) -> bool:
@@ -120,7 +109,7 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
     half; else n = N."""
     job = _activation(h, bias, kind, gated)
     y = h.new_empty(*h.shape[:-1], job.n)
-    library("vector").pentameter_activate(ctypes.byref(job), address(y), address(h))
+    call("vector", "activate", job, y, h)
     return y
 
 
@@ -137,9 +126,7 @@ def activation_gradients(
     job, g = _activation(h, bias, kind, gated), g.contiguous()
     g_h, y = torch.empty_like(h), torch.empty_like(g)
     sums = h.new_empty(-(-job.M // job.rows), job.N, dtype=torch.float32)
-    library("vector").pentameter_activation_gradients(
-        ctypes.byref(job), *map(address, (g_h, y, sums, g, h))
-    )
+    call("vector", "activation_gradients", job, g_h, y, sums, g, h)
     return g_h, y, None if bias is None else sums.sum(0)
 
 
@@ -152,4 +139,4 @@ def _activation(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> _Acti
     number = _FORMULAS[kind] if table is None else _TABLE
     pieces, per_unit = (None, 0.0) if table is None else table
     sizes = (h.numel() // N, N, N // (1 + gated), ROWS_PER_BIAS_SUM, low, number)
-    return _Activation(address(bias), address(pieces), *sizes, per_unit)
+    return _Activation(bias, pieces, *sizes, per_unit)

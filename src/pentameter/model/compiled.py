@@ -30,6 +30,7 @@ from pentameter.machine.kernel_checks import (
     stand_in,
     worst,
 )
+from pentameter.tree import Tree, leaves, map_leaves
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,31 +199,22 @@ def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[T
     """Return all tensors that a function returns for stand-ins of these arguments, the stand-ins,
     which it may have written to, and their gradients where they have any."""
     given = _stand_ins(arguments, itertools.count())
-    returned = list(_tensors(function(*given)))
+    returned = _tensors(function(*given))
     outputs = [x for x in returned if x.requires_grad]
-    leaves = [x for x in _tensors(given) if x.requires_grad]
+    inputs = [x for x in _tensors(given) if x.requires_grad]
     results = [*returned, *_tensors(given)]
     if outputs:
         ones = [torch.ones_like(x) for x in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+        gradients = torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
         results += [x for x in gradients if x is not None]
     return results
 
 
-def _stand_ins(argument: Any, seeds: Iterator[int]) -> Any:
-    """Return an argument with stand-ins for its tensors, also within tuples and lists."""
-    if isinstance(argument, Tensor):
-        return stand_in(argument, next(seeds))
-    if isinstance(argument, tuple | list):
-        items = [_stand_ins(item, seeds) for item in argument]
-        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
-    return argument
+def _stand_ins(arguments: Tree, seeds: Iterator[int]) -> Tree:
+    """Return arguments with stand-ins for their tensors."""
+    return map_leaves(lambda x: stand_in(x, next(seeds)) if isinstance(x, Tensor) else x, arguments)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples and lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(tree: Tree) -> list[Tensor]:
+    """Return the tensors among a tree's leaves."""
+    return [x for x in leaves(tree) if isinstance(x, Tensor)]

@@ -97,30 +97,6 @@ def _fill_matrix(spec: ParameterSpec, seed: int, width: int, own: Tensor, first:
         block.copy_(torch.from_numpy(_drawn(spec, seed, index)))
 
 
-def initial_values(
-    spec: ParameterSpec, seed: int, start: int = 0, stop: int | None = None
-) -> Tensor:
-    """Return flat elements [start, stop) of a parameter's initial value, fp32
-    (stop - start,), on the CPU.
-
-    spec: the parameter's name, shape and kind of initial value. `stop` defaults to the parameter's
-    end. Any two calls agree, bit for bit, on elements that both compute.
-
-    Raises:
-        ValueError: the range leaves the parameter.
-    """
-    stop = spec.n_elements if stop is None else stop
-    if not 0 <= start <= stop <= spec.n_elements:
-        raise ValueError(f"{spec.name}: [{start}, {stop}) must lie in [0, {spec.n_elements})")
-    if spec.init.kind in CONSTANTS:
-        return torch.full((stop - start,), CONSTANTS[spec.init.kind])
-    values = np.empty(stop - start, dtype=np.float32)
-    for begin in range(0, stop - start, BLOCK_ELEMENTS):
-        block = values[begin : begin + BLOCK_ELEMENTS]
-        block[:] = _drawn(spec, seed, np.arange(len(block), dtype=np.int64) + (start + begin))
-    return torch.from_numpy(values)
-
-
 def _drawn(spec: ParameterSpec, seed: int, index: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Draw the elements with these flat numbers for a random initial value, float32 in the index's
     shape."""

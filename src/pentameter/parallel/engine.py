@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import Batch, evaluation_rows
-from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.errors import ConfigError
 from pentameter.machine.on_host import on_host
 from pentameter.model.loss import AuxiliaryLoss
@@ -38,6 +37,7 @@ from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.layouts.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree, leaves, map_leaves
 
 
 @dataclass(frozen=True)

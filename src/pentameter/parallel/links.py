@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pentameter.machine.health import best_seconds
 from pentameter.parallel.mesh import Mesh
-from pentameter.parallel.waits import finish
+from pentameter.parallel.waits import pass_on
 
 MESSAGE_BYTES = 2**20
 
@@ -19,13 +19,12 @@ def measure_links(mesh: Mesh, device: torch.device) -> tuple[dict[str, float], l
     messages that did not arrive as they were sent. Collective."""
     seconds, faults = {}, []
     for dimension, group in mesh.named_groups.items():
-        rank, size = group.rank(), group.size()
-        after, before = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
+        before = dist.get_global_rank(group, (group.rank() - 1) % group.size())
         sent, received = _message(mesh.world.rank, device), torch.empty(0)
 
         def exchange() -> None:
             nonlocal received
-            received = pass_on(sent, after, before, group)  # noqa: B023 - called in this turn
+            received = pass_on(sent, group).wait()  # noqa: B023 - called in this turn
 
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # begin together
         seconds[dimension] = best_seconds(device, exchange)
@@ -36,21 +35,6 @@ def measure_links(mesh: Mesh, device: torch.device) -> tuple[dict[str, float], l
                 f"{n_wrong:,} of {len(received):,} differ"
             )
     return seconds, faults
-
-
-def pass_on(sent: Tensor, after: int, before: int, group: dist.ProcessGroup) -> Tensor:
-    """Send a tensor to rank `after`, and return the one with the same shape that rank `before`
-    sends. Collective over the group."""
-    received = torch.empty_like(sent)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, after, group),
-            dist.P2POp(dist.irecv, received, before, group),
-        ]
-    )
-    for work in works:
-        finish(work, "messages", group)
-    return received
 
 
 def _message(rank: int, device: torch.device) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 
-from pentameter.data.batches.tree import Tree
 from pentameter.errors import StorageError
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import compiler_error
@@ -28,6 +27,7 @@ from pentameter.parallel.sources.tied_parameters import give_memory
 from pentameter.parallel.tensor.tensor_products import gathered
 from pentameter.parallel.waits import BucketSums
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree
 
 REPLAYED_FLOPS = 2**43
 """FLOPs per micro-batch below which kernel launches are replayed as a CUDA graph. A fast GPU takes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,38 @@ def finish(work: dist.Work | None, collective: str, group: dist.ProcessGroup | N
     the traceback (`processes/failures/waiting.py`)."""
     assert work is not None  # this rank is a member
     work.wait()
+
+
+class Arriving(NamedTuple):
+    """A tensor that is being received, and the one that is being sent at the same time."""
+
+    received: Tensor
+    sent: Tensor
+    work: list[dist.Work]
+    group: dist.ProcessGroup
+
+    def wait(self) -> Tensor:
+        """Wait for both messages, and return the received tensor."""
+        for each in self.work:
+            finish(each, "messages", self.group)
+        return self.received
+
+
+def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Arriving:
+    """Start to send a tensor to the next rank in the group, and to receive one with the same shape
+    from the previous one; `wait` on the result returns the received one. Collective."""
+    after, before = (
+        dist.get_global_rank(group, (group.rank() + hop) % group.size()) for hop in (1, -1)
+    )
+    tensor = tensor.contiguous()
+    received = torch.empty_like(tensor)
+    work = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, after, group),
+            dist.P2POp(dist.irecv, received, before, group),
+        ]
+    )
+    return Arriving(received, tensor, work, group)
 
 
 class BucketSums:

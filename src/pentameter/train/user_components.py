@@ -15,7 +15,6 @@ from pentameter.checkpoint.folders.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.state.custom_optimizer import note_as_made
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch, Int64
-from pentameter.data.batches.tree import Tree, map_leaves, named_leaves
 from pentameter.errors import ConfigError
 from pentameter.keyed import WORD, bits, make_key
 from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
@@ -25,6 +24,7 @@ from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree, map_leaves, named_leaves
 
 BatchFunction = Callable[[int, Int64], Sequence[Any]]
 """`batches(step, rows)`: inputs and targets for a step's batch rows. `rows` holds their int64

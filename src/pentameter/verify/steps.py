@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
-from pentameter.data.batches.tree import leaves
 from pentameter.keyed import bits, make_key
 from pentameter.model import loss
 from pentameter.model.initial import fill
@@ -40,6 +39,7 @@ from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import BatchFunction, CustomBatches
+from pentameter.tree import leaves
 from pentameter.verify.jobs import Failed, Float64, Job, StepNumbers
 
 INIT_STD = 0.3

@@ -29,13 +29,13 @@ from pentameter.data.batches.orders import (
     Row,
     Streamed,
 )
-from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.shards.token_stream import tokens_for
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.layouts.layout import Layout
+from pentameter.tree import Tree, leaves, map_leaves
 
 Int64 = npt.NDArray[np.int64]
 

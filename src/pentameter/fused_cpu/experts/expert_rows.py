@@ -6,26 +6,21 @@ Shapes: N tokens, D d_model, k experts per token, R = N · k rows; P places of s
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pentameter.fused_cpu.kernels import precise
-from pentameter.fused_cpu.native import CHANNELS, address, library, serves
+from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.experts import Routing
 from pentameter.model.matmul import ROWS_PER_BLOCK
 
 
-class _ExpertRows(ctypes.Structure):
-    """ctypes mirror for the C++ struct `ExpertRows` in cpp/expert_rows.cpp: all arguments for one
-    kernel call."""
+class _ExpertRows(Struct):
+    """The C++ struct `ExpertRows` in cpp/expert_rows.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("places", "weights")),
-        *((name, ctypes.c_int64) for name in ("N", "k", "D", "low")),
-    )
+    _fields_ = fields("places weights", int64="N k D low")
 
 
 @dataclass(frozen=True)
@@ -55,11 +50,8 @@ def places_by_expert(routing: Routing) -> Places:
     if serves("vector", torch.float32, torch.float32):
         of_token = torch.empty_like(experts)
         ends, blank = experts.new_empty(E), experts.new_empty(n_blank)
-        library("vector").pentameter_place_expert_rows(
-            address(experts),
-            *map(ctypes.c_int64, (experts.numel(), E, ROWS_PER_BLOCK)),
-            *map(address, (of_token, ends, blank)),
-        )
+        sizes = (experts.numel(), E, ROWS_PER_BLOCK)
+        call("vector", "place_expert_rows", experts, *sizes, of_token, ends, blank)
         return Places(of_token, ends, blank)
     order, own_ends = routing.order()
     counts = own_ends.diff(prepend=own_ends.new_zeros(1))
@@ -79,7 +71,7 @@ def spread(x: Tensor, places: Places) -> Tensor:
     elsewhere."""
     out = x.new_empty(places.n_places, x.shape[1]).index_fill_(0, places.blank, 0)
     if _can_compute(x):
-        _call("spread", _job(places, None, x), out, None, x, None)
+        call("vector", "spread_expert_rows", _job(places, None, x), out, None, x, None)
         return out
     copies = x.repeat_interleave(places.of_token.shape[1], 0)
     return out.index_copy_(0, places.of_token.flatten(), copies)
@@ -90,7 +82,7 @@ def weighted_sum(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor
     sorted rows (P, D) and weights (N, k), or None for weights of 1."""
     if _can_compute(rows, weights):
         out = rows.new_empty(len(places.of_token), rows.shape[1])
-        _call("sum", _job(places, weights, rows), out, rows)
+        call("vector", "sum_expert_rows", _job(places, weights, rows), out, rows)
         return out
     of_token = precise(rows[places.of_token])
     if weights is not None:
@@ -110,7 +102,7 @@ def weighted_sum_gradients(
     g_rows = torch.empty_like(rows).index_fill_(0, places.blank, 0)
     if _can_compute(rows, weights):
         g, g_weights = g.contiguous(), torch.empty_like(weights)
-        _call("spread", _job(places, weights, g), g_rows, g_weights, g, rows)
+        call("vector", "spread_expert_rows", _job(places, weights, g), g_rows, g_weights, g, rows)
         return g_rows, g_weights
     g = precise(g)[:, None]
     weighted = (g * weights[..., None]).to(rows.dtype).flatten(0, 1)
@@ -129,10 +121,4 @@ def _job(places: Places, weights: Tensor | None, x: Tensor) -> _ExpertRows:
     """Return the C++ call's arguments for places, weights (N, k), and rows with x's width and
     dtype."""
     low, of_token = x.dtype is torch.bfloat16, places.of_token
-    return _ExpertRows(address(of_token), address(weights), *of_token.shape, x.shape[1], low)
-
-
-def _call(name: str, job: _ExpertRows, *tensors: Tensor | None) -> None:
-    """Call the kernel `pentameter_<name>_expert_rows` with the job and the tensors' addresses."""
-    kernel = getattr(library("vector"), f"pentameter_{name}_expert_rows")
-    kernel(ctypes.byref(job), *map(address, tensors))
+    return _ExpertRows(of_token, weights, *of_token.shape, x.shape[1], low)

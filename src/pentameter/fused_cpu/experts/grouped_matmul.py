@@ -8,13 +8,11 @@ ROWS_PER_BLOCK. Rows behind the last end belong to no group.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentameter.fused_cpu.native import Name, address, library, serves
+from pentameter.fused_cpu.native import Name, Struct, call, fields, serves
 from pentameter.model.matmul import (
     ROWS_PER_BLOCK,
     grouped_input_gradient,
@@ -29,14 +27,10 @@ MAX_TILED = 1 << 18
 each 32 rows, and beyond, PyTorch's products of larger blocks are faster."""
 
 
-class _GroupedMatmul(ctypes.Structure):
-    """ctypes mirror for the C++ struct `GroupedMatmul` in cpp/grouped_matmul.h: the sizes for one
-    kernel call."""
+class _GroupedMatmul(Struct):
+    """The C++ struct `GroupedMatmul` in cpp/grouped_matmul.h."""
 
-    _fields_ = (
-        ("ends", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("R", "E", "n_in", "n_out", "block")),
-    )
+    _fields_ = fields("ends", int64="R E n_in n_out block")
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
@@ -46,7 +40,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
         return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
     if (kernels := _kernels_for(weight.shape, rows, weight)) is not None:
         y, words = rows.new_empty(len(rows), weight.shape[1]), torch.empty_like(weight)
-        _call(kernels, "linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
+        call(kernels, "grouped_linear", _job(ends, len(rows), weight.shape), y, words, rows, weight)
         return y
     if _pytorch_takes(rows, weight):
         return _with_zeros(F.grouped_mm(rows, weight.mT, offs=ends.int()), ends)
@@ -58,7 +52,15 @@ def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     outputs)."""
     if (kernels := _kernels_for(weight.shape, g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
-        _call(kernels, "input_gradient", _job(ends, len(g), weight.shape), g_rows, words, g, weight)
+        call(
+            kernels,
+            "grouped_input_gradient",
+            _job(ends, len(g), weight.shape),
+            g_rows,
+            words,
+            g,
+            weight,
+        )
         return g_rows
     if _pytorch_takes(g, weight):
         return _with_zeros(F.grouped_mm(g, weight, offs=ends.int()), ends)
@@ -71,7 +73,7 @@ def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     shape = len(ends), g.shape[1], rows.shape[1]
     if (kernels := _kernels_for(shape, g, rows)) is not None:
         g_weight = g.new_empty(shape, dtype=torch.float32)
-        _call(kernels, "weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
+        call(kernels, "grouped_weight_gradient", _job(ends, len(g), shape), g_weight, g, rows)
         return g_weight
     if _pytorch_takes(g, rows):
         return F.grouped_mm(g.mT, rows, offs=ends.int())
@@ -96,7 +98,7 @@ def _kernels_for(shape: tuple[int, ...], *operands: Tensor) -> Name | None:
 def _multiplies_pairs() -> bool:
     """Return whether the vector library was compiled for a CPU that multiplies pairs of bf16
     numbers in one instruction."""
-    return bool(library("vector").pentameter_multiplies_pairs())
+    return bool(call("vector", "multiplies_pairs"))
 
 
 def _fits_kernel(x: Tensor) -> bool:
@@ -127,10 +129,4 @@ def _job(ends: Tensor, n_rows: int, shape: tuple[int, ...]) -> _GroupedMatmul:
     """Return the C++ call's sizes for so many rows and a weight with this shape (E, outputs,
     inputs)."""
     E, n_out, n_in = shape
-    return _GroupedMatmul(address(ends), n_rows, E, n_in, n_out, ROWS_PER_BLOCK)
-
-
-def _call(kernels: Name, name: str, job: _GroupedMatmul, *tensors: Tensor) -> None:
-    """Call `pentameter_grouped_<name>` of a library with the job and the tensors' addresses."""
-    kernel = getattr(library(kernels), f"pentameter_grouped_{name}")
-    kernel(ctypes.byref(job), *map(address, tensors))
+    return _GroupedMatmul(ends, n_rows, E, n_in, n_out, ROWS_PER_BLOCK)

@@ -6,7 +6,6 @@ Shapes: B batch, T sequence, D d_model, N = B · T tokens, E experts, k experts 
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from pentameter.config.choices import look_up
 from pentameter.fused_cpu.functions import FoldedLinear
 from pentameter.fused_cpu.kernels import precise
-from pentameter.fused_cpu.native import CHANNELS, address, library, serves
+from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.experts import Router, Routing
 
 IS_SIGMOID = {"softmax": False, "sigmoid": True}
@@ -59,26 +58,16 @@ def _can_choose(router: Router) -> bool:
     return config.router_groups is None and not (router.training and has_loss)
 
 
-class _LogitsJob(ctypes.Structure):
-    """ctypes mirror for the C++ struct `Logits` in cpp/router.cpp: all arguments for one kernel
-    call."""
+class _LogitsJob(Struct):
+    """The C++ struct `Logits` in cpp/router.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scale", "weight")),
-        *((name, ctypes.c_int64) for name in ("N", "D", "E", "rows", "low")),
-    )
+    _fields_ = fields("scale weight", int64="N D E rows low")
 
 
-class _ChoiceJob(ctypes.Structure):
-    """ctypes mirror for the C++ struct `Choice` in cpp/router.cpp: all arguments for one kernel
-    call."""
+class _ChoiceJob(Struct):
+    """The C++ struct `Choice` in cpp/router.cpp."""
 
-    _fields_ = (
-        ("balance", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("N", "E", "k")),
-        *((name, ctypes.c_int64) for name in ("sigmoid", "top_k_first", "renormalize")),
-        ("factor", ctypes.c_float),
-    )
+    _fields_ = fields("balance", int64="N E k sigmoid top_k_first renormalize", float32="factor")
 
 
 class _RouterLogits(Function):
@@ -91,7 +80,7 @@ class _RouterLogits(Function):
         ctx.save_for_backward(x, scale, weight)
         logits = weight.new_empty(*x.shape[:-1], len(weight))
         job = _logits_job(x, scale, weight)
-        library("vector").pentameter_router_logits(ctypes.byref(job), *map(address, (logits, x)))
+        call("vector", "router_logits", job, logits, x)
         return logits
 
     @staticmethod
@@ -102,9 +91,8 @@ class _RouterLogits(Function):
         job, g = _logits_job(x, scale, weight), g.contiguous()
         g_x, g_scale, g_weight = map(torch.empty_like, (x, scale, weight))
         partial_sums = weight.new_empty(-(-job.N // job.rows), *weight.shape)
-        library("vector").pentameter_router_logits_backward(
-            ctypes.byref(job), *map(address, (g_x, g_weight, g_scale, partial_sums, g, x))
-        )
+        to = (g_x, g_weight, g_scale, partial_sums)
+        call("vector", "router_logits_backward", job, *to, g, x)
         return g_x, g_scale, g_weight
 
 
@@ -113,7 +101,7 @@ def _logits_job(x: Tensor, scale: Tensor, weight: Tensor) -> _LogitsJob:
     E, D = weight.shape
     N = x.numel() // D
     rows = max(TOKENS_PER_SUM, -(-N // MOST_SUMS))  # whatever the number of threads
-    return _LogitsJob(address(scale), address(weight), N, D, E, rows, x.dtype is torch.bfloat16)
+    return _LogitsJob(scale, weight, N, D, E, rows, x.dtype is torch.bfloat16)
 
 
 class _ChosenExperts(Function):
@@ -127,10 +115,8 @@ class _ChosenExperts(Function):
         logits = logits.contiguous()
         weights = logits.new_empty(*logits.shape[:-1], router.config.n_chosen)
         experts, sums = torch.empty_like(weights, dtype=torch.int64), logits.new_empty(2)
-        library("vector").pentameter_choose_experts(
-            ctypes.byref(_choice_job(router, logits)),
-            *map(address, (experts, weights, sums, logits)),
-        )
+        job = _choice_job(router, logits)
+        call("vector", "choose_experts", job, experts, weights, sums, logits)
         ctx.save_for_backward(logits, experts, sums)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
@@ -144,10 +130,8 @@ class _ChosenExperts(Function):
         logits, experts, sums = ctx.saved_tensors
         g, g_logits = g.contiguous(), torch.empty_like(logits)
         counts = ctx.router.counts if ctx.router.training else None
-        library("vector").pentameter_choose_experts_backward(
-            ctypes.byref(_choice_job(ctx.router, logits)),
-            *map(address, (g_logits, counts, g, logits, experts)),
-        )
+        job = _choice_job(ctx.router, logits)
+        call("vector", "choose_experts_backward", job, g_logits, counts, g, logits, experts)
         if counts is not None:
             ctx.router.logit_sums.add_(sums)
         return g_logits, None
@@ -157,7 +141,7 @@ def _choice_job(router: Router, logits: Tensor) -> _ChoiceJob:
     """Return the C++ call's arguments for the router's settings and logits (B, T, E)."""
     config, E = router.config, logits.shape[-1]
     return _ChoiceJob(
-        address(router.balance if config.balance == "bias" else None),
+        router.balance if config.balance == "bias" else None,
         *(logits.numel() // E, E, config.n_chosen),
         look_up(IS_SIGMOID, config.router, "model.router", "the fused router"),
         config.router_top_k_first,

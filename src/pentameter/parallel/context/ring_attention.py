@@ -30,8 +30,9 @@ from pentameter.model.attention.dot_product import (
     for_each_head,
 )
 from pentameter.model.dropout import WeightsDropout
+from pentameter.parallel.context import cpu_attention
 from pentameter.parallel.mesh import group_named
-from pentameter.parallel.waits import finish
+from pentameter.parallel.waits import Arriving, pass_on
 
 TILE = 1024
 """Tokens per block, in queries and in keys, when attention weights are materialized."""
@@ -125,7 +126,7 @@ def attend_around(
         sums.copy_(sinks[:, None])
     travelling = torch.stack((k, v))
     for step in range(ring.size):
-        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        arriving = pass_on(travelling, ring.group) if step < ring.size - 1 else None
         keys, values = travelling
         for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
             block_qkv = (q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys])
@@ -166,9 +167,9 @@ def differentiate_around(
     q_grad = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     travelling = torch.stack((k, v))
     own_grads = torch.empty(0)
-    arriving_grads: _Arriving | None = None
+    arriving_grads: Arriving | None = None
     for step in range(ring.size):
-        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        arriving = pass_on(travelling, ring.group) if step < ring.size - 1 else None
         keys, values = travelling
         added = torch.zeros(travelling.shape, dtype=q_grad.dtype, device=q.device)
         for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
@@ -190,7 +191,7 @@ def differentiate_around(
         else:
             if arriving_grads is not None:
                 added += arriving_grads.wait()
-            arriving_grads = ring.pass_on(added)
+            arriving_grads = pass_on(added, ring.group)
         if arriving is not None:
             travelling = arriving.wait()
     if arriving_grads is not None:
@@ -241,35 +242,19 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _Ring:
-    """Sends to the next rank in a ring, receives from the previous one, and lists the blocks that
-    this rank computes. `chunk_starts` are the positions at which the sequence's chunks start, rank
-    after rank; `window` is how many tokens a query sees, 0 for all."""
+    """Lists the blocks that this rank of a ring computes. `chunk_starts` are the positions at which
+    the sequence's chunks start, rank after rank; `window` is how many tokens a query sees, 0 for
+    all."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
         self._window = window
         self.size = group.size()
-        self._group = group
+        self.group = group
         self._rank = group.rank()
         n_chunks = len(chunk_starts) // self.size
         self._starts = [
             chunk_starts[rank * n_chunks : (rank + 1) * n_chunks] for rank in range(self.size)
         ]
-
-    def pass_on(self, tensor: Tensor) -> _Arriving:
-        """Start to send a tensor to the next rank, and to receive one with the same shape from the
-        previous rank; `wait` on the result returns the received one."""
-        after, before = (
-            dist.get_global_rank(self._group, (self._rank + hop) % self.size) for hop in (1, -1)
-        )
-        tensor = tensor.contiguous()
-        received = torch.empty_like(tensor)
-        work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, after, self._group),
-                dist.P2POp(dist.irecv, received, before, self._group),
-            ]
-        )
-        return _Arriving(received, tensor, work, self._group)
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
         """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at
@@ -286,21 +271,6 @@ class _Ring:
                 is_near = not self._window or first_query - last_key < self._window
                 if first_key <= first_query and is_near:
                     yield _Block(query_slice, key_slice, first_query, first_key, self._window)
-
-
-class _Arriving(NamedTuple):
-    """A tensor that is being received, and the one that is being sent at the same time."""
-
-    received: Tensor
-    sent: Tensor
-    work: list[dist.Work]
-    group: dist.ProcessGroup
-
-    def wait(self) -> Tensor:
-        """Wait for both messages, and return the received tensor."""
-        for each in self.work:
-            finish(each, "messages", self.group)
-        return self.received
 
 
 def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, slice]]:
@@ -339,9 +309,7 @@ def _attend_block(
     with torch.autocast(q.device.type, enabled=False):
         k, v = for_each_head(k, q), for_each_head(v, q)
         if not _is_explicit(q, dropout, block.window):
-            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, block.is_causal
-            )
+            out, sums = cpu_attention.FORWARD(q, k, v, 0.0, block.is_causal)
             return out, sums
         scores = _scores(q, k, block)
         sums = scores.logsumexp(-1)
@@ -369,16 +337,11 @@ def _differentiate_block(
     with torch.autocast(q.device.type, enabled=False):
         k, v = for_each_head(k, q), for_each_head(v, q)
         if not _is_explicit(q, dropout, block.window):
-            q_grad, k_grad, v_grad = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad, q, k, v, out, sums, 0.0, block.is_causal
-                )
+            q_grad, *kv_grads = cpu_attention.BACKWARD(
+                grad, q, k, v, out, sums, 0.0, block.is_causal
             )
-            return (
-                q_grad,
-                _over_query_heads(k_grad, n_kv_heads),
-                _over_query_heads(v_grad, n_kv_heads),
-            )
+            k_grad, v_grad = (_over_query_heads(each, n_kv_heads) for each in kv_grads)
+            return q_grad, k_grad, v_grad
         weights = _weights(_scores(q, k, block), sums)
         weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
         left = weights

@@ -148,21 +148,21 @@ class Grid(TensorContext):
 
     def columns_matmul(self, weight: Tensor) -> Summa | Product3d:
         """Return the distributed matmul x (…, D) → x · Wᵀ (…, N) for a column-parallel weight
-        (N, D): SUMMA in 2-D and 2.5-D, the 3-D algorithm otherwise."""
-        n_out, precision = weight.shape[0], self.arithmetic.precision
-        if not self.layout.is_3d:
-            return Summa(n_out, self.row, self.tensor, precision)
-        groups = (self.depth, self.row, self.tensor)
-        return Product3d(self.width(n_out), self.row_shard(n_out), 0, *groups, precision)
+        (N, D)."""
+        return self._matmul(weight, 0, (self.depth, self.row, self.tensor))
 
     def stream_matmul(self, weight: Tensor) -> Summa | Product3d:
-        """Return the distributed matmul x (…, K) → x · Wᵀ (…, D) for a row-parallel weight (D, K):
-        SUMMA in 2-D and 2.5-D, the 3-D algorithm otherwise."""
-        (n_out, n_in), precision = weight.shape, self.arithmetic.precision
+        """Return the distributed matmul x (…, K) → x · Wᵀ (…, D) for a row-parallel weight
+        (D, K)."""
+        return self._matmul(weight, 1, (self.tensor, self.row, self.depth))
+
+    def _matmul(self, weight: Tensor, cut: int, groups: tuple[str, str, str]) -> Summa | Product3d:
+        """Return SUMMA in 2-D and 2.5-D, else the 3-D algorithm, in which `row` shards dimension
+        `cut` of the weight."""
+        precision, n_cut = self.arithmetic.precision, weight.shape[cut]
         if not self.layout.is_3d:
-            return Summa(n_out, self.row, self.tensor, precision)
-        groups = (self.tensor, self.row, self.depth)
-        return Product3d(self.width(n_in), self.row_shard(n_in), 1, *groups, precision)
+            return Summa(len(weight), self.row, self.tensor, precision)
+        return Product3d(self.width(n_cut), self.row_shard(n_cut), cut, *groups, precision)
 
     def vector(self, vector: Tensor | None) -> Tensor | None:
         """Return this rank's elements of a vector (N,) that belongs to column-parallel outputs,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import (
 from pentameter.config.choices import refuse_unknown
 from pentameter.model.experts import Router
 from pentameter.parallel.linear import Forward
+from pentameter.tree import map_leaves
 
 _SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _SAVED_NAMES = (
@@ -118,7 +118,7 @@ class _Keeping(TorchDispatchMode):
         """Run the operation, and keep its result, without what autograd will attach to it."""
         result = func(*args, **(kwargs or {}))
         if self._policy(None, func) is CheckpointPolicy.MUST_SAVE:
-            self._results[func].append(tree_map(_detached, result))
+            self._results[func].append(map_leaves(_detached, result))
         return result
 
 

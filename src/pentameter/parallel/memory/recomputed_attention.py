@@ -16,7 +16,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-MARKED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+from pentameter.parallel.context import cpu_attention
+
+MARKED = cpu_attention.FORWARD.default
 _library = torch.library.Library("pentameter", "FRAGMENT")
 _library.define("recomputed_attention" + str(MARKED._schema).removeprefix(MARKED.name()))
 _library.impl("recomputed_attention", MARKED, "CompositeExplicitAutograd")

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pentameter.parallel.waits import finish
 
+META = torch.device("meta")
 SCHEDULES_LET_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
 """Whether PyTorch's schedules release sent activations: since torch 2.15, which also allocates no
 buffers in advance, so that a BoundedStage finds none to drop."""
@@ -40,21 +41,21 @@ class BoundedStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives for micro-batch `fwd_chunk_id`'s input activations, into buffers
         allocated now."""
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives for the gradients of micro-batch `bwd_chunk_id`'s output, into
         buffers allocated now; for a schedule without backward passes, nothing is allocated."""
         if self.has_backward:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+            _move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run micro-batch `fwd_chunk_id`'s forward pass, free its receive buffer, and return the
         output: the residual stream (B, T, D), the summed loss (1,) or logits (B, T, V)."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _release(self.args_recv_info[fwd_chunk_id])
+        _move_buffers(self.args_recv_info[fwd_chunk_id], META)
         return output
 
     def backward_one_chunk(
@@ -70,7 +71,7 @@ class BoundedStage(PipelineStage):
         last backward pass, for DDP and FSDP."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
-            _release(self.grad_recv_info[bwd_chunk_id])
+            _move_buffers(self.grad_recv_info[bwd_chunk_id], META)
         if loss is not None:  # the schedule keeps it, and its graph would keep the stage's input
             loss.detach_()
 
@@ -180,20 +181,10 @@ class _WithoutMemory(dict[int, Any]):
 
     def __setitem__(self, micro_batch: int, infos: Iterable[Any]) -> None:
         super().__setitem__(micro_batch, infos)
-        _release(infos)
+        _move_buffers(infos, META)
 
 
-def _allocate(infos: Iterable[Any], device: torch.device) -> None:
-    """Give each receive buffer memory on `device`."""
-    _replace_buffers(infos, device)
-
-
-def _release(infos: Iterable[Any]) -> None:
-    """Replace each receive buffer by one on `meta`."""
-    _replace_buffers(infos, torch.device("meta"))
-
-
-def _replace_buffers(infos: Iterable[Any], device: torch.device) -> None:
+def _move_buffers(infos: Iterable[Any], device: torch.device) -> None:
     """Replace the buffer in each of PyTorch's receive infos by an empty one with the same shape and
     dtype on `device`. Infos without a buffer (the first stage's inputs) stay."""
     for info in infos:

@@ -20,7 +20,6 @@ from torch.distributed.pipelining import (
 )
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
-from pentameter.data.batches.tree import Tree, leaves
 from pentameter.parallel.pipeline.bounded_stage import (
     SCHEDULES_LET_GO,
     BoundedStage,
@@ -29,6 +28,7 @@ from pentameter.parallel.pipeline.bounded_stage import (
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.architecture import residual_stream
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree, leaves
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

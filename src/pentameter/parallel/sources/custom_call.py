@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.tree import Tree
 from pentameter.errors import ConfigError
 from pentameter.model.loss import loss_sum
 from pentameter.parallel.sources.model_source import Call
+from pentameter.tree import Tree
 
 Gives = Literal["logits", "loss", "both"]
 

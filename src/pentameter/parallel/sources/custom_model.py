@@ -23,7 +23,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.tree import Tree
 from pentameter.errors import ConfigError
 from pentameter.keyed import bits, make_key
 from pentameter.parallel.linear import install_forwards
@@ -47,6 +46,7 @@ from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
 from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree
 
 Build = Callable[[Config], nn.Module]
 TensorTable = Callable[[Config, Placement], Mapping[str, ParallelStyle]]

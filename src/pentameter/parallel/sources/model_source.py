@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.planning.adapters import TableOf
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
+from pentameter.tree import Tree, leaves, map_leaves
 
 Call = Callable[[nn.Module, Tree, Tree | None, Tensor | None], Tensor]
 """`call(slice, x, targets, keys)`: runs a slice. The last slice returns the summed loss over

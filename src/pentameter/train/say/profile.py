@@ -104,7 +104,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if _is_on_gpu(run):
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
+            _record_allocations(stacks="python", max_entries=MEMORY_EVENTS)
         self._begun = step
         self._recording = profile(activities=activities)
         self._recording.start()
@@ -189,10 +189,15 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
     ]
 
 
+def _record_allocations(**options: Any) -> None:
+    """Record a GPU's allocations as PyTorch's `options` say."""
+    torch.cuda.memory._record_memory_history(**options)
+
+
 def _forget_memory(run: TrainingRun) -> None:
     """Stop recording GPU allocations; does nothing on a CPU."""
     if _is_on_gpu(run):
-        torch.cuda.memory._record_memory_history(enabled=None)
+        _record_allocations(enabled=None)
 
 
 def _is_on_gpu(run: TrainingRun) -> bool:

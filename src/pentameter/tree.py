@@ -1,4 +1,5 @@
-"""A batch's structure: arrays or tensors in nested dicts, lists, tuples and named tuples."""
+"""Nested dicts, lists, tuples and named tuples: of arrays or tensors, as a batch is, or of anything
+else."""
 
 from __future__ import annotations
 
