@@ -155,7 +155,7 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
         if part == "all":
-            other, every = not config.model.tied_head, _all_cases()
+            other, every = not config.model.tied_head, all_cases()
             possible = [*every["plain"], *every["experts"]]
             possible += (replace(case, tied_head=other) for case in every["other_head"])
             if config.model.shares_kv_heads and config.model.qk_norm != "width":
@@ -182,7 +182,7 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
 
 
 @cache
-def _all_cases() -> Mapping[str, list[Case]]:
+def all_cases() -> Mapping[str, list[Case]]:
     """Return the cases in layouts.toml, by the kind of model that they are for."""
     text = Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")
     return {kind: list(map(_parse, layouts)) for kind, layouts in tomllib.loads(text).items()}
