@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pentameter.checkpoint.folders.opening import Checkpoint
@@ -122,24 +123,15 @@ def _evaluate(
     step: int,
     should_stop: Callable[[], bool],
 ) -> EvalMetrics | None:
+    work: Callable[..., EvalMetrics | None]
     if isinstance(evaluated, EncodedQuestions):
         row_length = run.engine.source.row_length(run.plan, evaluated.longest)
-        return evaluate_multiple_choice(
-            run.engine,
-            evaluated,
-            name=name,
-            step=step,
-            batch_size=evaluation_batch_size(run.plan, row_length),
-            should_stop=should_stop,
-        )
-    return evaluate(
-        run.engine,
-        evaluated,
-        name=name,
-        step=step,
-        batch_size=evaluation_batch_size(run.plan, run.config.model.context_length),
-        should_stop=should_stop,
-    )
+        work = partial(evaluate_multiple_choice, run.engine, evaluated)
+    else:
+        row_length = run.config.model.context_length
+        work = partial(evaluate, run.engine, evaluated)
+    batch_size = evaluation_batch_size(run.plan, row_length)
+    return work(name=name, step=step, batch_size=batch_size, should_stop=should_stop)
 
 
 def _last_and_best(run: TrainingRun) -> tuple[Checkpoint | None, Checkpoint | None]:
