@@ -119,10 +119,10 @@ def test_after_a_failed_save_of_the_best_the_same_checkpoint_is_told_of_and_open
     chosen["checkpoint"] = {"on_error": "warn", "keep_last": 1}
     real = CheckpointStore.plan
 
-    def plan(self, step, *arguments, **options):
-        if step == 8:
+    def plan(self, contents, *arguments, **options):
+        if contents.step == 8:
             raise StorageError("the disk is full")
-        return real(self, step, *arguments, **options)
+        return real(self, contents, *arguments, **options)
 
     monkeypatch.setattr(CheckpointStore, "plan", plan)
     trainer, _ = fit(tmp_path / "run", sections=chosen, schedule=spoils)

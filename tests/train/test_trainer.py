@@ -246,7 +246,7 @@ def test_a_loss_that_stays_non_finite_ends_with_70_and_names_the_batch(tmp_path,
 def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
     from pentameter.checkpoint.folders.store import CheckpointStore
 
-    def plan(self, step, *arguments, **options):
+    def plan(self, contents, *arguments, **options):
         raise StorageError("no space left on device")
 
     monkeypatch.setattr(CheckpointStore, "plan", plan)

@@ -207,8 +207,8 @@ def prune_before_the_commit() -> None:
     """The old checkpoints are removed when the new one is planned: its writing may yet fail."""
 
     def make(real):
-        def plan(self, step, *arguments, **options):
-            planned = real(self, step, *arguments, **options)
+        def plan(self, contents, *arguments, **options):
+            planned = real(self, contents, *arguments, **options)
             if planned.world.is_main:
                 for candidate in list(self._folders.own()):
                     self._folders.discard(candidate.path)
