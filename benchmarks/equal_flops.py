@@ -26,7 +26,7 @@ from pentameter.planning.plan import make_plan
 
 WIDTH = 256
 SHRUNK = {
-    **{"model.n_layers": 4, "model.n_heads": 4, "model.d_model": WIDTH},
+    **{"model.n_layers": 4, "model.attention.n_heads": 4, "model.d_model": WIDTH},
     **{"model.context_length": 256, "model.vocab_size": None, "model.vocab_multiple": 64},
     **{"data.corpus": "stdlib", "data.tokenizer": "bpe:4096"},
     **{"train.tokens_per_step": 8192, "train.micro_batch_size": None, "train.device": "cpu"},

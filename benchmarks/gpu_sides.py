@@ -47,7 +47,7 @@ class Ours:
     def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.plan, self.precision = plan, precision
         fused = False
-        if device.type == "cuda" and plan.config.model.attention_dropout:
+        if device.type == "cuda" and plan.config.model.attention.dropout:
             chosen = choose_compute(plan)  # looks at the kernels, as the trainer does
             fused, obstacle = chosen.drops_by_blocks, chosen.dropout_obstacle
             print(f"attention drops {'in kernels' if fused else f'written out: {obstacle}'}")
@@ -95,10 +95,10 @@ class Plain:
             plan.vocab_size_padded,
             model.context_length,
             model.n_layers,
-            model.n_heads,
+            model.attention.n_heads,
             model.d_model,
             model.dropout,
-            model.attention_dropout,
+            model.attention.dropout,
             bias=model.bias,
         ).to(device)
         plain.train()

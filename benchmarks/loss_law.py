@@ -23,7 +23,12 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.plan import make_plan
 
 RECIPE: dict[str, Any] = {
-    "model": {"activation": "relu2", "norm": "rmsnorm", "positions": "rotary", "qk_norm": "head"},
+    "model": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "attention": {"qk_norm": "head"},
+        "feed_forward": {"activation": "relu2"},
+    },
     "optimizer": {"name": "muon"},
     "schedule": {"name": "linear", "min_learning_rate": 0.0},
 }
@@ -40,7 +45,7 @@ def config_of(run: dict[str, Any], text: str) -> Config:
     changed: dict[str, Any] = {"data": data, "train": {"sample_interval": None, "compile": True}}
     if not run.get("quickstart"):
         d, context = run["d"], run.get("context", 256)
-        model = {"d_model": d, "n_layers": run["layers"], "n_heads": max(1, d // 32)}
+        model = {"d_model": d, "n_layers": run["layers"], "attention": {"n_heads": max(1, d // 32)}}
         batch = {"batch_size": run.get("batch", 2048) // context}
         rate = {"learning_rate": run.get("rate", 3e-3), "weight_decay": run.get("decay", 0.1)}
         changed = {

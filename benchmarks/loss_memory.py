@@ -71,7 +71,11 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     from pentameter.parallel.memory.recomputation import recomputed
 
     config = ModelConfig(
-        vocab_size=64, context_length=CONTEXT, n_layers=LAYERS, n_heads=12, d_model=WIDTH
+        vocab_size=64,
+        context_length=CONTEXT,
+        n_layers=LAYERS,
+        d_model=WIDTH,
+        attention={"n_heads": 12},
     )
     model = build_model(config, 0, device=device).train()
     if variant != "kept":

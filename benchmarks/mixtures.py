@@ -60,18 +60,20 @@ MOST_STAGES = 8
 
 def _keys(
     layers: int, width: int, heads: tuple[int, int, int], vocab: int, experts: tuple[int, int, int],
-    **more: Any,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A model's keys. heads: query heads, key and value heads, channels of each. experts: how many,
     how many per token, the inner width."""
     n_heads, n_kv_heads, head_size = heads
     n_experts, n_chosen, d_expert = experts
     keys = {
-        "n_layers": layers, "d_model": width, "n_heads": n_heads, "n_kv_heads": n_kv_heads,
-        "head_size": head_size, "vocab_size": vocab, "n_experts": n_experts,
-        "experts_per_token": n_chosen, "d_expert": d_expert, "d_ff": d_expert, "norm": "rmsnorm",
-        "activation": "swiglu", "positions": "rotary", "tied_head": False, "bias": False,
-        "qkv_bias": False, **more,
+        "n_layers": layers, "d_model": width, "vocab_size": vocab, "norm": "rmsnorm",
+        "positions": "rotary", "tied_head": False,
+        "attention.n_heads": n_heads, "attention.n_kv_heads": n_kv_heads,
+        "attention.head_size": head_size,
+        "feed_forward.width": d_expert, "feed_forward.activation": "swiglu",
+        "experts.count": n_experts, "experts.per_token": n_chosen, "experts.width": d_expert,
+        **(more or {}),
     }  # fmt: skip
     return {f"model.{key}": value for key, value in keys.items()}
 
@@ -79,8 +81,9 @@ def _keys(
 def _gpt_oss(layers: int, n_experts: int) -> dict[str, Any]:
     """gpt-oss without its attention sinks, one number per head."""
     return _keys(
-        layers, 2880, (64, 8, 64), 201088, (n_experts, 4, 2880), bias=True, qkv_bias=True,
-        sliding_window=128, sliding_window_pattern=2,
+        layers, 2880, (64, 8, 64), 201088, (n_experts, 4, 2880),
+        {"bias": True, "attention.qkv_bias": True, "attention.sliding_window": 128,
+         "attention.sliding_window_pattern": 2},
     )  # fmt: skip
 
 
@@ -96,12 +99,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8x70b": ("quickstart", _keys(80, 8192, (64, 8, 128), 128256, (8, 2, 28672))),
     "qwen2-57b-a14b": ("quickstart", _keys(
         28, 3584, (28, 4, 128), 151936, (64, 8, 2560),
-        n_shared_experts=8, shared_expert_gate=True, qkv_bias=True)),
+        {"experts.n_shared": 8, "experts.shared_gate": True, "attention.qkv_bias": True})),
     "gpt-oss-20b": ("quickstart", _gpt_oss(24, 32)),
     "gpt-oss-120b": ("quickstart", _gpt_oss(36, 128)),
     "olmoe dense 1.3b twin": ("olmoe-1b-7b", {
-        "model.n_experts": None, "model.experts_per_token": None, "model.d_expert": None,
-        "model.balance": "none", "model.router_z_loss": 0.0, "model.d_ff": 8192}),
+        "model.experts.count": None, "model.experts.per_token": None, "model.experts.width": None,
+        "model.router.balance": "none", "model.router.z_loss": 0.0,
+        "model.feed_forward.width": 8192}),
 }  # fmt: skip
 """Maps a row's model to a preset and the keys that differ. Missing are models of other layers than
 attention and feed-forward ones (Nemotron's, DeepSeek-V4's)."""
@@ -372,11 +376,11 @@ class MixtureRow:
             return 1.0
         size, within, nodes = Links(layout, cluster).group("expert")
         n_parts = nodes if nodes > 1 else size
-        k, shards = model.n_chosen, layout.expert_tensor
+        k, shards = model.experts.n_chosen, layout.expert_tensor
         if "DeepEP" in f"{self.facts.get('dispatcher')} {self.facts.get('kernels')}":
             n_reached = (n_parts - 1) * (1 - (1 - 1 / n_parts) ** k)
-            if nodes > 1 and model.router_open_groups is not None:
-                n_reached = min(n_reached, model.router_open_groups * (n_parts - 1) / n_parts)
+            if nodes > 1 and model.router.open_groups is not None:
+                n_reached = min(n_reached, model.router.open_groups * (n_parts - 1) / n_parts)
             return n_reached / (k * shards * (n_parts - 1) / n_parts)
         return 1 / shards if nodes > 1 and within % shards == 0 else 1.0
 

@@ -27,13 +27,13 @@ from pentameter.planning.layouts.layout import parse_layout
 from scaling_group import Group
 
 VOCABULARY = 65
-CHARACTERS: dict[str, Any] = {"model.dropout": 0.0, "model.attention_dropout": 0.0}
+CHARACTERS: dict[str, Any] = {"model.dropout": 0.0, "model.attention.dropout": 0.0}
 MODERN: dict[str, Any] = {
     **CHARACTERS,
-    "model.n_kv_heads": 2,
-    "model.d_ff": 1024,
+    "model.attention.n_kv_heads": 2,
+    "model.feed_forward.width": 1024,
     "model.norm": "rmsnorm",
-    "model.activation": "swiglu",
+    "model.feed_forward.activation": "swiglu",
     "model.positions": "rotary",
     "model.vocab_size": 8192,
 }

@@ -47,9 +47,9 @@ ROWS = "planner/published_rows.json"
 H100_2023 = "h100-2023"
 """An H100 with the libraries of 2023."""
 GPT: dict[str, Any] = {
-    "model.activation": "gelu_tanh",
+    "model.feed_forward.activation": "gelu_tanh",
     "model.bias": True,
-    "model.qkv_bias": True,
+    "model.attention.qkv_bias": True,
     "data.corpus": "stdlib",
     "train.precision": "bf16",
 }
@@ -99,7 +99,7 @@ def _model(
     return {
         "model.n_layers": layers,
         "model.d_model": width,
-        "model.n_heads": heads,
+        "model.attention.n_heads": heads,
         "model.vocab_size": vocab,
         "model.context_length": context,
         **{f"model.{key}": value for key, value in more.items()},
@@ -128,7 +128,7 @@ def llm_foundry(table: Mapping[str, Any]) -> Iterator[Row]:
             settings={
                 **_model(layers, width, heads, 50368, context, tied_head=True),
                 "model.bias": False,
-                "model.qkv_bias": False,
+                "model.attention.qkv_bias": False,
                 "train.batch_size": batch,
                 "train.micro_batch_size": int(row["MicroBatchSize"]),
                 "train.activation_checkpoint": recompute,
@@ -197,7 +197,7 @@ def nanotron(table: Mapping[str, Any]) -> Iterator[Row]:
         settings = {
             **_model(layers, width, heads, vocab, context, tied_head=tied, **llama(d_ff)),
             "model.bias": False,
-            "model.qkv_bias": False,
+            "model.attention.qkv_bias": False,
             "train.batch_size": batch,
             "train.micro_batch_size": row["mbs"],
         }
@@ -239,7 +239,7 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
 def llama3_8b(context: int) -> dict[str, Any]:
     """The keys of Llama 3 8B."""
     model = _model(32, 4096, 32, 128256, context, tied_head=False, **llama(14336, 8))
-    return {**model, "model.bias": False, "model.qkv_bias": False}
+    return {**model, "model.bias": False, "model.attention.qkv_bias": False}
 
 
 def own_runs() -> Iterator[Row]:
@@ -262,11 +262,10 @@ def own_runs() -> Iterator[Row]:
 def llama(d_ff: int, n_kv_heads: int | None = None) -> dict[str, Any]:
     """The keys of a Llama-like model."""
     return {
-        "d_ff": d_ff,
-        "n_kv_heads": n_kv_heads,
         "norm": "rmsnorm",
-        "activation": "swiglu",
         "positions": "rotary",
+        "attention": {"n_kv_heads": n_kv_heads},
+        "feed_forward": {"width": d_ff, "activation": "swiglu"},
     }
 
 

@@ -27,7 +27,12 @@ from pentameter.model.initial import initialize
 from plain_gpt import PlainGPT
 
 CHARACTER_GPT = ModelConfig(
-    vocab_size=65, context_length=256, n_layers=6, n_heads=6, d_model=384, residual_init_scale=True
+    vocab_size=65,
+    context_length=256,
+    n_layers=6,
+    d_model=384,
+    residual_init_scale=True,
+    attention={"n_heads": 6},
 )
 TARGETS = {1: 10.0, 16: 20.0}
 

@@ -65,8 +65,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zero-bubble-v": {"virtual_stages": 2},
 }
 # Large products and little else: what a pipeline sends is 1 % of the time it computes.
-COMPUTE_BOUND = {"n_layers": 8, "n_heads": 12, "d_model": 768, "context_length": 256}
-TINY = {"n_layers": 4, "n_heads": 2, "d_model": 32, "context_length": 32}
+COMPUTE_BOUND = {"n_layers": 8, "d_model": 768, "context_length": 256, "attention": {"n_heads": 12}}
+TINY = {"n_layers": 4, "d_model": 32, "context_length": 32, "attention": {"n_heads": 2}}
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def layouts_part(
     n_rows = (4 if asked.tiny else 16) // group.n_processes  # of a micro-batch
     base = {"train.compile": False, "train.micro_batch_size": n_rows}
     if group.n_processes == 4:
-        base["model.n_heads"] = 4 if asked.tiny else 8  # which four can divide
+        base["model.attention.n_heads"] = 4 if asked.tiny else 8  # which four can divide
     whole = make_plan(character_gpt(asked, base))
     sides = [Side("1 process", whole, one)]
     for name, values in layouts.items():
@@ -289,7 +289,7 @@ def schedule_plan(
 ) -> Plan:
     n_rows = 2  # of a micro-batch: 512 tokens
     sizes = TINY if asked.tiny else COMPUTE_BOUND
-    plain = {"vocab_size": 256, "dropout": 0.0, "attention_dropout": 0.0}
+    plain = {"vocab_size": 256, "dropout": 0.0, "attention": {"dropout": 0.0}}
     config = load_config(
         "shakespeare-char",
         {

@@ -37,9 +37,11 @@ from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
 
 MODELS = {
-    "character": ModelConfig(vocab_size=65, context_length=256, n_layers=6, n_heads=6, d_model=384),
+    "character": ModelConfig(
+        vocab_size=65, context_length=256, n_layers=6, d_model=384, attention={"n_heads": 6}
+    ),
     "gpt2-124m": ModelConfig(
-        vocab_size=50257, context_length=1024, n_layers=12, n_heads=12, d_model=768
+        vocab_size=50257, context_length=1024, n_layers=12, d_model=768, attention={"n_heads": 12}
     ),
 }
 AIM = 0.9  # of sampling 16 texts as one batch, at 16 streams

@@ -33,8 +33,12 @@ from pentameter.machine.capabilities import machine_capabilities
 from pentameter.planning.plan import Plan, make_plan
 
 MODERN = {
-    **{"model.norm": "rmsnorm", "model.positions": "rotary", "model.qk_norm": "head"},
-    **{"model.n_kv_heads": 2, "model.activation": "swiglu", "model.d_ff": 1024},
+    **{"model.norm": "rmsnorm", "model.positions": "rotary", "model.attention.qk_norm": "head"},
+    **{
+        "model.attention.n_kv_heads": 2,
+        "model.feed_forward.activation": "swiglu",
+        "model.feed_forward.width": 1024,
+    },
 }
 """What a Llama or a Qwen has and the character GPT has not, at its width and depth."""
 LAST = 10  # losses that are compared
@@ -47,7 +51,7 @@ def plan_of(side: str, attention_dropout: float) -> Plan:
     if side in PRESETS:
         config = load_config(PRESETS[side], {"train.device": "cpu"})
     else:
-        gpt = {"model.attention_dropout": attention_dropout, "train.device": "cpu"}
+        gpt = {"model.attention.dropout": attention_dropout, "train.device": "cpu"}
         config = load_config("shakespeare-char", gpt | (MODERN if side == "modern" else {}))
     return make_plan(config, open_dataset(config.data).vocab_size)
 

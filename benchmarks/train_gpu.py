@@ -41,12 +41,12 @@ MOST_STEPS_OF_A_TURN = 1000
 GPT2_124M = {
     "model": {
         "vocab_size": 50257,
-        "vocab_multiple": 128,  # 50,304 rows
+        "vocab_multiple": 128,
         "context_length": 1024,
         "n_layers": 12,
-        "n_heads": 12,
         "d_model": 768,
         "residual_init_scale": True,
+        "attention": {"n_heads": 12},
     },
     "optimizer": {"learning_rate": 6e-4, "betas": [0.9, 0.95]},
     "train": {"tokens_per_step": 524_288, "micro_batch_size": 64},  # 2**19 = 8 × 64 × 1,024
@@ -56,10 +56,10 @@ CHAR = {
         "vocab_size": 65,
         "context_length": 256,
         "n_layers": 6,
-        "n_heads": 6,
         "d_model": 384,
         "dropout": 0.2,
         "residual_init_scale": True,
+        "attention": {"n_heads": 6},
     },
     "train": {"batch_size": 64, "micro_batch_size": 64},
 }
@@ -69,16 +69,16 @@ TINY = {
         "vocab_multiple": 64,
         "context_length": 32,
         "n_layers": 2,
-        "n_heads": 2,
         "d_model": 32,
         "dropout": 0.1,
+        "attention": {"n_heads": 2},
     },
     "train": {"batch_size": 8, "micro_batch_size": 4},
 }
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2-124m": GPT2_124M,
     "char": CHAR,
-    "char-attention-dropout": {**CHAR, "model": {**CHAR["model"], "attention_dropout": 0.2}},
+    "char-attention-dropout": {**CHAR, "model": {**(CHAR["model"]), "attention": {"dropout": 0.2}}},
     "tiny": TINY,
 }
 AIMS = {

@@ -33,7 +33,13 @@ from pentameter.planning.plan import make_plan
 from pentameter.processes.group.world import World
 from pentameter.train.update import update_weights
 
-MODEL = {"vocab_size": 4000, "context_length": 8, "n_layers": 4, "n_heads": 8, "d_model": 512}
+MODEL = {
+    "vocab_size": 4000,
+    "context_length": 8,
+    "n_layers": 4,
+    "d_model": 512,
+    "attention": {"n_heads": 8},
+}
 
 
 def configuration(zero: int, nproc: int, micro_batches: int, precision: str) -> Config:

@@ -59,7 +59,9 @@ class StateSpaceModel(nn.Module):
         super().__init__()
         if layers.start == 0:
             self.embedding = nn.Embedding(model.vocab_size, model.d_model)
-        self.blocks = nn.ModuleDict({str(n): Block(model.d_model, model.d_ff) for n in layers})
+        self.blocks = nn.ModuleDict(
+            {str(n): Block(model.d_model, model.feed_forward.width) for n in layers}
+        )
         if layers.stop == model.n_layers:
             self.norm = nn.LayerNorm(model.d_model)
             self.head = nn.Linear(model.d_model, model.vocab_size, bias=False)
@@ -102,7 +104,12 @@ MODEL = pm.OwnModel(build, slice=build_slice, tensor_table=tensor_table, blocks=
 
 def verify():
     """Print how far each layout is from one process; every number of three steps is compared."""
-    small = {"model.n_layers": 5, "model.d_model": 12, "model.n_heads": 2, "model.d_ff": 16}
+    small = {
+        "model.n_layers": 5,
+        "model.d_model": 12,
+        "model.attention.n_heads": 2,
+        "model.feed_forward.width": 16,
+    }
     config = pm.load_config("grammar", {**small, "model.context_length": 16})
     outcomes = pm.verify_model(config, model=MODEL)
     for each in outcomes:

@@ -85,7 +85,10 @@ class VisionTransformer(nn.Module):
             self.patch = nn.Linear(PATCH * PATCH, model.d_model)
             self.position = nn.Embedding(N_PATCHES, model.d_model)
         self.blocks = nn.ModuleDict(
-            {str(n): Block(model.d_model, model.n_heads, model.d_ff) for n in layers}
+            {
+                str(n): Block(model.d_model, model.attention.n_heads, model.feed_forward.width)
+                for n in layers
+            }
         )
         if layers.stop == model.n_layers:
             self.norm = nn.LayerNorm(model.d_model)
@@ -149,8 +152,8 @@ SETTINGS = {
     "model.context_length": N_PATCHES,
     "model.n_layers": 4,
     "model.d_model": 64,
-    "model.n_heads": 4,
-    "model.d_ff": 128,
+    "model.attention.n_heads": 4,
+    "model.feed_forward.width": 128,
     "train.batch_size": 64,
     "train.steps": 300,
     "data.grammar.n_characters": 2000,  # a run has a text; this one never reads it
@@ -170,7 +173,12 @@ class HeldOut:
 
 def verify(layouts="all"):
     """Print how far each layout is from one process; every number of three steps is compared."""
-    small = {"model.n_layers": 4, "model.d_model": 12, "model.n_heads": 2, "model.d_ff": 16}
+    small = {
+        "model.n_layers": 4,
+        "model.d_model": 12,
+        "model.attention.n_heads": 2,
+        "model.feed_forward.width": 16,
+    }
     config = pm.load_config("grammar", {**SETTINGS, **small})
     outcomes = pm.verify_model(config, model=MODEL, batches=batches, layouts=layouts)
     for each in outcomes:

@@ -22,8 +22,10 @@ from pentameter.checkpoint.hugging_face.config_json import (
 from pentameter.checkpoint.hugging_face.families.table import FAMILIES
 from pentameter.checkpoint.state import initial_weights
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.model_schema import EXPERT_KEYS, LATENT_KEYS, ModelConfig
-from pentameter.config.rope_scaling import RopeScalingConfig
+from pentameter.config.model.architecture import ModelConfig, architecture
+from pentameter.config.model.attention import LATENT_KEYS
+from pentameter.config.model.former_keys import TABLES
+from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.plan_estimates import plan_record
@@ -36,19 +38,18 @@ from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.shrink import shrink
 
-KEYS = tuple(ModelConfig.model_fields)
+KEYS = tuple(architecture(ModelConfig()))
 BASE = Config.model_validate(
     {
         "model": {
             "vocab_size": 19,
             "context_length": 10,
             "n_layers": 2,
-            "n_heads": 2,
             "d_model": 16,
             "bias": True,
             "dropout": 0.2,
-            "attention_dropout": 0.2,
             "init_std": 0.5,
+            "attention": {"n_heads": 2, "dropout": 0.2},
         },
         "data": {"corpus": "grammar"},
         "train": {"batch_size": 4, "steps": 100, "precision": "fp32"},
@@ -59,18 +60,22 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "rope_theta": {"positions": "rotary"},
     "rotary_fraction": {"positions": "rotary"},
     "rope_scaling": {"positions": "rotary"},
-    "swiglu_alpha": {"activation": "swiglu_clamped"},
-    "swiglu_limit": {"activation": "swiglu_clamped"},
-    "sliding_window_pattern": {"sliding_window": 4},
-    "attention": {"positions": "rotary"},
-    **{key: {"attention": "latent", "positions": "rotary"} for key in LATENT_KEYS},
-    **{key: {"n_experts": 4} for key in EXPERT_KEYS},
-    "shared_expert_gate": {"n_experts": 4, "n_shared_experts": 1},
-    "router_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
-    "router_open_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
-    "router_group_scores": {"n_experts": 8, "router_groups": 2, "router_open_groups": 1},
-    "balance_rate": {"n_experts": 4, "balance": "bias"},
-    "balance_weight": {"n_experts": 4, "balance": "sequence"},
+    "feed_forward.swiglu_alpha": {"feed_forward.activation": "swiglu_clamped"},
+    "feed_forward.swiglu_limit": {"feed_forward.activation": "swiglu_clamped"},
+    "attention.sliding_window_pattern": {"attention.sliding_window": 4},
+    "attention.type": {"positions": "rotary"},
+    **{
+        f"attention.{key}": {"attention.type": "latent", "positions": "rotary"}
+        for key in LATENT_KEYS
+    },
+    **{key: {"experts.count": 4} for key in KEYS if key.startswith(("experts.", "router."))},
+    "experts.count": {},
+    "experts.shared_gate": {"experts.count": 4, "experts.n_shared": 1},
+    "router.groups": {"experts.count": 8, "router.groups": 4, "router.open_groups": 2},
+    "router.open_groups": {"experts.count": 8, "router.groups": 4, "router.open_groups": 2},
+    "router.group_scores": {"experts.count": 8, "router.groups": 2, "router.open_groups": 1},
+    "router.balance_rate": {"experts.count": 4, "router.balance": "bias"},
+    "router.balance_weight": {"experts.count": 4, "router.balance": "sequence"},
 }
 """Keys that act beside others only, and what stands beside them."""
 
@@ -81,37 +86,37 @@ NOT_PLANNED = {
     "rope_theta": "a number, which takes nothing",
     "rotary_fraction": "what turns and what does not are copied together",
     "rope_scaling": "a number, which takes nothing",
-    "swiglu_alpha": "as above",
-    "swiglu_limit": "as above",
-    "router": "one function per score, of which none is kept more",
-    "router_top_k_first": "as above",
-    "router_renormalize": "as above",
-    "router_scale": "as above",
-    "router_groups": "decides which experts are chosen, not how many",
-    "router_open_groups": "as above",
-    "router_group_scores": "as above",
-    "balance_rate": "a number, which takes nothing",
-    "balance_weight": "a number, which takes nothing",
-    "router_z_loss": "a sum over the router's logits, next to matmuls nothing",
-    "expert_capacity": "a bound, which is planned as if it were not reached",
+    "feed_forward.swiglu_alpha": "as above",
+    "feed_forward.swiglu_limit": "as above",
+    "router.score_function": "one function per score, of which none is kept more",
+    "router.top_k_first": "as above",
+    "router.renormalize": "as above",
+    "router.scale": "as above",
+    "router.groups": "decides which experts are chosen, not how many",
+    "router.open_groups": "as above",
+    "router.group_scores": "as above",
+    "router.balance_rate": "a number, which takes nothing",
+    "router.balance_weight": "a number, which takes nothing",
+    "router.z_loss": "a sum over the router's logits, next to matmuls nothing",
+    "experts.capacity": "a bound, which is planned as if it were not reached",
 }
 """Keys that change neither a parameter nor a number of the plan, and why."""
 
 KEPT_BY_SHRINKING = {
-    "activation": "decides how a step is computed",
-    "swiglu_alpha": "as above",
-    "swiglu_limit": "as above",
-    "attention_sinks": "as above",
+    "feed_forward.activation": "decides how a step is computed",
+    "feed_forward.swiglu_alpha": "as above",
+    "feed_forward.swiglu_limit": "as above",
+    "attention.sinks": "as above",
     "norm": "as above",
     "norm_position": "as above",
     "positions": "as above",
-    "attention": "as above",
+    "attention.type": "as above",
     "tied_head": "as above",
     "head_bias": "as above",
-    "qkv_bias": "as above",
+    "attention.qkv_bias": "as above",
     "bias": "as above",
     "embedding_scale": "as above",
-    "qk_norm": "as above",
+    "attention.qk_norm": "as above",
     "norm_eps": "as above",
     "parallel_residual": "as above",
     "rope_theta": "as above",
@@ -120,14 +125,26 @@ KEPT_BY_SHRINKING = {
     "init": "decides how weights begin, which costs no time",
     "init_std": "as above",
     "residual_init_scale": "as above",
-    "shared_expert_gate": "decides how a step is computed",
+    "experts.shared_gate": "decides how a step is computed",
     **dict.fromkeys(
-        ("router", "router_top_k_first", "router_renormalize", "router_scale", "router_bias"),
+        (
+            "router.score_function",
+            "router.top_k_first",
+            "router.renormalize",
+            "router.scale",
+            "router.bias",
+        ),
         "as above",
     ),
-    "router_group_scores": "as above, as long as small groups have as many experts",
+    "router.group_scores": "as above, as long as small groups have as many experts",
     **dict.fromkeys(
-        ("balance", "balance_rate", "balance_weight", "router_z_loss", "expert_capacity"),
+        (
+            "router.balance",
+            "router.balance_rate",
+            "router.balance_weight",
+            "router.z_loss",
+            "experts.capacity",
+        ),
         "as above",
     ),
 }
@@ -141,30 +158,30 @@ def base_of(key: str) -> Config:
 
 
 def with_model(values: dict[str, Any]) -> Config:
-    model = {**BASE.model.model_dump(), **values}
-    return BASE.model_copy(update={"model": ModelConfig.model_validate(model)})
+    model = BASE.model.updated(values)
+    return BASE.updated({"model": ModelConfig.model_validate(model.model_dump())})
 
 
 def other_value(key: str) -> Any:
     """Another value of a key than BASE has, which suits BASE."""
-    value = getattr(BASE.model, key)
+    value = architecture(BASE.model)[key]
     others = {
-        "n_kv_heads": 1,
-        "sliding_window": 4,
-        "sliding_window_pattern": 2,
+        "attention.n_kv_heads": 1,
+        "attention.sliding_window": 4,
+        "attention.sliding_window_pattern": 2,
         "logit_softcap": 2.0,
-        "swiglu_limit": 0.25,
+        "feed_forward.swiglu_limit": 0.25,
         "rope_scaling": RopeScalingConfig(type="linear"),
         "rotary_fraction": 0.25,
-        "experts_per_token": 3,
-        "n_shared_experts": 3,
-        "dense_layers": (1,),
-        "router_groups": 2,
-        "router_open_groups": 1,
-        "router_group_scores": 1,
-        "router_z_loss": 0.5,
-        "expert_capacity": 0.5,
-        "v_head_size": 6,
+        "experts.per_token": 3,
+        "experts.n_shared": 3,
+        "experts.dense_layers": (1,),
+        "router.groups": 2,
+        "router.open_groups": 1,
+        "router.group_scores": 1,
+        "router.z_loss": 0.5,
+        "experts.capacity": 0.5,
+        "attention.v_head_size": 6,
     }
     if key in others:
         return others[key]
@@ -183,6 +200,15 @@ def other_value(key: str) -> Any:
 
 def with_other(key: str) -> Config:
     return with_model({**COMPANIONS.get(key, {}), key: other_value(key)})
+
+
+def architecture_keys(section: dict[str, Any]) -> set[str]:
+    """The keys that `[model]`, as nested tables, has."""
+    return {
+        f"{key}.{inner}" if key in TABLES else key
+        for key, value in section.items()
+        for inner in (value if key in TABLES else [key])
+    }
 
 
 def planned(config: Config) -> Any:
@@ -212,7 +238,7 @@ def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("key", KEYS)
 def test_there_is_another_value(key):
-    assert getattr(with_other(key).model, key) != getattr(BASE.model, key)
+    assert architecture(with_other(key).model)[key] != architecture(BASE.model)[key]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -223,7 +249,7 @@ def test_the_table_and_the_plan_know_a_key(key):
 @pytest.mark.parametrize("key", KEYS)
 def test_the_model_knows_a_key(key):
     # A router's bias moves between steps: `parallel/experts/balance.py` reads its rate.
-    is_known = key != "balance_rate"
+    is_known = key != "router.balance_rate"
     assert differ(computed(with_other(key)), computed(base_of(key))) == is_known
 
 
@@ -250,8 +276,8 @@ def test_hugging_faces_families_know_a_key_once(name):
     assert len(set(accounted)) == len(accounted)
     assert set(accounted) <= set(KEYS)
     content = {"model_type": name, "num_experts_per_tok": 2}  # which some have no default for
-    read = from_their_config(content, Path("config.json"))
-    assert read.keys() == set(accounted) - (family.not_needed - family.read.keys())
+    read = architecture_keys(from_their_config(content, Path("config.json")))
+    assert read == set(accounted) - (family.not_needed - family.read.keys())
 
 
 def test_the_fused_step_knows_keys_that_there_are():
@@ -260,11 +286,15 @@ def test_the_fused_step_knows_keys_that_there_are():
 
 def test_shrinking_sets_a_key_or_keeps_it_for_a_reason():
     cases = chosen_cases(BASE, "all")
+
+    def shrunk(config: Config) -> dict[str, Any]:
+        return architecture(shrink(config, cases).model)
+
     kept = {
         key
         for key in KEYS
-        if getattr(shrink(with_other(key), cases).model, key) == other_value(key)
-        and getattr(shrink(base_of(key), cases).model, key) == getattr(base_of(key).model, key)
+        if shrunk(with_other(key))[key] == other_value(key)
+        and shrunk(base_of(key))[key] == architecture(base_of(key).model)[key]
     }
     assert kept == set(KEPT_BY_SHRINKING)
 

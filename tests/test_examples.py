@@ -210,8 +210,8 @@ def test_the_notebook_is_one_without_what_somebodys_run_left_in_it():
 OWN_MODEL = [
     "--model.n-layers=2",
     "--model.d-model=16",
-    "--model.n-heads=2",
-    "--model.d-ff=16",
+    "--model.attention.n-heads=2",
+    "--model.feed-forward.width=16",
     "--model.context-length=32",
     "--train.batch-size=8",
     "--train.steps=12",

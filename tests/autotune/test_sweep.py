@@ -179,7 +179,7 @@ def test_python_sweeps_as_the_command_does(tmp_path, capsys, monkeypatch):
 def test_what_is_wrong_is_raised_before_the_first_run(tmp_path):
     config = load_config("grammar", TINY)
     with pytest.raises(ConfigError, match="n_heads=3 must divide"):
-        pm.sweep(config, {"model.n_heads": [2, 3]}, run_dir=tmp_path / "sweep")
+        pm.sweep(config, {"model.attention.n_heads": [2, 3]}, run_dir=tmp_path / "sweep")
     with pytest.raises(ConfigError, match="--at-once 0"):
         pm.sweep(config, {"seed": [1]}, run_dir=tmp_path / "sweep", at_once=0)
     assert not any(tmp_path.iterdir())

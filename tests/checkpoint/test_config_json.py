@@ -54,8 +54,8 @@ def test_layers_without_a_window_are_counted(every):
     kinds = ["sliding_attention", "full_attention"]
     types = [kinds[every is not None and (layer + 1) % every == 0] for layer in range(4)]
     content = {"model_type": "qwen3", **PLAIN, "sliding_window": 16, "layer_types": types}
-    section = from_their_config(content, PATH)
-    assert (section["sliding_window"], section["sliding_window_pattern"]) == (16, every)
+    attention = from_their_config(content, PATH)["attention"]
+    assert (attention["sliding_window"], attention["sliding_window_pattern"]) == (16, every)
 
 
 @pytest.mark.parametrize("shape", [(), (4,)])

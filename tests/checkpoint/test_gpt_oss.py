@@ -173,7 +173,7 @@ def test_biases_that_a_model_lacks_are_written_as_zeros(tmp_path):
     folder = export_hf(stored, tmp_path / "hf").path
     theirs = exact(open_there(folder))
     torch.testing.assert_close(*both_logits(theirs, built), rtol=0, atol=1e-10)
-    assert read_hf(folder).config.model.sliding_window is None
+    assert read_hf(folder).config.model.attention.sliding_window is None
 
 
 def test_an_empty_config_json_is_gpt_oss_120b_as_transformers_has_it(tmp_path):
@@ -182,11 +182,11 @@ def test_an_empty_config_json_is_gpt_oss_120b_as_transformers_has_it(tmp_path):
     assert model.rope_theta == config.rope_parameters["rope_theta"] == 150000.0
     scaling = model.rope_scaling
     assert (scaling.type, scaling.factor, scaling.truncate) == ("yarn", 32.0, False)
-    assert (model.sliding_window, model.sliding_window_pattern) == (128, 2)
+    assert (model.attention.sliding_window, model.attention.sliding_window_pattern) == (128, 2)
     assert [model.window(layer) is None for layer in range(36)] == [
         kind == "full_attention" for kind in config.layer_types
     ]
-    assert (model.n_experts, model.n_chosen, model.expert_width) == (128, 4, 2880)
+    assert (model.experts.count, model.experts.n_chosen, model.expert_width) == (128, 4, 2880)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_tensor_that_is_missing_or_not_the_familys_is_refused_by_name(change, 
 
 
 def test_a_model_without_sinks_is_not_written_as_gpt_oss():
-    with pytest.raises(ConfigError, match=r"model.attention_sinks=false .* a sink in every head"):
+    with pytest.raises(ConfigError, match=r"model.attention.sinks=false .* a sink in every head"):
         choose_family(model_of(attention_sinks=False)[0].config.model)
 
 

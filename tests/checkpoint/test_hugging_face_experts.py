@@ -132,13 +132,13 @@ def test_a_model_of_ours_goes_out_and_comes_back_bit_for_bit(family, tmp_path, m
     assert choose_family(stored.config.model) == family
     card = card_files(stored, "transformers")[CARD].decode()
     assert f"A language model: {FAMILIES[family].label}, " in card
-    assert f"| experts | {stored.config.model.n_experts} in a layer, 2 for each token" in card
+    assert f"| experts | {stored.config.model.experts.count} in a layer, 2 for each token" in card
     folder = export_hf(stored, tmp_path / "hf").path
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 2
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert not any(name.endswith("experts.gate_up_proj") for name in held)  # as published
-    is_bias = stored.config.model.balance == "bias"  # another balance is of training
+    is_bias = stored.config.model.router.balance == "bias"  # another balance is of training
     own = {
         name: tensor
         for name, tensor in stored.weights.items()
@@ -162,19 +162,22 @@ def test_a_router_without_a_bias_is_written_with_zeros(balance, tmp_path):
     assert not theirs.model.layers[1].mlp.gate.e_score_correction_bias.any()
     ours = both_logits(theirs, built)[0][..., : BPE.vocab_size]
     torch.testing.assert_close(ours, both_logits(theirs, built)[1], rtol=0, atol=1e-10)
-    assert load_model(tmp_path / "hf").config.model.balance == "bias"
+    assert load_model(tmp_path / "hf").config.model.router.balance == "bias"
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"router": "sigmoid"}, "model.router='sigmoid' .* no router of sigmoids"),
-        ({"router_scale": 2.0}, "model.router_scale=2.0 .* does not scale"),
-        ({"router_bias": True}, "model.router_bias=true"),
-        ({"balance": "bias"}, "model.balance='bias' .* chosen by the scores alone"),
-        ({"expert_capacity": 1.5}, "model.expert_capacity=1.5 .* leaves out no token"),
-        ({"n_shared_experts": 1}, "model.n_shared_experts=1 .* no shared experts"),
-        ({"qk_norm": "width", "n_experts": None, "d_expert": None}, "model.qk_norm='width'"),
+        ({"router": "sigmoid"}, "model.router.score_function='sigmoid' .* no router of sigmoids"),
+        ({"router_scale": 2.0}, "model.router.scale=2.0 .* does not scale"),
+        ({"router_bias": True}, "model.router.bias=true"),
+        ({"balance": "bias"}, "model.router.balance='bias' .* chosen by the scores alone"),
+        ({"expert_capacity": 1.5}, "model.experts.capacity=1.5 .* leaves out no token"),
+        ({"n_shared_experts": 1}, "model.experts.n_shared=1 .* no shared experts"),
+        (
+            {"qk_norm": "width", "n_experts": None, "d_expert": None},
+            "model.attention.qk_norm='width'",
+        ),
     ],
     ids=str,
 )
@@ -188,12 +191,16 @@ def test_a_model_that_no_family_holds_is_refused_by_key(model, said):
 @pytest.mark.parametrize(
     ("rule", "model", "said"),
     [
-        (SCORES_SUM_TO_ONE, {}, "model.router_renormalize=false .* always sum to 1"),
-        (EXPERTS_IN_EVERY_LAYER, {"dense_layers": (2,)}, r"model.dense_layers=\(2,\) .every layer"),
-        (EXPERTS_IN_EVERY_LAYER, {"n_experts": None, "d_expert": None}, "model.n_experts=none"),
-        (LAYERS_WITH_EXPERTS, {"n_experts": None, "d_expert": None}, "model.n_experts=none"),
-        (SHARED_EXPERT_WITH_A_GATE, {"n_shared_experts": 1}, "model.shared_expert_gate=false"),
-        (SHARED_EXPERT_WITH_A_GATE, {}, "model.n_shared_experts=0 beside"),
+        (SCORES_SUM_TO_ONE, {}, "model.router.renormalize=false .* always sum to 1"),
+        (
+            EXPERTS_IN_EVERY_LAYER,
+            {"dense_layers": (2,)},
+            r"model.experts.dense_layers=\(2,\) .every layer",
+        ),
+        (EXPERTS_IN_EVERY_LAYER, {"n_experts": None, "d_expert": None}, "model.experts.count=none"),
+        (LAYERS_WITH_EXPERTS, {"n_experts": None, "d_expert": None}, "model.experts.count=none"),
+        (SHARED_EXPERT_WITH_A_GATE, {"n_shared_experts": 1}, "model.experts.shared_gate=false"),
+        (SHARED_EXPERT_WITH_A_GATE, {}, "model.experts.n_shared=0 beside"),
     ],
 )
 def test_a_rule_refuses_by_key(rule, model, said):
@@ -309,7 +316,11 @@ def test_qwen_1_5_has_the_tensors_that_are_published():
         "vocab_size": 151936,
     }
     model = ModelConfig.model_validate(from_their_config(published, "config.json"))
-    assert (model.n_shared_experts, model.shared_expert_gate, model.dense_layers) == (4, True, 0)
+    assert (model.experts.n_shared, model.experts.shared_gate, model.experts.dense_layers) == (
+        4,
+        True,
+        0,
+    )
     shapes = TensorMap.of(FAMILIES["qwen2_moe"], model).their_shapes
     assert sum(map(math.prod, shapes.values())) == 14_315_784_192
     assert len(shapes) == 3 + 24 * (2 + 4 + 3 + 1 + 3 * 60 + 3 + 1)
@@ -390,7 +401,7 @@ def test_sample_evaluate_and_tune_a_folder_and_export_the_run(said, tmp_path):
     assert '"loss"' in said("eval", "hf", *data, "--json")
     assert "5 experts, 2 for each token" in said("import", "hf", "--out", "in")
     steps = ("--train.steps", "2", "--train.batch-size", "4", "--train.eval-interval", "2")
-    balance = ("--model.balance", "batch", "--model.balance-weight", "0.01")
+    balance = ("--model.router.balance", "batch", "--model.router.balance-weight", "0.01")
     said(
         "train", "in/config.toml", "--init-from", "hf", "--run-dir", "run", *data, *steps, *balance
     )

@@ -78,7 +78,7 @@ def set_tensors(folder, change):
         ({"add_cross_attention": True}, "add_cross_attention=true .* no encoder"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* dequantised"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads=.* all of its heads"),
-        ({"n_head": 3}, "model.n_heads=3 must divide model.d_model=8"),
+        ({"n_head": 3}, "model.attention.n_heads=3 must divide model.d_model=8"),
         ({"n_layer": 0}, "model.n_layers=0 must be"),
         ({"n_embd": "8"}, "model.d_model='8' must be"),
         ({"n_positions": 8.5}, "model.context_length=8.5 must be"),

@@ -11,7 +11,7 @@ from pentameter.checkpoint.hugging_face.rotary_rules import (
     PART_OF_A_HEAD_TURNS,
     WHOLE_HEADS_TURN,
 )
-from pentameter.config.model_schema import ModelConfig
+from pentameter.config.model.architecture import ModelConfig
 from pentameter.model.positions import rotation
 
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "original_max_position_embeddings": 64}
@@ -85,8 +85,8 @@ def test_mscale_without_the_other_is_written_as_the_factor_that_it_makes():
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
-        ({"type": "linear", "beta_fast": 8.0}, "beta_fast is of YaRN.*type='linear'"),
-        ({"truncate": False}, "truncate is of YaRN.*type='none'"),
+        ({"type": "linear", "beta_fast": 8.0}, "beta_fast has no effect .*type='linear'"),
+        ({"truncate": False}, "truncate has no effect .*type='none'"),
         ({"type": "yarn", "beta_slow": 32.0}, "beta_slow=32.0 must be below"),
         ({"type": "yarn", "mscale": 2.0, "attention_factor": 1.0}, "mscale=2.0 is for computing"),
         ({"type": "yarn", "mscale_all_dim": 1.0}, "mscale_all_dim=1.0 is of latent attention"),

@@ -30,7 +30,7 @@ jsonschema = pytest.importorskip("jsonschema")
         (["tr"], ["train"]),
         (["train", "gpt3"], ["gpt3-175b"]),
         (["train", "quickstart", "--train.prec"], ["--train.precision"]),
-        (["train", "quickstart", "--model.n-h"], ["--model.n-heads"]),
+        (["train", "quickstart", "--model.attention.n-h"], ["--model.attention.n-heads"]),
         (["train", "quickstart", "--se"], ["--seed"]),
         (["train", "quickstart", "--tra"], ["--train."]),
         (["train", "quickstart", "--train.precision", "bf"], ["bf16"]),
@@ -167,7 +167,7 @@ def test_the_schema_takes_every_preset_and_every_resolved_configuration(capsys):
     [
         ({"train": {"stepz": 5}}, "stepz"),
         ({"train": {"precision": "bf8"}}, "bf8"),
-        ({"model": {"n_heads": 0}}, "0"),
+        ({"model": {"attention": {"n_heads": 0}}}, "0"),
         ({"extends": 3}, "3"),
     ],
 )

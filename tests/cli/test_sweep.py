@@ -86,7 +86,7 @@ def test_a_sweep_that_is_stopped_says_so_whatever_its_runs_left(tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--sweep", "model.n_heads=2,3"], "n_heads=3 must divide"),
+        (["--sweep", "model.attention.n_heads=2,3"], "n_heads=3 must divide"),
         (["--sweep", "seed=1", "--at-once", "0"], "--at-once 0"),
     ],
 )

@@ -11,7 +11,7 @@ from pentameter.errors import StorageError
 TINY = [
     "--model.n-layers=1",
     "--model.d-model=16",
-    "--model.n-heads=2",
+    "--model.attention.n-heads=2",
     "--model.context-length=16",
     "--train.batch-size=4",
     "--train.steps=6",

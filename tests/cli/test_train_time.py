@@ -93,12 +93,12 @@ def test_the_users_settings_stay(capsys, trials):
     given = ["--model.d-model=48", "--optimizer.name=adamw", "--data.tokenizer=char"]
     config = chosen(capsys, "quickstart", "--time=10m", "--data.path=novel.txt", *given)
     assert (config.model.d_model, config.optimizer.name) == (48, "adamw")
-    assert 48 % config.model.n_heads == 0
+    assert 48 % config.model.attention.n_heads == 0
     assert config.data.tokenizer == "char"
 
 
 def test_another_preset_keeps_its_recipe(capsys, trials):
-    given = ["--data.path=novel.txt", "--model.n-heads=2", *TINY]
+    given = ["--data.path=novel.txt", "--model.attention.n-heads=2", *TINY]
     config = chosen(capsys, "shakespeare-char", "--time=10m", *given)
     whole = load_config("shakespeare-char", given)
     assert config.optimizer == whole.optimizer

@@ -305,10 +305,13 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--train.steps.x", "4"], "train.steps is a value, not a section"),
         (["--train.zzqq", "4"], "train has steps, epochs, batch_size"),
         (
-            ["--model.activation", "gleu"],
+            ["--model.feed-forward.activation", "gleu"],
             "geglu, swiglu_clamped; did you mean gelu?",
         ),
-        (["--model.n_heads", "5"], "model.n_heads=5 must divide model.d_model=128"),
+        (
+            ["--model.attention.n_heads", "5"],
+            "model.attention.n_heads=5 must divide model.d_model=128",
+        ),
         (["--optimizer.betas", "0.9"], "optimizer.betas=[0.9] must be 2 values"),
         (["--model.dropout", "1"], "model.dropout=1.0 must be a number of at least 0 and below 1"),
         (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate=nan"),
@@ -412,31 +415,31 @@ def test_a_presets_patience_goes_with_its_evaluations(none):
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_other_programs_words_for_experts_are_understood(key):
-    with pytest.raises(ConfigError, match=r"did you mean model\.n_experts"):
+    with pytest.raises(ConfigError, match=r"did you mean model\.experts\.count"):
         load_config("quickstart", [f"--model.{key}=4"])
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"d_expert": 8}, "model.d_expert is of experts, and model.n_experts is not set"),
-        ({"n_experts": 4, "experts_per_token": 5}, "model.experts_per_token=5 must be at most"),
-        ({"n_experts": 4, "dense_layers": 4}, "model.dense_layers=4 leaves none"),
-        ({"n_experts": 4, "dense_layers": [4]}, "model.dense_layers has layer 4"),
-        ({"n_experts": 4, "dense_layers": [0, 1, 2, 3]}, "lists every layer"),
+        ({"d_expert": 8}, "model.experts.width is of experts, and model.experts.count is not set"),
+        ({"n_experts": 4, "experts_per_token": 5}, "model.experts.per_token=5 must be at most"),
+        ({"n_experts": 4, "dense_layers": 4}, "model.experts.dense_layers=4 leaves none"),
+        ({"n_experts": 4, "dense_layers": [4]}, "model.experts.dense_layers has layer 4"),
+        ({"n_experts": 4, "dense_layers": [0, 1, 2, 3]}, "leaves none"),
         ({"n_experts": 4, "shared_expert_gate": True}, "gates shared experts"),
         (
             {"n_experts": 4, "router": "sigmoid", "router_top_k_first": True},
-            "model.router='sigmoid' does not go with it",
+            "model.router.score_function='sigmoid' does not go with it",
         ),
         (
             {"n_experts": 4, "router_top_k_first": True, "balance": "bias"},
-            "model.balance='bias' is added to scores",
+            "model.router.balance='bias' is added to scores",
         ),
         ({"n_experts": 4, "router_groups": 2}, "set both, or neither"),
         (
             {"n_experts": 6, "router_groups": 4, "router_open_groups": 2},
-            "must divide model.n_experts=6",
+            "must divide model.experts.count=6",
         ),
         (
             {
@@ -445,14 +448,17 @@ def test_other_programs_words_for_experts_are_understood(key):
                 "router_groups": 4,
                 "router_open_groups": 1,
             },
-            "must hold model.experts_per_token=4",
+            "must hold model.experts.per_token=4",
         ),
         (
             {"n_experts": 4, "router_groups": 2, "router_open_groups": 1, "router_group_scores": 3},
-            "into groups of at least model.router_group_scores=3",
+            "into groups of at least model.router.group_scores=3",
         ),
-        ({"n_experts": 4, "router_group_scores": 1}, "model.router_group_scores=1 compares groups"),
-        ({"n_experts": 4, "balance_rate": 0.1}, "model.balance_rate is of model.balance='bias'"),
+        ({"n_experts": 4, "router_group_scores": 1}, "model.router.group_scores=1 compares groups"),
+        (
+            {"n_experts": 4, "balance_rate": 0.1},
+            "model.router.balance_rate has no effect with model.router.balance='none'",
+        ),
     ],
 )
 def test_keys_of_experts_that_do_not_fit_are_refused(keys, named):

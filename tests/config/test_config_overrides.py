@@ -42,8 +42,15 @@ def test_a_missing_value_is_left_for_the_parser_to_refuse():
 
 
 def test_pairs_keep_order_and_text():
-    pairs = parse_overrides(["--model.n-layers", "4", "model.n_heads=2", "--a.b=", "--c.d=x=y"])
-    expected = [("model.n_layers", "4"), ("model.n_heads", "2"), ("a.b", ""), ("c.d", "x=y")]
+    pairs = parse_overrides(
+        ["--model.n-layers", "4", "model.attention.n_heads=2", "--a.b=", "--c.d=x=y"]
+    )
+    expected = [
+        ("model.n_layers", "4"),
+        ("model.attention.n_heads", "2"),
+        ("a.b", ""),
+        ("c.d", "x=y"),
+    ]
     assert pairs == expected
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.files.load import load_config, preset_names
+from pentameter.config.model.architecture import architecture
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -48,12 +49,21 @@ def test_the_examples_load(path):
 def test_shakespeare_tutorial_is_the_sources_recipe():
     config = load_config("shakespeare-tutorial")
     model, optimizer, train = config.model, config.optimizer, config.train
-    assert (model.n_layers, model.n_heads, model.d_model, model.d_ff) == (6, 6, 384, 1536)
-    assert (model.context_length, model.activation, model.norm_position) == (256, "relu", "pre")
-    assert (model.bias, model.qkv_bias, model.tied_head, model.head_bias) == (
+    assert (model.n_layers, model.attention.n_heads, model.d_model, model.feed_forward.width) == (
+        6,
+        6,
+        384,
+        1536,
+    )
+    assert (model.context_length, model.feed_forward.activation, model.norm_position) == (
+        256,
+        "relu",
+        "pre",
+    )
+    assert (model.bias, model.attention.qkv_bias, model.tied_head, model.head_bias) == (
         True, False, False, True,
     )  # fmt: skip
-    assert (model.dropout, model.attention_dropout, model.init_std) == (0.2, 0.2, 0.02)
+    assert (model.dropout, model.attention.dropout, model.init_std) == (0.2, 0.2, 0.02)
     assert (optimizer.betas, optimizer.weight_decay, optimizer.decay) == ((0.9, 0.999), 0.01, "all")
     assert (optimizer.learning_rate, optimizer.clip_norm) == (3e-4, 0.0)
     assert (config.schedule.name, train.steps, train.batch_size) == ("constant", 5000, 64)
@@ -64,8 +74,12 @@ def test_shakespeare_tutorial_is_the_sources_recipe():
 def test_shakespeare_char_is_the_recipe_to_use():
     config = load_config("shakespeare-char")
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
-    assert (model.tied_head, model.bias, model.attention_dropout) == (True, False, 0.2)
-    assert (model.activation, model.residual_init_scale, model.dropout) == ("gelu", True, 0.2)
+    assert (model.tied_head, model.bias, model.attention.dropout) == (True, False, 0.2)
+    assert (model.feed_forward.activation, model.residual_init_scale, model.dropout) == (
+        "gelu",
+        True,
+        0.2,
+    )
     assert (optimizer.learning_rate, optimizer.betas, optimizer.clip_norm) == (1e-3, (0.9, 0.99), 1)
     assert (schedule.name, schedule.warmup_steps, schedule.min_learning_rate) == (
         "cosine", 100, 1e-4,
@@ -87,13 +101,20 @@ GPT2_SIZES = {
 def test_the_gpt2_presets_are_gpt2(name):
     config = load_config(name)
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
-    assert (model.n_layers, model.n_heads, model.d_model, optimizer.learning_rate) == GPT2_SIZES[
-        name
-    ]
+    assert (
+        model.n_layers,
+        model.attention.n_heads,
+        model.d_model,
+        optimizer.learning_rate,
+    ) == GPT2_SIZES[name]
     assert (model.vocab_size, model.vocab_multiple, model.context_length) == (50257, 128, 1024)
-    assert (model.activation, model.norm, model.norm_position) == ("gelu_tanh", "layernorm", "pre")
+    assert (model.feed_forward.activation, model.norm, model.norm_position) == (
+        "gelu_tanh",
+        "layernorm",
+        "pre",
+    )
     assert (model.positions, model.tied_head, model.head_bias) == ("learned", True, False)
-    assert (model.bias, model.qkv_bias, model.d_ff) == (True, True, None)
+    assert (model.bias, model.attention.qkv_bias, model.feed_forward.width) == (True, True, None)
     assert (model.init, model.init_std, model.residual_init_scale) == ("normal", 0.02, True)
     assert (optimizer.name, optimizer.betas, optimizer.eps) == ("adamw", (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, optimizer.decay, optimizer.clip_norm) == (0.1, "matrices", 1)
@@ -117,13 +138,18 @@ def test_gpt2_124m_budget_is_the_sources_recipe():
 def test_wikitext2_tutorial_is_the_sources_recipe():
     config = load_config("wikitext2-tutorial")
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
-    assert (model.n_layers, model.n_heads, model.d_model, model.d_ff) == (8, 16, 4096, 4096)
+    assert (model.n_layers, model.attention.n_heads, model.d_model, model.feed_forward.width) == (
+        8,
+        16,
+        4096,
+        4096,
+    )
     assert (model.vocab_size, model.context_length, model.dropout) == (28_782, 35, 0.2)
-    assert (model.norm_position, model.positions, model.activation) == (
+    assert (model.norm_position, model.positions, model.feed_forward.activation) == (
         "post", "sinusoidal", "relu",
     )  # fmt: skip
     assert (model.embedding_scale, model.init, model.tied_head) == (True, "uniform", False)
-    assert (model.head_bias, model.qkv_bias, model.bias) == (True, True, True)
+    assert (model.head_bias, model.attention.qkv_bias, model.bias) == (True, True, True)
     assert (optimizer.name, optimizer.learning_rate, optimizer.clip_norm) == ("sgd", 5.0, 0.5)
     assert (optimizer.momentum, optimizer.weight_decay) == (None, 0.0)
     assert (schedule.name, schedule.gamma, schedule.decay_interval) == ("step", 0.95, 50)
@@ -136,8 +162,11 @@ def test_wikitext2_tutorial_is_the_sources_recipe():
 def test_wikitext2_small_is_the_same_task_in_the_same_architecture():
     small, large = load_config("wikitext2-small"), load_config("wikitext2-tutorial")
     assert small.data == large.data
-    sizes = {"vocab_size", "n_layers", "n_heads", "d_model", "d_ff", "dropout", "attention_dropout"}
-    small_model, large_model = small.model.model_dump(), large.model.model_dump()
+    sizes = {
+        *("vocab_size", "n_layers", "attention.n_heads", "d_model", "feed_forward.width"),
+        *("dropout", "attention.dropout"),
+    }
+    small_model, large_model = architecture(small.model), architecture(large.model)
     assert {key for key in small_model if small_model[key] != large_model[key]} <= sizes
     assert small.train.batch_size == large.train.batch_size
 
@@ -145,7 +174,7 @@ def test_wikitext2_small_is_the_same_task_in_the_same_architecture():
 def test_gpt2_xl_hybrid_is_the_sources_recipe():
     config = load_config("gpt2-xl-hybrid")
     model, optimizer, train = config.model, config.optimizer, config.train
-    assert (model.n_layers, model.n_heads, model.d_model) == (48, 32, 1600)
+    assert (model.n_layers, model.attention.n_heads, model.d_model) == (48, 32, 1600)
     assert (model.vocab_size, model.context_length, model.tied_head) == (50304, 1024, True)
     assert (train.batch_size, train.micro_batch_size, train.epochs) == (192, 1, 60)
     assert (train.precision, train.activation_checkpoint) == ("fp16", "full")
@@ -159,7 +188,7 @@ def test_gpt2_xl_hybrid_is_the_sources_recipe():
 def test_gpt3_175b_is_the_papers():
     config = load_config("gpt3-175b")
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
-    assert (model.n_layers, model.n_heads, model.d_model) == (96, 96, 12_288)
+    assert (model.n_layers, model.attention.n_heads, model.d_model) == (96, 96, 12_288)
     assert (model.vocab_size, model.context_length) == (50304, 2048)
     assert (optimizer.learning_rate, optimizer.betas) == (0.6e-4, (0.9, 0.95))
     assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
@@ -184,12 +213,17 @@ TODAYS_DECODERS = {
 @pytest.mark.parametrize("name", TODAYS_DECODERS)
 def test_the_presets_of_todays_decoders_are_the_published_architectures(name):
     model = load_config(name).model
+    attention = model.attention
     assert (
-        model.n_layers, model.n_heads, model.n_kv_heads, model.head_size, model.d_model,
-        model.d_ff, model.vocab_size, model.rope_theta, model.norm_eps, model.qk_norm,
-        model.tied_head,
+        model.n_layers, attention.n_heads, attention.n_kv_heads, attention.head_size,
+        model.d_model, model.feed_forward.width, model.vocab_size, model.rope_theta,
+        model.norm_eps, attention.qk_norm, model.tied_head,
     ) == TODAYS_DECODERS[name]  # fmt: skip
     assert model.init_std == (24**-1 if name == "smollm2-135m" else 0.02)
     assert model.residual_init_scale == (name == "smollm2-135m")
-    assert (model.activation, model.norm, model.norm_position) == ("swiglu", "rmsnorm", "pre")
-    assert (model.positions, model.bias, model.qkv_bias) == ("rotary", False, False)
+    assert (model.feed_forward.activation, model.norm, model.norm_position) == (
+        "swiglu",
+        "rmsnorm",
+        "pre",
+    )
+    assert (model.positions, model.bias, model.attention.qkv_bias) == ("rotary", False, False)

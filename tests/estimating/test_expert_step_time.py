@@ -16,12 +16,12 @@ from pentameter.planning.plan import make_plan
 MIXTURE = {
     "model.vocab_size": 50304,
     "model.n_layers": 8,
-    "model.n_heads": 16,
+    "model.attention.n_heads": 16,
     "model.d_model": 2048,
     "model.context_length": 2048,
-    "model.n_experts": 16,
-    "model.experts_per_token": 4,
-    "model.d_expert": 1024,
+    "model.experts.count": 16,
+    "model.experts.per_token": 4,
+    "model.experts.width": 1024,
     "train.batch_size": 64,
     "train.micro_batch_size": 1,
     "train.precision": "bf16",
@@ -59,7 +59,7 @@ def test_an_exchange_between_nodes_takes_longer():
 
 def test_shared_experts_hide_the_way_to_the_others():
     """Two of the four ways are hidden (rows and gradients, there and back), less what is slowed."""
-    layout, width = "data=16,expert=16", {"model.n_shared_experts": 64}
+    layout, width = "data=16,expert=16", {"model.experts.n_shared": 64}
     bare, beside = estimate(layout).time, estimate(layout, **width).time
     assert "expert" not in bare.hidden
     assert beside.hidden["expert"] + beside.exposed["expert"] == pytest.approx(
@@ -69,7 +69,7 @@ def test_shared_experts_hide_the_way_to_the_others():
     sent = bare.exposed["expert"] - 4 * 8 * calibration.counts_seconds
     hidden = sent / 2 * (1 - calibration.interference_share)
     assert beside.hidden["expert"] == pytest.approx(hidden, rel=1e-6)
-    less = estimate(layout, **{"model.n_shared_experts": 1}).time
+    less = estimate(layout, **{"model.experts.n_shared": 1}).time
     assert 0 < less.hidden["expert"] < beside.hidden["expert"]
     # Their own collectives take the links, with tensor parallelism.
     tensor = estimate("data=8,tensor=2,sequence=true,zero=1,expert=4", **width).time
@@ -79,7 +79,7 @@ def test_shared_experts_hide_the_way_to_the_others():
 def test_few_tokens_for_each_of_many_experts_multiply_slowly():
     """The same arithmetic: half as wide experts, twice as many and twice as many chosen."""
     wide = estimate("data=16,expert=8").time.compute
-    narrow = {"model.n_experts": 32, "model.experts_per_token": 8, "model.d_expert": 512}
+    narrow = {"model.experts.count": 32, "model.experts.per_token": 8, "model.experts.width": 512}
     assert estimate("data=16,expert=8", **narrow).time.compute > 1.1 * wide
 
 
@@ -97,7 +97,7 @@ def test_the_busiest_rank_is_waited_for_and_filled():
 
 
 def test_first_layers_without_experts_are_a_stage_of_their_own_kind():
-    found = estimate("data=4,pipeline=4,expert=4", **{"model.dense_layers": 3})
+    found = estimate("data=4,pipeline=4,expert=4", **{"model.experts.dense_layers": 3})
     of_stages = communication_of_stages(step_of(found.plan, "bf16"))
     exchanged = [sent.get(("expert", "all_to_all")) for sent in of_stages]
     assert exchanged[0] is None  # layers 0 and 1
@@ -106,7 +106,7 @@ def test_first_layers_without_experts_are_a_stage_of_their_own_kind():
 
 
 def test_no_step_with_experts_is_faster_than_its_bound():
-    config = load_config("quickstart", {**MIXTURE, "model.dense_layers": 1})
+    config = load_config("quickstart", {**MIXTURE, "model.experts.dense_layers": 1})
     cluster = parse_cluster("h100-80gb:4x1")
     every = list(Candidates(make_plan(config, world_size=1), cluster, "bf16"))
     assert {each.step.layout.expert for each in every} == {1, 2, 4}

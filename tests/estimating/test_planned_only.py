@@ -11,7 +11,7 @@ from pentameter.estimating.seconds.estimate import make_estimate
 GPT = {
     "model.vocab_size": 50304,
     "model.n_layers": 8,
-    "model.n_heads": 16,
+    "model.attention.n_heads": 16,
     "model.d_model": 2048,
     "model.context_length": 2048,
     "train.batch_size": 64,

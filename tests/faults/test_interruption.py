@@ -75,10 +75,10 @@ def test_sigkill_at_random_moments(reference, tmp_path):
 
 
 EXPERTS = {
-    "model.n_experts": 4,
-    "model.experts_per_token": 2,
-    "model.d_expert": 8,
-    "model.balance": "bias",
+    "model.experts.count": 4,
+    "model.experts.per_token": 2,
+    "model.experts.width": 8,
+    "model.router.balance": "bias",
     "parallel.expert": 2,
     "parallel.zero": 3,
 }

@@ -103,7 +103,7 @@ def test_what_only_evaluation_computes_is_compared_too(vector_cpu, no_step, monk
     monkeypatch.setattr(native, "FOLDER", sources)
     capabilities = machine_capabilities()
     assert native.load("vector", capabilities) is None
-    config = config_of("experts").model_copy(update={"router_z_loss": 1e-3})
+    config = config_of("experts").updated({"router.z_loss": 1e-3})
     with pytest.warns(UserWarning, match="are wrong: experts"):
         assert rehearse(config, torch.float32, ROWS, capabilities) == {"vector": "plain"}
 

@@ -14,9 +14,11 @@ name = "small-gpt"
 seed = 7
 [model]
 n_layers = 2
-n_heads = 2
 d_model = 32
 context_length = 64
+
+[model.attention]
+n_heads = 2
 [data]
 corpus = "grammar"
 [data.grammar]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pentameter.config.model_schema import ModelConfig
-from pentameter.config.rope_scaling import RopeScalingConfig
+from pentameter.config.model.architecture import ModelConfig
+from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.model.attention.cache import KVCache
 from pentameter.model.attention.dot_product import (
     PLAIN_ATTENTION,
@@ -161,8 +161,11 @@ def test_the_softcap_bounds_logits():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"n_kv_heads": 3}, "n_kv_heads=3 must divide model.n_heads=4"),
-        ({"positions": "learned", "rope_theta": 500.0}, "rope_theta is of rotary positions"),
+        ({"n_kv_heads": 3}, "n_kv_heads=3 must divide model.attention.n_heads=4"),
+        (
+            {"positions": "learned", "rope_theta": 500.0},
+            "rope_theta has no effect with model.positions='learned'",
+        ),
         ({"head_size": 5}, "must be an even number"),
         (
             {"head_size": 100, "rotary_fraction": 0.15},
@@ -171,9 +174,12 @@ def test_the_softcap_bounds_logits():
         ({"head_size": 100, "rotary_fraction": 0.145}, "is 14.5, which must be an even number"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position='post'"),
         ({"sliding_window_pattern": 2}, "sliding_window is not set"),
-        ({"n_heads": 5}, "or set model.head_size"),
-        ({"swiglu_limit": 3.0}, "swiglu_limit is of a clamped SwiGLU, and model.activation='gelu'"),
-        ({"attention": "latent", "attention_sinks": True}, "leave model.attention_sinks out"),
+        ({"n_heads": 5}, "or set model.attention.head_size"),
+        (
+            {"swiglu_limit": 3.0},
+            "swiglu_limit has no effect with model.feed_forward.activation='gelu'",
+        ),
+        ({"attention": "latent", "attention_sinks": True}, "leave model.attention.sinks out"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(values, reason):

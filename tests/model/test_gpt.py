@@ -89,7 +89,7 @@ def test_the_table_is_the_state_dict(config: ModelConfig, data: st.DataObject) -
 def test_slices_composed_are_the_whole_with_dropout_on(
     config: ModelConfig, cuts: tuple[int, ...]
 ) -> None:
-    config = ModelConfig(**{**config.model_dump(), "dropout": 0.3, "attention_dropout": 0.2})
+    config = config.updated({"dropout": 0.3, "attention.dropout": 0.2})
     keys = dropout_keys(config, seed=1, step=7, rows=[0, 1, 2])
     whole = build_model(config, seed=4)
     expected = whole(tokens(config), dropout_keys=keys)
@@ -108,7 +108,7 @@ def test_slices_composed_are_the_whole_with_dropout_on(
 def test_a_future_token_never_changes_an_earlier_logit(
     config: ModelConfig, attention_dropout: float
 ) -> None:
-    config = ModelConfig(**{**config.model_dump(), "attention_dropout": attention_dropout})
+    config = config.updated({"attention.dropout": attention_dropout})
     model = build_model(config, seed=0, dtype=torch.float64)
     keys = dropout_keys(config, 0, 0, [0, 1])
     x = tokens(config, 2)

@@ -23,7 +23,7 @@ TINY = {
     "model.vocab_size": 16,
     "model.context_length": 16,
     "model.n_layers": 2,
-    "model.n_heads": 2,
+    "model.attention.n_heads": 2,
     "model.d_model": 16,
     "model.dropout": 0.1,
     "data.grammar.n_characters": 4000,
@@ -303,7 +303,7 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes)
         ),
         (
             ["--nproc", "3", "--parallel.tensor", "3", "--train.batch-size", "6"],
-            ["parallel.tensor=3 must divide model.n_heads=2", "possible: 1, 2"],
+            ["parallel.tensor=3 must divide model.attention.n_heads=2", "possible: 1, 2"],
         ),
         (
             ["--nproc", "4", "--parallel.pipeline", "4"],

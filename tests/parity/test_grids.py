@@ -13,11 +13,11 @@ TINY = {
     "model.vocab_size": 17,  # which no grid divides
     "model.context_length": 16,
     "model.n_layers": 2,
-    "model.n_heads": 2,
+    "model.attention.n_heads": 2,
     "model.d_model": 16,
     "model.bias": True,
     "model.dropout": 0.1,
-    "model.attention_dropout": 0.1,
+    "model.attention.dropout": 0.1,
     "data.grammar.n_characters": 4000,
     "schedule.name": "constant",
     "schedule.warmup_steps": 0,

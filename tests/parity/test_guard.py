@@ -16,7 +16,7 @@ TINY = {
     "model.vocab_size": None,
     "model.context_length": 16,
     "model.n_layers": 2,
-    "model.n_heads": 2,
+    "model.attention.n_heads": 2,
     "model.d_model": 16,
     "data.corpus": None,
     "data.tokenizer": "char",

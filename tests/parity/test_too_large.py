@@ -24,7 +24,7 @@ FEW_BYTES = 1024
 MODEL: dict[str, Any] = {
     "model.vocab_size": 1021,  # neither a power of two nor even
     "model.n_layers": 6,
-    "model.n_heads": 4,
+    "model.attention.n_heads": 4,
     "model.d_model": 64,
     "model.context_length": 32,
     "train.steps": 1,

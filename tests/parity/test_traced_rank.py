@@ -14,12 +14,12 @@ from pentameter.planning.plan import make_plan
 MODEL = {
     "model.vocab_size": 250,
     "model.n_layers": 8,
-    "model.n_heads": 8,
+    "model.attention.n_heads": 8,
     "model.d_model": 96,
     "model.context_length": 64,
     "train.batch_size": 64,
 }
-EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.d_expert": 64}
+EXPERTS = {"model.experts.count": 8, "model.experts.per_token": 2, "model.experts.width": 64}
 CODE = """
 import json, sys
 from pentameter.config.files.load import load_config
@@ -46,7 +46,7 @@ print(json.dumps([traced.differing, traced.gradients, traced.activations,
         ("tensor=8,tensor_mode=3d,pipeline=2", 14, {"train.activation_checkpoint": "full"}),
         ("data=4,tensor=2,pipeline=2,zero=1,expert=2,expert_tensor=2", 9, EXPERTS),
         ("data=2,zero=3", 1, {"lora.rank": 4, "train.activation_checkpoint": "full"}),
-        ("data=2", 1, {**EXPERTS, "model.balance": "bias"}),
+        ("data=2", 1, {**EXPERTS, "model.router.balance": "bias"}),
     ],
 )
 def test_a_rank_holds_the_planned_bytes(layout, rank, more):

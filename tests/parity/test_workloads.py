@@ -123,7 +123,7 @@ def character_config(tmp_path_factory):
         COMMON,
         {
             "model.n_layers": 2,
-            "model.n_heads": 2,
+            "model.attention.n_heads": 2,
             "model.d_model": 32,
             "model.context_length": 32,
             "data.corpus": None,
@@ -185,7 +185,7 @@ def budget_config(tmp_path_factory):
         {
             "model.vocab_size": None,
             "model.n_layers": 2,
-            "model.n_heads": 2,
+            "model.attention.n_heads": 2,
             "model.d_model": 48,
             "model.context_length": 16,
             "data.corpus": None,
@@ -251,9 +251,9 @@ def words_config(tmp_path_factory):
         {
             "model.vocab_size": None,
             "model.n_layers": 4,
-            "model.n_heads": 2,
+            "model.attention.n_heads": 2,
             "model.d_model": 32,
-            "model.d_ff": 32,
+            "model.feed_forward.width": 32,
             "model.context_length": 12,
             "data.corpus": None,
             "schedule.decay_interval": 10,
@@ -330,7 +330,7 @@ def hybrid_config(tmp_path_factory):
         {
             "model.vocab_size": 32,
             "model.n_layers": 4,
-            "model.n_heads": 4,
+            "model.attention.n_heads": 4,
             "model.d_model": 32,
             "model.context_length": 32,
             "data.corpus": None,

@@ -48,22 +48,29 @@ WIKITEXT2_TUTORIAL = ModelConfig(
 )
 
 
-def changed(model: ModelConfig, **changes: object) -> ModelConfig:
-    return ModelConfig(**{**model.model_dump(), **changes})
-
-
 @pytest.mark.parametrize(
     ("model", "count"),
     [
         (SHAKESPEARE_TUTORIAL, 10_788_929),
         (GPT2, 124_439_808),
-        (changed(GPT2, qkv_bias=False), 124_412_160),
-        (changed(GPT2, qkv_bias=False, tied_head=False), 163_009_536),
-        (changed(GPT2, vocab_multiple=128), 124_475_904),
-        (changed(GPT2, vocab_size=50304, n_layers=48, n_heads=32, d_model=1600), 1_557_686_400),
+        (GPT2.updated({"attention.qkv_bias": False}), 124_412_160),
+        (GPT2.updated({"attention.qkv_bias": False, "tied_head": False}), 163_009_536),
+        (GPT2.updated({"vocab_multiple": 128}), 124_475_904),
         (
-            changed(
-                GPT2, vocab_size=50304, context_length=2048, n_layers=96, n_heads=96, d_model=12288
+            GPT2.updated(
+                {"vocab_size": 50304, "n_layers": 48, "attention.n_heads": 32, "d_model": 1600}
+            ),
+            1_557_686_400,
+        ),
+        (
+            GPT2.updated(
+                {
+                    "vocab_size": 50304,
+                    "context_length": 2048,
+                    "n_layers": 96,
+                    "attention.n_heads": 96,
+                    "d_model": 12288,
+                }
             ),
             174_604_836_864,
         ),
@@ -75,14 +82,14 @@ def test_published_models_have_exactly_their_parameters(model: ModelConfig, coun
 
 
 def test_vocabulary_is_padded_up_to_the_multiple() -> None:
-    assert changed(GPT2, vocab_multiple=128).padded_vocab_size == 50304
-    assert changed(GPT2, vocab_size=50304, vocab_multiple=128).padded_vocab_size == 50304
+    assert GPT2.updated({"vocab_multiple": 128}).padded_vocab_size == 50304
+    assert GPT2.updated({"vocab_size": 50304, "vocab_multiple": 128}).padded_vocab_size == 50304
     assert GPT2.padded_vocab_size == 50257
 
 
 def test_an_unknown_vocabulary_is_refused_with_its_remedy() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size"):
-        parameter_table(changed(GPT2, vocab_size=None))
+        parameter_table(GPT2.updated({"vocab_size": None}))
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 3), (5, 4), (-1, 2), (0, 13)])
@@ -93,7 +100,7 @@ def test_a_layer_range_outside_the_model_is_refused(first: int, last: int) -> No
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_slices_cover_the_table_and_share_only_a_tied_embedding(tied: bool) -> None:
-    model = changed(SHAKESPEARE_TUTORIAL, tied_head=tied)
+    model = SHAKESPEARE_TUTORIAL.updated({"tied_head": tied})
     slices = [
         parameter_table(model, first_layer=first, last_layer=last)
         for first, last in ((0, 2), (2, 3), (3, 6))

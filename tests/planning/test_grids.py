@@ -101,13 +101,21 @@ def test_the_nearest_grids_are_those_of_a_search_through_all():
 @pytest.mark.parametrize(
     ("text", "changes", "said"),
     [
-        (GRIDS[0], {"model.n_heads": 1}, "divides model.n_heads=1 by 2; possible: 2"),
+        (
+            GRIDS[0],
+            {"model.attention.n_heads": 1},
+            "divides model.attention.n_heads=1 by 2; possible: 2",
+        ),
         (
             GRIDS[2],
-            {"model.n_heads": 2, "model.d_model": 18},
+            {"model.attention.n_heads": 2, "model.d_model": 18},
             "model.d_model=18 by 4; possible: 16, 20",
         ),
-        (GRIDS[2], {"model.d_ff": 30}, "divides model.d_ff=30 by 4; possible: 28, 32"),
+        (
+            GRIDS[2],
+            {"model.feed_forward.width": 30},
+            "divides model.feed_forward.width=30 by 4; possible: 28, 32",
+        ),
         (
             GRIDS[0],
             {"train.batch_size": 7},

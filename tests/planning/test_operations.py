@@ -33,49 +33,68 @@ BASE = ModelConfig(
 )
 VARIANTS: dict[str, dict[str, object]] = {
     "gpt2": {},
-    "feed-forward": {"d_ff": 56, "activation": "relu"},
+    "feed-forward": {"feed_forward.width": 56, "feed_forward.activation": "relu"},
     "post-norm": {"norm_position": "post", "norm": "rmsnorm", "positions": "sinusoidal"},
     "untied": {"tied_head": False, "head_bias": True, "vocab_multiple": 32},
     "llama": {
-        "n_kv_heads": 2,
+        "attention.n_kv_heads": 2,
         "positions": "rotary",
         "norm": "rmsnorm",
-        "activation": "swiglu",
+        "feed_forward.activation": "swiglu",
         "tied_head": False,
     },
-    "qwen3": {"n_kv_heads": 1, "head_size": 10, "qk_norm": "head", "positions": "rotary"},
-    "olmo2": {"norm_position": "output", "qk_norm": "width", "activation": "geglu"},
-    "gpt-neox": {"parallel_residual": True, "positions": "rotary", "rotary_fraction": 1 / 3},
-    "relu2": {"activation": "relu2", "logit_softcap": 3.0},
-    "dropout": {"dropout": 0.1, "attention_dropout": 0.1},
-    "experts": {"n_experts": 4, "d_expert": 20, "activation": "swiglu", "n_shared_experts": 1},
-    "gpt-oss": {
-        "n_kv_heads": 2,
-        "attention_sinks": True,
-        "activation": "swiglu_clamped",
-        "n_experts": 4,
-        "d_expert": 20,
-        "router_bias": True,
+    "qwen3": {
+        "attention.n_kv_heads": 1,
+        "attention.head_size": 10,
+        "attention.qk_norm": "head",
         "positions": "rotary",
     },
-    "latent": {"attention": "latent", "positions": "rotary", "rope_head_size": 2, "v_head_size": 8},
+    "olmo2": {
+        "norm_position": "output",
+        "attention.qk_norm": "width",
+        "feed_forward.activation": "geglu",
+    },
+    "gpt-neox": {"parallel_residual": True, "positions": "rotary", "rotary_fraction": 1 / 3},
+    "relu2": {"feed_forward.activation": "relu2", "logit_softcap": 3.0},
+    "dropout": {"dropout": 0.1, "attention.dropout": 0.1},
+    "experts": {
+        "experts.count": 4,
+        "experts.width": 20,
+        "feed_forward.activation": "swiglu",
+        "experts.n_shared": 1,
+    },
+    "gpt-oss": {
+        "attention.n_kv_heads": 2,
+        "attention.sinks": True,
+        "feed_forward.activation": "swiglu_clamped",
+        "experts.count": 4,
+        "experts.width": 20,
+        "router.bias": True,
+        "positions": "rotary",
+    },
+    "latent": {
+        "attention.type": "latent",
+        "positions": "rotary",
+        "attention.rope_head_size": 2,
+        "attention.v_head_size": 8,
+    },
     "latent queries": {
-        "attention": "latent",
+        "attention.type": "latent",
         "positions": "rotary",
         "norm": "rmsnorm",
-        "head_size": 10,
-        "kv_rank": 14,
-        "q_rank": 12,
-        "rope_head_size": 4,
-        "v_head_size": 14,
+        "attention.head_size": 10,
+        "attention.kv_rank": 14,
+        "attention.q_rank": 12,
+        "attention.rope_head_size": 4,
+        "attention.v_head_size": 14,
     },
     "balanced experts": {
-        "n_experts": 8,
-        "experts_per_token": 3,
-        "shared_expert_gate": True,
-        "n_shared_experts": 2,
-        "balance": "bias",
-        "dense_layers": 1,
+        "experts.count": 8,
+        "experts.per_token": 3,
+        "experts.shared_gate": True,
+        "experts.n_shared": 2,
+        "router.balance": "bias",
+        "experts.dense_layers": 1,
     },
 }
 
@@ -92,7 +111,7 @@ class TwoTensorDimensions(Layout):
 
 
 def variant(name: str) -> ModelConfig:
-    return BASE.model_copy(update=VARIANTS[name])
+    return BASE.updated(VARIANTS[name])
 
 
 def resolved(model: ModelConfig) -> Config:
@@ -200,9 +219,9 @@ def test_a_block_of_experts_saves_nearly_what_the_list_says(name: str) -> None:
     """In float32 a router saves no copy of its input, which shared experts save, too, and a few
     integers per token are not counted."""
     model = variant(name)
-    planned = planned_of_a_block(model) - 4 * B * T * D * (model.n_shared_experts > 0)
-    if model.attention_sinks:  # their key is one token more, and the batch has one mask
-        planned += 4 * (2 * B * model.kv_heads * (model.head_channels + SINK_CHANNELS))
+    planned = planned_of_a_block(model) - 4 * B * T * D * (model.experts.n_shared > 0)
+    if model.attention.sinks:  # their key is one token more, and the batch has one mask
+        planned += 4 * (2 * B * model.attention.kv_heads * (model.head_channels + SINK_CHANNELS))
         planned -= 4 * (B - 1) * T * (T + 1)
     assert saved_by_a_block(model) == pytest.approx(planned, rel=0.02)
 

@@ -37,7 +37,7 @@ def test_everything_derivable_is_resolved():
     plan = make_plan(config(batch_size=12, eval_interval=5), vocab_size=10)
     resolved = plan.config
     assert resolved.model.vocab_size == 10
-    assert resolved.model.d_ff == 32
+    assert resolved.model.feed_forward.width == 32
     assert resolved.train.micro_batch_size == 12
     assert resolved.schedule.decay_steps == 20
     assert resolved.checkpoint.interval == 5
@@ -110,7 +110,7 @@ def test_memory_is_exact_bytes_per_parameter():
 
 def test_a_vocabulary_that_leaves_a_process_nothing_is_to_be_padded():
     few = config(batch_size=8)
-    few = load_config(few, {"model.n_heads": 4, "parallel.tensor": 4})
+    few = load_config(few, {"model.attention.n_heads": 4, "parallel.tensor": 4})
     with pytest.raises(ConfigError, match=r"tensor=4 cuts the 9 rows .* --model.vocab-multiple 4"):
         make_plan(few, vocab_size=9)
     make_plan(load_config(few, {"model.vocab_multiple": 4}), vocab_size=9)
@@ -177,7 +177,7 @@ def test_counts_that_no_run_reaches_are_planned_or_refused_at_once():
     assert make_plan(load_config("quickstart", prime), 64).micro_batch_size == 1
     whole = make_plan(load_config("quickstart", {"train.batch_size": 2**31 - 1}), 64)
     assert whole.micro_batch_size == 2**31 - 1
-    experts = {"model.n_experts": 2**31 - 1, "parallel.expert": 2}
+    experts = {"model.experts.count": 2**31 - 1, "parallel.expert": 2}
     with pytest.raises(ConfigError, match="possible: 1, 2147483647"):
         make_plan(load_config("quickstart", experts), 64)
     loads = {0: 3.0, 4999: 4.0}  # layers that the ends weigh as much as

@@ -30,7 +30,12 @@ def run(tmp_path_factory):
     options = [
         *("--data.path", folder / "own-secret" / "cats.txt", "--data.tokenizer", "char"),
         *("--data.test-fraction", "0.1", "--name", "cats", "--run-dir", folder / "run"),
-        *("--model.n-layers=1", "--model.n-heads=2", "--model.d-model=8", "--train.steps=4"),
+        *(
+            "--model.n-layers=1",
+            "--model.attention.n-heads=2",
+            "--model.d-model=8",
+            "--train.steps=4",
+        ),
         *("--model.context-length=8", "--train.batch-size=2", "--train.eval-interval=2"),
         *("--train.compile=false", "--train.sample-interval=none", "--log.interval=1"),
     ]

@@ -38,7 +38,7 @@ def test_what_follows_from_a_choice_is_no_choice():
 def test_what_would_follow_and_was_chosen_otherwise_is_a_choice():
     found = choices(resolved("quickstart", model__d_ff=100, data__path="novel.txt"), 1000)
     assert found.before == {
-        "data.corpus": "stdlib", "data.path": None, "model.d_ff": 512,
+        "data.corpus": "stdlib", "data.path": None, "model.feed_forward.width": 512,
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def a_machine_with_a_gpu(monkeypatch):
     looked_at = []
 
     def looked(model, dtype, device):
-        looked_at.append((model.attention_dropout, dtype, device.type))
+        looked_at.append((model.attention.dropout, dtype, device.type))
 
     monkeypatch.setattr(compute, "kernel_obstacle", looked)
     return looked_at
@@ -216,10 +216,10 @@ def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx
     chosen = choose_compute(plan(d_model=20, precision="fp32"))
     assert chosen.native_kernels == ("vector",)  # for the activations, of 80 channels
     assert "multiples of 16, not model.d_model=20" in chosen.compile_reason
-    assert "d_ff" not in chosen.compile_reason
+    assert "feed_forward.width" not in chosen.compile_reason
     chosen = choose_compute(plan(d_model=20, d_ff=24, precision="fp32"))
     assert chosen.native_kernels == ()
-    assert "not model.d_model=20, model.d_ff=24" in chosen.compile_reason
+    assert "not model.d_model=20, model.feed_forward.width=24" in chosen.compile_reason
 
 
 @pytest.mark.parametrize(

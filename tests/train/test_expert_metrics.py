@@ -85,11 +85,11 @@ def test_experts_that_are_idle_for_long_are_told_once():
     (said,) = warnings(dict.fromkeys(range(100, 400, 20), (3, 0, 5, 0)))
     assert said == (
         "warning: step 200: experts 1, 3 of layer 1 had no token in any step recorded since step "
-        "100, and learnt nothing; model.balance spreads tokens over them"
+        "100, and learnt nothing; model.router.balance spreads tokens over them"
     )
     (said,) = warnings(dict.fromkeys(range(1, 2000, 200), (3, 0, 5, 1)), balance="bias")
     assert "step 801: expert 1 of layer 1" in said
-    assert "a larger model.balance_rate spreads" in said
+    assert "a larger model.router.balance_rate spreads" in said
 
 
 def test_an_expert_that_has_a_token_now_and_then_is_not_told():

@@ -13,11 +13,11 @@ from pentameter.train.loop import Trainer
 
 TINY = {
     "model.n_layers": 2,
-    "model.n_heads": 2,
+    "model.attention.n_heads": 2,
     "model.d_model": 16,
     "model.context_length": 16,
     "model.dropout": 0.1,
-    "model.attention_dropout": 0.1,
+    "model.attention.dropout": 0.1,
     "data.grammar.n_characters": 5000,
     "train.steps": 20,
     "train.batch_size": 8,

@@ -12,8 +12,9 @@ from pentameter.train.loop import Trainer
 TINY = {
     "train.steps": 2, "train.batch_size": 2, "train.precision": "fp32", "train.device": "cpu",
     "train.eval_interval": "none", "log.interval": 1, "model.n_layers": 1, "model.d_model": 16,
-    "model.n_heads": 2, "model.context_length": 16, "model.activation": "relu",
-    "model.sliding_window": 8,  # which the fused step does not know
+    "model.attention.n_heads": 2, "model.context_length": 16,
+    "model.feed_forward.activation": "relu",
+    "model.attention.sliding_window": 8,  # which the fused step does not know
     "data.max_bytes": 20_000, "data.validation_fraction": 0.1,
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def batches(step, rows):
 @pytest.mark.usefixtures("short_measurement")
 def test_a_gradient_that_is_rounding_alone_is_no_wrong_graph(tmp_path):
     settings = load_config(
-        "quickstart", TINY | {"train.compile": True, "model.sliding_window": "none"}
+        "quickstart", TINY | {"train.compile": True, "model.attention.sliding_window": "none"}
     )
     for _ in range(2):  # the second finds the run complete, and asks for no batch beyond it
         trainer = Trainer(settings, run_dir=tmp_path, quiet=True, model=build, batches=batches)

@@ -146,7 +146,7 @@ def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("some text " * 20)
     said, _ = fit(tmp_path, {"path": str(tmp_path / "text.txt")})
     (line,) = (line for line in said.splitlines() if "their dq is off" in line)
-    assert line.startswith("warning: model.attention_dropout=0.0 writes attention's weights out")
+    assert line.startswith("warning: model.attention.dropout=0.0 writes attention's weights out")
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["fused_attention_dropout"] is False
 

@@ -172,7 +172,7 @@ class SeparateProjections(nn.Module):
         super().__init__()
         V, D = config.model.vocab_size, config.model.d_model
         self.embedding = nn.Embedding(V, D)
-        self.blocks = nn.ModuleList(Attention(D, config.model.n_heads) for _ in range(2))
+        self.blocks = nn.ModuleList(Attention(D, config.model.attention.n_heads) for _ in range(2))
         self.head = nn.Linear(D, V)
 
     def forward(self, tokens):

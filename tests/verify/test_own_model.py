@@ -21,8 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
     "model.n_layers": 3,
     "model.d_model": 6,
-    "model.n_heads": 2,
-    "model.d_ff": 8,
+    "model.attention.n_heads": 2,
+    "model.feed_forward.width": 8,
     "model.context_length": 8,
 }
 

@@ -120,10 +120,12 @@ def test_the_configurations_own_layout_is_among_all():
     ],
 )
 def test_a_layout_too_large_for_a_laptop_is_verified_at_lower_degrees(parallel, layout):
-    large = load_config("quickstart", {"parallel": parallel, "model.n_heads": 64})
+    large = load_config("quickstart", {"parallel": parallel, "model.attention.n_heads": 64})
     assert own_case(large) == Case(parse_layout(layout))
 
 
 def test_an_own_layout_that_training_would_refuse_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel\.tensor=2 must divide model\.n_heads=25"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tensor=2 must divide model\.attention\.n_heads=25"
+    ):
         chosen_cases(load_config("gpt2-1558m", {"parallel.tensor": 2}), "all")

@@ -94,7 +94,7 @@ def test_a_difference_ends_with_70_and_says_how_to_see_it_again(run, capsys, mon
     [
         (["quickstart", "--layouts", "pipelines=2"], "'pipelines=2' must be NAME=VALUE"),
         (["quickstart", "--steps", "0"], "--steps 0 must be in 1"),
-        (["quickstart", "--model.n-headz", "3"], "model.n_heads"),
+        (["quickstart", "--model.n-headz", "3"], "model.attention.n_heads"),
         (["quickstar"], "did you mean"),
     ],
 )

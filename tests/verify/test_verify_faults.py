@@ -104,7 +104,7 @@ def test_a_fault_is_caught_where_it_shows_first(fault, layout, kind, tensor, wor
 )
 def test_a_fault_in_what_only_some_models_have_is_caught(fault, layout, kind, workers):
     """Attention in windows, and key heads that several query heads share."""
-    model = {"model.sliding_window": 64, "model.sliding_window_pattern": 2}
+    model = {"model.attention.sliding_window": 64, "model.attention.sliding_window_pattern": 2}
     config = load_config("qwen3-0.6b", model)
     (case,) = chosen_cases(config, layout)
     small = shrink(config, [case])

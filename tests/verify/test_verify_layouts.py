@@ -85,7 +85,7 @@ EXPERTS = {
 @pytest.mark.parametrize("balance", EXPERTS)
 def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
     keys = {f"model.{key}": value for key, value in EXPERTS[balance].items()}
-    config = load_config("qwen3-0.6b", {**keys, "model.balance": balance})
+    config = load_config("qwen3-0.6b", {**keys, "model.router.balance": balance})
     cases = chosen_cases(
         config,
         "data=1,micro_batches=4,activation_checkpoint=full;data=2,zero=3,micro_batches=2;"
@@ -99,7 +99,7 @@ def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
 
 def test_what_an_expert_has_room_for_is_the_same_on_every_layout(workers):
     """One process cuts the padding off rows whose losses are asked for, a pipeline does not."""
-    config = load_config("qwen3-0.6b", {"model.n_experts": 4, "model.expert_capacity": 0.7})
+    config = load_config("qwen3-0.6b", {"model.experts.count": 4, "model.experts.capacity": 0.7})
     cases = chosen_cases(config, "data=2;tensor=2;pipeline=2;data=2,expert=2")
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=1):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
@@ -110,7 +110,9 @@ SHARDED = "data=2,zero=3,expert=2,micro_batches=2;tensor=2,expert=2,idle_experts
 
 def test_experts_sharded_over_other_ranks_than_the_rest(workers):
     keys = {f"model.{key}": value for key, value in EXPERTS["batch"].items()}
-    config = load_config("qwen3-0.6b", {**keys, "model.balance": "batch", "model.bias": True})
+    config = load_config(
+        "qwen3-0.6b", {**keys, "model.router.balance": "batch", "model.bias": True}
+    )
     cases = chosen_cases(config, SHARDED)
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
@@ -138,7 +140,7 @@ REST = (
 @pytest.mark.parametrize("layouts", [RECOMPUTED, pytest.param(REST, marks=pytest.mark.slow)])
 def test_experts_are_recomputed_and_compiled(layouts, workers):
     keys = {f"model.{key}": value for key, value in EXPERTS["batch"].items()}
-    config = load_config("qwen3-0.6b", {**keys, "model.balance": "batch"})
+    config = load_config("qwen3-0.6b", {**keys, "model.router.balance": "batch"})
     cases = chosen_cases(config, layouts)
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
@@ -162,13 +164,13 @@ def test_sinks_windows_and_biases_of_experts_on_every_kind_of_layout(layouts, wo
 
 
 def test_a_grid_takes_no_sinks():
-    config = load_config("qwen3-0.6b", {"model.attention_sinks": True})
-    with pytest.raises(ConfigError, match=r"attention_sinks=true is not possible with .*'2d'"):
+    config = load_config("qwen3-0.6b", {"model.attention.sinks": True})
+    with pytest.raises(ConfigError, match=r"attention.sinks=true is not possible with .*'2d'"):
         shrunk_cases(config, "tensor=4,tensor_mode=2d")
 
 
 def test_all_layouts_shard_experts_if_there_are_any():
-    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    config = load_config("qwen3-0.6b", {"model.experts.count": 4})
     cases = [each for each in chosen_cases(config, "all") if each.layout.shards_experts]
     shards = [
         each
@@ -182,7 +184,7 @@ def test_all_layouts_shard_experts_if_there_are_any():
 
 def test_idle_experts_get_no_token():
     """With as many ranks as experts, their ranks get none either."""
-    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    config = load_config("qwen3-0.6b", {"model.experts.count": 4})
     (case,) = chosen_cases(config, "data=4,expert=4,idle_experts=true")
     plan = make_plan(case_config(shrink(config, [case]), case.alone))
     engine = assemble(plan, torch.device("cpu"), "fp64", compiled=False)
@@ -195,7 +197,7 @@ def test_idle_experts_get_no_token():
 
 
 def test_a_grid_takes_no_experts():
-    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    config = load_config("qwen3-0.6b", {"model.experts.count": 4})
     assert all(case.layout.tensor_mode == "1d" for case in chosen_cases(config, "all"))
     with pytest.raises(ConfigError, match="the width of the residual stream that a router reads"):
         shrunk_cases(config, "tensor=4,tensor_mode=2d")
@@ -205,7 +207,7 @@ def test_a_grid_takes_no_experts():
 @pytest.mark.parametrize("balance", EXPERTS)
 def test_experts_on_all_layouts(balance, workers):
     keys = {f"model.{key}": value for key, value in EXPERTS[balance].items()}
-    config = load_config("qwen3-0.6b", {**keys, "model.balance": balance})
+    config = load_config("qwen3-0.6b", {**keys, "model.router.balance": balance})
     cases = chosen_cases(config, "all")
     outcomes = list(verify_layouts(shrink(config, cases), cases, workers, n_steps=3))
     assert all(outcome.passed for outcome in outcomes)
@@ -214,7 +216,7 @@ def test_experts_on_all_layouts(balance, workers):
 @pytest.mark.parametrize(("optimizer", "n_experts"), [("muon", None), ("muon", 3), ("adam", None)])
 def test_other_update_rules(optimizer, n_experts, workers):
     """Of three experts ZeRO's two ranks hold two and one."""
-    keys = {"optimizer.name": optimizer, "model.n_experts": n_experts}
+    keys = {"optimizer.name": optimizer, "model.experts.count": n_experts}
     config = load_config("quickstart", keys)
     cases = chosen_cases(config, "data=2;tensor=2;data=2,zero=3")
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):

@@ -1,8 +1,11 @@
 """What shrinking keeps, and what it makes sure of."""
 
+from operator import attrgetter
+
 import pytest
 
 from pentameter.config.files.load import load_config, preset_names
+from pentameter.config.model.architecture import architecture
 from pentameter.model import loss
 from pentameter.model.loss import exceeds_chunk
 from pentameter.parallel.context import ring_attention
@@ -14,23 +17,26 @@ from pentameter.verify.steps import made_up_batch, several_blocks
 
 STRUCTURE = {
     "model": (
-        "activation swiglu_alpha swiglu_limit attention attention_sinks norm norm_position "
-        "norm_eps qk_norm positions rope_theta "
-        "rope_scaling parallel_residual logit_softcap tied_head head_bias qkv_bias bias "
-        "embedding_scale shared_expert_gate router router_top_k_first router_renormalize "
-        "router_scale router_bias balance balance_rate balance_weight router_z_loss "
-        "expert_capacity"
+        "feed_forward.activation feed_forward.swiglu_alpha feed_forward.swiglu_limit "
+        "attention.type attention.sinks norm norm_position norm_eps attention.qk_norm "
+        "positions rope_theta rope_scaling parallel_residual logit_softcap tied_head "
+        "head_bias attention.qkv_bias bias embedding_scale experts.shared_gate "
+        "router.score_function router.top_k_first router.renormalize router.scale "
+        "router.bias router.balance router.balance_rate router.balance_weight "
+        "router.z_loss experts.capacity"
     ),
     "optimizer": "name betas decay momentum",
 }
 """Keys that decide how a step is computed: verified as the configuration has them."""
 SIZES = {
     "model": (
-        "n_layers n_heads n_kv_heads head_size rotary_fraction sliding_window "
-        "sliding_window_pattern d_model d_ff context_length vocab_size vocab_multiple "
-        "dropout attention_dropout embedding_dropout n_experts experts_per_token d_expert "
-        "n_shared_experts dense_layers router_groups router_open_groups "
-        "router_group_scores kv_rank q_rank rope_head_size v_head_size"
+        "n_layers attention.n_heads attention.n_kv_heads attention.head_size "
+        "rotary_fraction attention.sliding_window attention.sliding_window_pattern "
+        "d_model feed_forward.width context_length vocab_size vocab_multiple dropout "
+        "attention.dropout embedding_dropout experts.count experts.per_token "
+        "experts.width experts.n_shared experts.dense_layers router.groups "
+        "router.open_groups router.group_scores attention.kv_rank attention.q_rank "
+        "attention.rope_head_size attention.v_head_size"
     ),
     "optimizer": "learning_rate eps weight_decay clip_norm",
 }
@@ -41,7 +47,8 @@ REPLACED = {"model": "init init_std residual_init_scale", "optimizer": ""}
 
 @pytest.mark.parametrize("section", STRUCTURE)
 def test_every_key_of_the_model_and_the_optimizer_is_known_to_shrinking(section):
-    fields = type(getattr(load_config("quickstart"), section)).model_fields
+    config = load_config("quickstart")
+    fields = architecture(config.model) if section == "model" else dict(config.optimizer)
     known = f"{STRUCTURE[section]} {SIZES[section]} {REPLACED[section]}".split()
     assert sorted(fields) == sorted(known), "shrink it, or say that it is structure"
 
@@ -53,16 +60,18 @@ def test_every_preset_shrinks_to_something_small_of_the_same_structure(preset):
     small = shrink(config, cases)
     for section, keys in STRUCTURE.items():
         for key in keys.split():
-            before, after = (getattr(getattr(c, section), key) for c in (config, small))
+            before, after = (attrgetter(f"{section}.{key}")(each) for each in (config, small))
             assert before == after, key
     kinds = {name.split(".")[-2:][0] for name in names(config)}
     assert kinds == {name.split(".")[-2:][0] for name in names(small)}
     # Heads that share keys are twice as many, so that these can be divided as well; experts four.
-    is_larger = small.model.n_kv_heads is not None or small.model.n_experts is not None
+    is_larger = (
+        small.model.attention.n_kv_heads is not None or small.model.experts.count is not None
+    )
     most = 20_000 if is_larger else 10_000
     assert sum(spec.n_elements for spec in parameter_table(small.model)) < most
     assert small.model.dropout >= 0.1
-    assert small.model.attention_dropout >= 0.1
+    assert small.model.attention.dropout >= 0.1
     assert small.seed == config.seed
     for case in cases:
         plan = make_plan(case_config(small, case))  # which refuses what cannot be
@@ -90,7 +99,7 @@ def test_layouts_of_higher_degrees_get_heads_layers_and_rows_enough():
     layouts = "tensor=4;tensor=3,sequence=1,context=2;pipeline=7;data=5"
     cases = chosen_cases(config, f"{layouts};tensor=2,context=4,context_mode=all-to-all")
     small = shrink(config, cases)
-    assert small.model.n_heads == 24
+    assert small.model.attention.n_heads == 24
     assert small.model.n_layers == 8  # more than stages: the cut is uneven
     for case in cases:
         make_plan(case_config(small, case))
@@ -102,7 +111,7 @@ def test_what_is_computed_in_blocks_has_several():
     config = load_config("gpt-oss-20b")
     cases = chosen_cases(config, "context=2;tensor=2;data=2,micro_batches=4")
     small = shrink(config, cases)
-    T, window = small.model.context_length, small.model.sliding_window
+    T, window = small.model.context_length, small.model.attention.sliding_window
     assert T % window == 0
     assert 2 * window < T
     tiles, limit = ring_attention.TILE, loss.MAX_LOGITS

@@ -25,8 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **launched_ranks.LAYOUTS,
     "expert": {
         "parallel.expert": 2,
-        "model.n_experts": 4,
-        "model.experts_per_token": 2,
+        "model.experts.count": 4,
+        "model.experts.per_token": 2,
     },
     "data and tensor": {"parallel.tensor": 2},
 }

@@ -20,7 +20,7 @@ def no_namespace() -> str | None:
 def without_a_network(trial: Trial) -> str:
     """Train a preset, extend it, sample it, export it in two ways, and sample one of them."""
     run, model, hub = (str(trial.folder / name) for name in ("run", "model", "hub"))
-    small = ["--model.n-layers=1", "--model.d-model=32", "--model.n-heads=2"]
+    small = ["--model.n-layers=1", "--model.d-model=32", "--model.attention.n-heads=2"]
     small += ["--model.context-length=32", "--train.batch-size=2", "--data.corpus=grammar"]
     steps = 2 + trial.draw.randrange(4)
     commands = [

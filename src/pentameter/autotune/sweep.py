@@ -18,6 +18,7 @@ from pentameter import formatting
 from pentameter.config.fields import leaves
 from pentameter.config.files.command_source import configuration_of
 from pentameter.config.files.load import Overrides, flat_overrides, load_config
+from pentameter.config.model.former_keys import former_path, present_pairs
 from pentameter.config.naming import name_of
 from pentameter.config.schema import Config
 from pentameter.disk.atomic import make_folder
@@ -121,6 +122,7 @@ def sweep_runs(
     """
     if not values or not all(values.values()):
         raise ConfigError("a sweep needs a key, and values for each, as seed=1,2,3")
+    values = dict(present_pairs(list(values.items())))
     for key, found in values.items():
         if key not in leaves():
             hint = did_you_mean(key, leaves())
@@ -132,7 +134,8 @@ def sweep_runs(
     combinations = list(itertools.product(*values.values()))
     if len(combinations) > MOST_RUNS:
         raise ConfigError(f"--sweep gives {len(combinations):,} runs; at most {MOST_RUNS:,} go")
-    last = [key.rpartition(".")[2] for key in values]
+    # A key of a table by its former name, which says more than `count` or `width`.
+    last = [former_path(key).rpartition(".")[2] for key in values]
     short = [one if last.count(one) == 1 else key for one, key in zip(last, values, strict=True)]
     runs: dict[str, SweepRun] = {}
     for chosen in combinations:

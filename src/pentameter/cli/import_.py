@@ -75,20 +75,19 @@ def run(arguments: list[str]) -> int:
         check_template(stored.tokenizer.chat)
     config = stored.config
     if config.data.tokenizer != "gpt2":  # the text is cut by the tokenizer that lies in the folder
-        setting = {"tokenizer": str((asked.out / "tokenizer.json").resolve())}
-        config = config.model_copy(update={"data": config.data.model_copy(update=setting)})
+        config = config.updated({"data.tokenizer": str((asked.out / "tokenizer.json").resolve())})
     config = with_micro_batch(config)
     save_model(stored, asked.out, config)
     remark(*warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), name_of(asked.out.name, "-tuned")
     experts = ""
-    if model.n_experts is not None:
-        experts = f"{model.n_experts} experts, {model.n_chosen} for each token, "
+    if model.experts.count is not None:
+        experts = f"{model.experts.count} experts, {model.experts.n_chosen} for each token, "
     print(
-        f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
-        f"{experts}context {model.context_length}, vocabulary {model.vocab_size}, "
-        f"tokenizer {stored.config.data.tokenizer}\n"
+        f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, "
+        f"{model.attention.n_heads} heads, {experts}context {model.context_length}, "
+        f"vocabulary {model.vocab_size}, tokenizer {stored.config.data.tokenizer}\n"
         f"fine-tune it: pentameter train {out}/config.toml --init-from {out} --name {name} "
         "--data.path FILE"
     )
@@ -102,7 +101,6 @@ def with_micro_batch(config: Config) -> Config:
     from pentameter.estimating.bytes.plan_estimates import plan_memory
     from pentameter.planning.plan import make_plan
 
-    train = config.train.model_copy(update={"micro_batch_size": None})
-    whole = config.model_copy(update={"train": train})
+    whole = config.updated({"train.micro_batch_size": None})
     fits = plan_memory(make_plan(whole)).activations_bytes <= ACTIVATION_BYTES
     return whole if fits else config

@@ -123,7 +123,7 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
             f"--imbalance {imbalance:g} must be at least 1: the most rows that a rank's experts "
             "get ÷ the mean over ranks"
         )
-    if imbalance > 1 and config.model.n_experts is None:
+    if imbalance > 1 and config.model.experts.count is None:
         raise ConfigError(
             f"--imbalance {imbalance:g} is about experts, and {config.name} has none; leave it out"
         )

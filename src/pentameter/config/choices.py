@@ -72,7 +72,7 @@ GATES = {
     **dict.fromkeys(("relu", "relu2", "gelu", "gelu_tanh"), False),
     **dict.fromkeys(("swiglu", "geglu", "swiglu_clamped"), True),
 }
-"""`model.activation` → True if a third matrix gates the feed-forward layer."""
+"""`model.feed_forward.activation` → True if a third matrix gates the feed-forward layer."""
 
 DECAY_KEYS: Mapping[str, tuple[str, ...]] = {
     "constant": (),

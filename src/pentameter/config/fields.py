@@ -90,6 +90,18 @@ def value_in(tree: Any, path: str) -> Any:
     return tree
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted path as nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[key] = value
+    return tree
+
+
 def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
     """Return the values that `option` lists, one of a Leaf's accepted kinds as a JSON schema; empty
     if it accepts any value of a type."""

@@ -10,6 +10,7 @@ from typing import Any
 from pentameter.config.choices import DECAY_KEYS, TEMPLATE_DATE
 from pentameter.config.fields import leaves, values_of
 from pentameter.config.messages import shown
+from pentameter.config.model.former_keys import former_path
 from pentameter.config.schema import CheckpointConfig, Config, LogConfig
 
 NOT_THE_TRAINING = {
@@ -83,13 +84,14 @@ def defining_values(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Return the sha256, in hex, over `defining_values`; a run may be resumed by a configuration
-    with the same one.
+    """Return the sha256, in hex, over `defining_values` by the names that keys had first; a run may
+    be resumed by a configuration with the same one.
 
     Compare like with like: a configuration whose derived values were filled in (the vocabulary
     size, say) hashes differently from its source.
     """
-    return hashlib.sha256(_canonical(defining_values(config)).encode()).hexdigest()
+    values = {former_path(path): value for path, value in defining_values(config).items()}
+    return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
 def diff_configs(old: Config, new: Config) -> list[str]:

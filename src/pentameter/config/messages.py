@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.fields import Leaf, leaves, sections, tables_of, value_in
+from pentameter.config.model.former_keys import FORMER_KEYS
 from pentameter.config.section import ABSENT
 from pentameter.errors import nearest, printable
 
@@ -29,13 +30,13 @@ FAMILIAR = {
     "lr_decay_iters": "schedule.decay_steps",
     "warmup_iters": "schedule.warmup_steps",
     "grad_clip": "optimizer.clip_norm",
-    "num_experts": "model.n_experts",
-    "num_local_experts": "model.n_experts",
-    "n_routed_experts": "model.n_experts",
-    "num_experts_per_tok": "model.experts_per_token",
-    "moe_intermediate_size": "model.d_expert",
-    "norm_topk_prob": "model.router_renormalize",
-    "routed_scaling_factor": "model.router_scale",
+    "num_experts": "model.experts.count",
+    "num_local_experts": "model.experts.count",
+    "n_routed_experts": "model.experts.count",
+    "num_experts_per_tok": "model.experts.per_token",
+    "moe_intermediate_size": "model.experts.width",
+    "norm_topk_prob": "model.router.renormalize",
+    "routed_scaling_factor": "model.router.scale",
     "dtype": "train.precision",
     "dataset": "data.corpus",
     "gradient_accumulation_steps": "train.micro_batch_size",
@@ -133,11 +134,15 @@ def _nearest_path(path: str) -> str | None:
         return FAMILIAR[key]
     known = sections().get(section)
     inside = {k: f"{section}.{k}".lstrip(".") for k in (known.model_fields if known else ())}
-    anywhere = {p.rpartition(".")[2]: p for p in reversed(leaves())}
-    for candidates in (inside, anywhere):
-        near = nearest(key, candidates)
-        if near:
-            return candidates[near]
+    if section == "model":
+        inside |= {former: f"model.{present}" for former, present in FORMER_KEYS.items()}
+    if near := nearest(key, inside):
+        return inside[near]
+    by_key: dict[str, list[str]] = {}
+    for leaf in leaves().values():
+        by_key.setdefault(leaf.key, []).append(leaf.path)
+    if near := nearest(key, by_key):
+        return nearest(path, by_key[near]) or by_key[near][0]
     return nearest(path, leaves())
 
 

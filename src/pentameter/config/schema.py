@@ -20,7 +20,7 @@ from pentameter.config.choices import (
     look_up,
 )
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.model_schema import ModelConfig
+from pentameter.config.model.architecture import ModelConfig
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
@@ -145,8 +145,8 @@ class TrainConfig(Section):
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     upcycle_noise: NonNegativeFloat = 0.0
-    """With `--init-from` a dense model and model.n_experts: so much of its random initial values
-    is added to each expert's copy of the feed-forward layer, so that experts differ."""
+    """With `--init-from` a dense model and model.experts.count: so much of its random initial
+    values is added to each expert's copy of the feed-forward layer, so that experts differ."""
     upcycle_drop: Rate = 0.0
     """As above: fraction of each expert's inner channels that keep their random initial values
     instead of copying (Nakamura et al. 2025, "Drop-Upcycling")."""
@@ -241,7 +241,7 @@ class ParallelConfig(Section):
     work (Liu et al. 2023), or an `all-to-all` exchanges tokens for heads, which `context` must
     divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
     expert: Positive = 1
-    """Ranks that shard the experts of each layer: each has n_experts ÷ expert of them, and tokens
+    """Ranks that shard the experts of each layer: each has count ÷ expert of them, and tokens
     travel to theirs. They are taken from the data × context × tensor ranks, whatever those are."""
     expert_tensor: Positive = 1
     """Ranks that shard each expert's matrices. What data × context × tensor leaves beside expert ×
@@ -428,10 +428,10 @@ class Config(Section):
                 "train.eval_interval and data.validation_fraction, or leave patience out"
             )
         for key in ("upcycle_noise", "upcycle_drop"):
-            if getattr(self.train, key) and self.model.n_experts is None:
+            if getattr(self.train, key) and self.model.experts.count is None:
                 raise ValueError(
                     f"train.{key}={getattr(self.train, key)} is of experts that begin as copies, "
-                    "and model.n_experts is not set; set it, or leave both out"
+                    "and model.experts.count is not set; set it, or leave both out"
                 )
         if self.train.offload and self.parallel.zero == 0:
             raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from datetime import date
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +18,7 @@ from pydantic import (
 
 from pentameter.config.naming import checked_name
 from pentameter.config.urls import given_path
+from pentameter.errors import either
 
 # Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
 LARGEST_COUNT = 2**31 - 1
@@ -60,3 +62,28 @@ class Section(BaseModel):
         assert info.field_name is not None  # a field validator always has one
         optional = type(None) in get_args(cls.model_fields[info.field_name].annotation)
         return None if value == ABSENT and optional else value
+
+    def first_set(self, keys: Iterable[str]) -> str | None:
+        """Return the first of `keys` whose value is not its default; None if there is none."""
+        fields = type(self).model_fields
+        return next((key for key in keys if getattr(self, key) != fields[key].default), None)
+
+    def check_effect(self, path: str, keys: Iterable[str], key: str, *values: str) -> None:
+        """Raise ValueError if one of `keys` is set, and `key`, with one of whose `values` they have
+        an effect, has another; `path` is this section's."""
+        idle, value = self.first_set(keys), getattr(self, key)
+        if idle is not None and value not in values:
+            raise ValueError(
+                f"{path}.{idle} has no effect with {path}.{key}={value or ABSENT!r}; set {path}."
+                f"{key}={either(map(repr, values))}, or leave {idle} out"
+            )
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with other values by dotted path, `{"attention.n_heads": 4}` for a model;
+        as with `model_copy`, they are not validated."""
+        changed: dict[str, Any] = {}
+        for path, value in values.items():
+            key, _, inner = path.partition(".")
+            section = changed.get(key, getattr(self, key))
+            changed[key] = section.updated({inner: value}) if inner else value
+        return self.model_copy(update=changed)

@@ -47,8 +47,7 @@ def data_sizes(config: Config, gpt2: Tokenizer | None = None) -> DataSizes:
     an epoch's length, the length stays unknown. Raises the errors that `open_dataset` does.
     """
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
-    model = config.model.model_copy(update={"vocab_size": vocab_size})
-    if not needs_data(config.model_copy(update={"model": model})):
+    if not needs_data(config.updated({"model.vocab_size": vocab_size})):
         return DataSizes(vocab_size, None)
     if gpt2 is None and not needs_no_download(config.data):
         of_length = ("steps", "total_tokens", "total_flops")

@@ -28,7 +28,7 @@ class LayerChoices:
     layer: int
     experts: npt.NDArray[np.int64]
     """(N, k), indices below `n_experts` in the order in which they were chosen. If an expert had no
-    room for the token (`model.expert_capacity`), `n_experts` stands in its place."""
+    room for the token (`model.experts.capacity`), `n_experts` stands in its place."""
     weights: npt.NDArray[np.float64]
     """(N, k), factors by which the experts' outputs are multiplied."""
     n_experts: int
@@ -50,9 +50,9 @@ def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[Laye
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not isinstance(model, GPT) or not routers:
-        raise ConfigError("the model has no experts: model.n_experts is not set")
+        raise ConfigError("the model has no experts: model.experts.count is not set")
     config, device = model.config, next(model.parameters()).device
-    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+    layers = [layer for layer in range(config.n_layers) if config.experts.are_in(layer)]
     found: dict[int, list[Routing]] = defaultdict(list)
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, routing: Routing) -> None:
@@ -68,13 +68,13 @@ def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[Laye
     finally:
         for handle in handles:
             handle.remove()
-    assert config.n_experts is not None
+    assert config.experts.count is not None
     return [
         LayerChoices(
             layer,
             torch.cat([each.experts for each in routings]).cpu().numpy(),
             on_host(torch.cat([each.weights for each in routings])),
-            config.n_experts,
+            config.experts.count,
         )
         for layer, routings in found.items()
     ]
@@ -105,6 +105,6 @@ def expert_table(choices: LayerChoices, shown: Sequence[str]) -> Table:
         share = f"{takes.sum() / choices.experts.size:.1%}"
         table.add_row(str(expert), f"{takes.sum():,}", share, Text("  ".join(listed)))
     if n_left := int((choices.experts == choices.n_experts).sum()):
-        table.caption = f"no room (model.expert_capacity) for {n_left:,}"
+        table.caption = f"no room (model.experts.capacity) for {n_left:,}"
         table.caption_justify = "left"
     return table

@@ -73,8 +73,8 @@ ACTIVATIONS = {
     "swiglu": _silu,
     "geglu": _gelu,
 }
-"""Value for `model.activation` → function (x, exact) → (f(x), f'(x)), in x's shape. It acts on the
-first linear's output; in a gated layer (SwiGLU, GeGLU) on the gate alone."""
+"""Value for `model.feed_forward.activation` → function (x, exact) → (f(x), f'(x)), in x's shape. It
+acts on the first linear's output; in a gated layer (SwiGLU, GeGLU) on the gate alone."""
 
 
 class Curve(NamedTuple):

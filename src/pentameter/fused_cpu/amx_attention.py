@@ -25,10 +25,10 @@ def attention_obstacle(config: ModelConfig) -> str | None:
     size = config.head_channels
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
-    if config.qk_norm == "width":
+    if config.attention.qk_norm == "width":
         return "the AMX kernels norm queries and keys head by head, not all heads together"
-    H, T = config.n_heads, config.context_length
-    if config.attention_dropout and rows_per_block(H * T, T) is not None:
+    H, T = config.attention.n_heads, config.context_length
+    if config.attention.dropout and rows_per_block(H * T, T) is not None:
         return f"the AMX kernels drop up to 2^32 attention weights in a row, not {H} · {T}²"
     return None
 

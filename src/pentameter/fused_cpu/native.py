@@ -94,14 +94,14 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
 
 def vector_widths(config: ModelConfig) -> dict[str, int]:
     """Return the widths in channels, by key of `[model]`, of what the vector kernels compute:
-    d_model of sub-layer ends, d_ff and d_expert of activations. They refuse a width that CHANNELS
-    does not divide."""
+    d_model of sub-layer ends, and the widths of activations. They refuse a width that CHANNELS does
+    not divide."""
     widths = {"d_model": config.d_model}
     for layer in range(config.n_layers):
-        if config.has_experts(layer) and config.d_expert is not None:
-            widths["d_expert"] = config.d_expert
+        if config.experts.are_in(layer) and config.experts.width is not None:
+            widths["experts.width"] = config.experts.width
         else:
-            widths["d_ff"] = config.feed_forward_width
+            widths["feed_forward.width"] = config.feed_forward_width
     return widths
 
 

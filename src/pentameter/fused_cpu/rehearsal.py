@@ -194,7 +194,7 @@ def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iter
         assert isinstance(attention, Attention)
         assert isinstance(mlp, MLP | Experts)
         keys = sites[attention.weights_dropout.site] if training else None
-        if training or config.attention_dropout:
+        if training or config.attention.dropout:
             yield _Part(
                 "attention",
                 lambda h, norm=norm, attention=attention, keys=keys: (
@@ -208,7 +208,7 @@ def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iter
             yield _Part(
                 "experts" if isinstance(mlp, Experts) else "feed-forward layer",
                 lambda h, norm=mlp_norm, mlp=mlp: feed_forward_output(
-                    h, norm, mlp, config.activation
+                    h, norm, mlp, config.feed_forward.activation
                 )[:1],
                 (h,),
                 (mlp_norm, mlp),
@@ -247,7 +247,7 @@ def _shallow(config: ModelConfig, dtype: torch.dtype) -> GPT:
         model = GPT(config).to(torch.promote_types(dtype, torch.float32))
     kinds = set()
     for name in list(model.blocks):
-        if (kind := config.has_experts(int(name))) in kinds:
+        if (kind := config.experts.are_in(int(name))) in kinds:
             del model.blocks[name]
         kinds.add(kind)
     model.to_empty(device="cpu")

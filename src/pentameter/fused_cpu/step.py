@@ -86,7 +86,7 @@ def fused_loss_sum(
         keys = sites[attention.weights_dropout.site] if dropping else None
         y = attention_output(h, attention_norm, attention, config, keys, rotation_tables)
         x, h = add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
-        y, bias = feed_forward_output(h, mlp_norm, mlp, config.activation)
+        y, bias = feed_forward_output(h, mlp_norm, mlp, config.feed_forward.activation)
         x, h = add_norm(x, y, bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
@@ -130,12 +130,12 @@ def attention_output(
 def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
     """Return the attention layers' sizes, and their dropout probability: 0 unless `dropping`."""
     return HeadShape(
-        config.n_heads,
-        config.kv_heads,
+        config.attention.n_heads,
+        config.attention.kv_heads,
         config.head_channels,
         config.norm_eps,
         config.context_length,
-        config.attention_dropout if dropping else 0.0,
+        config.attention.dropout if dropping else 0.0,
     )
 
 
@@ -165,7 +165,7 @@ def feed_forward_output(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output (B, T, D) of a feed-forward layer or of experts, and a bias (D,) that is
     still to be added, or None, for normalised h (B, T, D). `norm` computed h without its weight and
-    bias. activation: its name in `model.activation`."""
+    bias. activation: its name in `model.feed_forward.activation`."""
     if isinstance(mlp, MLP):
         return _feed_forward(h, norm, mlp, activation), mlp.down.bias
     scale = norm.get_parameter("weight")
@@ -196,7 +196,7 @@ def _biased(y: Tensor, layer: nn.Linear | Router, norm: nn.Module) -> Tensor:
 def _feed_forward(h: Tensor, norm: nn.Module, mlp: FeedForward, activation: str) -> Tensor:
     """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised h
     (B, T, D). `norm`'s weight and bias are folded into the first linear. activation: its name in
-    `model.activation`.
+    `model.feed_forward.activation`.
 
     The AMX kernels compute it if `can_feed_forward` is true (bf16, sizes divisible by 32, no large
     `down`), else PyTorch's matmuls with an activation kernel.

@@ -84,8 +84,8 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
 
 _TABLE = 0
 _FORMULAS = {"relu2": 1, "relu": 2, "swiglu": 3, "gelu": 4, "geglu": 4, "gelu_tanh": 5}
-"""Value for `model.activation` → its number in cpp/activation.cpp, for fp32 and for ReLU²; other
-bf16 activations use a table (number _TABLE)."""
+"""Value for `model.feed_forward.activation` → its number in cpp/activation.cpp, for fp32 and for
+ReLU²; other bf16 activations use a table (number _TABLE)."""
 
 
 class _Activation(Struct):
@@ -105,8 +105,8 @@ def can_activate(h: Tensor, bias: Tensor | None, gated: bool) -> bool:
 
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
     """Return f(h + bias) (…, n) in h's dtype, for h (…, N) and bias (N,) or None. kind: f's
-    name in `model.activation`. If `gated`, n = N / 2 and f(first half) multiplies the second
-    half; else n = N."""
+    name in `model.feed_forward.activation`. If `gated`, n = N / 2 and f(first half) multiplies the
+    second half; else n = N."""
     job = _activation(h, bias, kind, gated)
     y = h.new_empty(*h.shape[:-1], job.n)
     call("vector", "activate", job, y, h)

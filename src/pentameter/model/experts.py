@@ -1,6 +1,6 @@
 """Experts: feed-forward layers of which a router chooses some for each token.
 
-No token is dropped unless `expert_capacity` says so, and nothing depends on the other sequences of
+No token is dropped unless `experts.capacity` says so, and nothing depends on the other sequences of
 a batch. A token's rows, one for each of its chosen experts, are sorted by expert, multiplied with
 one grouped matmul per matrix, put back, and added in the order in which they were chosen: without
 atomic additions, so that every device gives the same sums each time.
@@ -61,18 +61,18 @@ class Router(nn.Module):
     """A linear layer in float32 (float64 for float64 weights) whose logits (N, E) choose experts.
 
     `balance` (E,) is a state that the engine updates after each step from `counts`; None unless
-    `model.balance` is `bias` (a number added to the scores by which experts are chosen) or `batch`
-    (each expert's tokens in the last step ÷ their mean over experts).
+    `model.router.balance` is `bias` (a number added to the scores by which experts are chosen) or
+    `batch` (each expert's tokens in the last step ÷ their mean over experts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        E = config.n_experts
+        E = config.experts.count
         assert E is not None
         self.config = config
         self.weight = nn.Parameter(torch.empty(E, config.d_model))
-        self.bias = nn.Parameter(torch.empty(E)) if config.router_bias else None
-        state = look_up(BALANCE_STATE, config.balance, "model.balance", "the router")
+        self.bias = nn.Parameter(torch.empty(E)) if config.router.bias else None
+        state = look_up(BALANCE_STATE, config.router.balance, "model.router.balance", "the router")
         self.balance = None if state is None else nn.Parameter(torch.empty(E), requires_grad=False)
         self.count_sequence: Callable[[Tensor], Tensor] | None = None
         """Sums counts (B, E) over the ranks that each have a part of every sequence; None if this
@@ -102,7 +102,8 @@ class Router(nn.Module):
         a `balance`."""
         config = self.config
         scores = _scores(logits, config)
-        chosen = self._choose(scores if config.router != "softmax" else logits, scores)
+        is_softmax = config.router.score_function == "softmax"
+        chosen = self._choose(logits if is_softmax else scores, scores)
         weights = self._weights(logits, scores, chosen)
         loss = self._loss(logits, scores, chosen)
         weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
@@ -116,14 +117,14 @@ class Router(nn.Module):
     ) -> Routing:
         """Return the Routing of tokens that chose these experts, int64 (B, T, k), whose outputs
         have these weights (B, T, k). An expert takes no more rows than it has capacity for:
-        ⌈`expert_capacity` · `context_length` · k / E⌉ of a sequence, the first ones, however many
+        ⌈`experts.capacity` · `context_length` · k / E⌉ of a sequence, the first ones, however many
         tokens stand behind them. `numbers` numbers the rows; it is a cache's for sequences that
         begin there."""
         config = self.config
-        E, capacity = config.n_experts, config.expert_capacity
+        E, capacity = config.experts.count, config.experts.capacity
         assert E is not None
         if capacity is not None:
-            n_most = -int(-(capacity * config.context_length * config.n_chosen) // E)
+            n_most = -int(-(capacity * config.context_length * config.experts.n_chosen) // E)
             chosen = chosen.masked_fill(numbers(chosen, E) > n_most, E)
         return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), E)
 
@@ -132,51 +133,51 @@ class Router(nn.Module):
         """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower.
 
         Experts are compared by `ranked` (B, T, E), or by `scores` (B, T, E) plus the balance state
-        if `model.balance` is `bias`. With `router_groups`, only experts in the best
-        `router_open_groups` groups can be chosen; groups are compared by the sum of their
-        `router_group_scores` highest scores, the balance state again added for `bias`.
+        if `model.router.balance` is `bias`. With `router.groups`, only experts in the best
+        `router.open_groups` groups can be chosen; groups are compared by the sum of their
+        `router.group_scores` highest scores, the balance state again added for `bias`.
         """
         config = self.config
-        if config.balance == "bias":
+        if config.router.balance == "bias":
             assert self.balance is not None
             ranked = scores + self.balance
-        if config.router_groups is not None:
-            assert config.router_open_groups is not None
-            of_group = ranked if config.balance == "bias" else scores
-            grouped = of_group.unflatten(-1, (config.router_groups, -1))
-            best = grouped.topk(config.router_group_scores).values.sum(-1)
-            opened = _best(best, config.router_open_groups)
+        if config.router.groups is not None:
+            assert config.router.open_groups is not None
+            of_group = ranked if config.router.balance == "bias" else scores
+            grouped = of_group.unflatten(-1, (config.router.groups, -1))
+            best = grouped.topk(config.router.group_scores).values.sum(-1)
+            opened = _best(best, config.router.open_groups)
             is_closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, opened, False)
-            n_each = ranked.shape[-1] // config.router_groups
+            n_each = ranked.shape[-1] // config.router.groups
             ranked = ranked.masked_fill(is_closed.repeat_interleave(n_each, -1), -torch.inf)
-        return chosen_experts(ranked, config.n_chosen)
+        return chosen_experts(ranked, config.experts.n_chosen)
 
     def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the factors (B, T, k) of the chosen experts' outputs, for logits and scores
-        (B, T, E) and the chosen experts' numbers (B, T, k). With `router_top_k_first` they are a
+        (B, T, E) and the chosen experts' numbers (B, T, k). With `router.top_k_first` they are a
         softmax over the chosen logits, without it the chosen scores. Then they are divided by their
-        sum if `router_renormalize`, and multiplied by `router_scale`."""
+        sum if `router.renormalize`, and multiplied by `router.scale`."""
         config = self.config
-        if config.router_top_k_first:
+        if config.router.top_k_first:
             weights = logits.gather(-1, chosen).softmax(-1)
         else:
             weights = scores.gather(-1, chosen)
-        if config.router_renormalize:
+        if config.router.renormalize:
             # Nothing is added to the sum: a sigmoid router learns to use what is added.
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * config.router_scale if config.router_scale != 1.0 else weights
+        return weights * config.router.scale if config.router.scale != 1.0 else weights
 
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
-        """Return the auxiliary losses (`router_z_loss`, and the balance loss for `sequence` and
+        """Return the auxiliary losses (`router.z_loss`, and the balance loss for `sequence` and
         `batch`), summed over tokens, 0-dim, for logits and scores (B, T, E) and the chosen experts'
         numbers (B, T, k). None if neither is configured, or outside training."""
         config, found = self.config, []
         if not self.training:
             return None
-        if config.router_z_loss:
-            found.append(config.router_z_loss * logits.logsumexp(-1).square().sum())
+        if config.router.z_loss:
+            found.append(config.router.z_loss * logits.logsumexp(-1).square().sum())
         relative: Tensor | None = None  # each expert's tokens ÷ their mean
-        match config.balance:
+        match config.router.balance:
             case "none" | "bias":
                 pass
             case "sequence":
@@ -187,18 +188,18 @@ class Router(nn.Module):
             case "batch":
                 relative = self.balance
             case unknown:
-                refuse_unknown(unknown, "model.balance", "the router")
+                refuse_unknown(unknown, "model.router.balance", "the router")
         if relative is not None:
-            is_share = config.router == "softmax"  # sums to 1 over the experts
+            is_share = config.router.score_function == "softmax"  # sums to 1 over the experts
             shares = scores if is_share else scores / scores.sum(-1, keepdim=True)
-            found.append(config.balance_weight * (relative * shares).sum())
+            found.append(config.router.balance_weight * (relative * shares).sum())
         return sum(found[1:], found[0]) if found else None
 
 
 def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
     """Return every expert's score (B, T, E) for logits (B, T, E): their softmax over the experts,
-    or each one's sigmoid, as `model.router` says."""
-    match config.router:
+    or each one's sigmoid, as `model.router.score_function` says."""
+    match config.router.score_function:
         case "softmax":
             # Over the first dimension: over a short last one PyTorch's CPU kernel is seven times
             # slower (3,072 tokens, 8 experts: 0.46 ms, 0.06 ms).
@@ -206,7 +207,7 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
         case "sigmoid":
             return logits.sigmoid()
         case unknown:
-            refuse_unknown(unknown, "model.router", "the router")
+            refuse_unknown(unknown, "model.router.score_function", "the router")
 
 
 @torch.library.custom_op("pentameter::chosen_experts", mutates_args=())
@@ -245,7 +246,7 @@ def _counts(chosen: Tensor, n_experts: int) -> Tensor:
 def _logit_sums(logits: Tensor, scores: Tensor, config: ModelConfig) -> Tensor:
     """Return what `Router.logit_sums` adds for tokens with these logits and scores (B, T, E),
     float32 (2,)."""
-    if config.router == "softmax":  # which holds its own log-sum-exp: half of the time
+    if config.router.score_function == "softmax":  # which holds its log-sum-exp: half of the time
         log_sums = logits.amax(-1) - scores.amax(-1).log()
     else:
         log_sums = logits.logsumexp(-1)
@@ -383,17 +384,19 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        E, D, width = config.n_experts, config.d_model, config.expert_width
+        E, D, width = config.experts.count, config.d_model, config.expert_width
         assert E is not None
         self.layer = layer
         self.activation = activation_of(config)
         self.router = Router(config)
-        self.gate = GroupedLinear(E, D, width, bias=config.bias) if config.has_gate else None
+        self.gate = (
+            GroupedLinear(E, D, width, bias=config.bias) if config.feed_forward.has_gate else None
+        )
         self.up = GroupedLinear(E, D, width, bias=config.bias)
         self.down = GroupedLinear(E, width, D, bias=config.bias)
-        n_shared = config.n_shared_experts
+        n_shared = config.experts.n_shared
         self.shared = FeedForward(config, n_shared * width) if n_shared else None
-        self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
+        self.shared_gate = nn.Linear(D, 1, bias=False) if config.experts.shared_gate else None
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout, config.context_length)
         self.exchange = Exchange()
         self.tokens = Tokens()

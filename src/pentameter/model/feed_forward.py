@@ -32,7 +32,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "swiglu_clamped": lambda gate, up, *, alpha, limit: _clamped_swiglu(gate, up, alpha, limit),
 }
-"""Value of `model.activation` → its function; `activation_of` binds a model's numbers to it."""
+"""Value of `model.feed_forward.activation` → its function; `activation_of` binds a model's
+numbers to it."""
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -43,12 +44,14 @@ def _clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Ten
 
 
 def activation_of(config: ModelConfig) -> Activation:
-    """Return the model's activation function, which `model.activation` names."""
-    name = config.activation
-    function = look_up(ACTIVATIONS, name, "model.activation", "the model")
+    """Return the model's activation function, which `model.feed_forward.activation` names."""
+    name = config.feed_forward.activation
+    function = look_up(ACTIVATIONS, name, "model.feed_forward.activation", "the model")
     if name != "swiglu_clamped":
         return function
-    return partial(function, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return partial(
+        function, alpha=config.feed_forward.swiglu_alpha, limit=config.feed_forward.swiglu_limit
+    )
 
 
 class FeedForward(nn.Module):
@@ -59,7 +62,7 @@ class FeedForward(nn.Module):
         super().__init__()
         D = config.d_model
         self.activation = activation_of(config)
-        self.gate = nn.Linear(D, width, bias=config.bias) if config.has_gate else None
+        self.gate = nn.Linear(D, width, bias=config.bias) if config.feed_forward.has_gate else None
         self.up = nn.Linear(D, width, bias=config.bias)
         self.down = nn.Linear(width, D, bias=config.bias)
         self.read: Read = read

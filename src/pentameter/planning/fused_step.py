@@ -11,32 +11,39 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from pentameter.config.messages import shown
-from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.model.architecture import ModelConfig, architecture
+from pentameter.config.schema import Config
 from pentameter.planning.layouts.layout import Layout
 
 ANY = None
 
 FUSES: Mapping[str, Collection[object] | None] = {
-    "activation": ("relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"),
+    "feed_forward.activation": ("relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"),
     "norm": ("layernorm", "rmsnorm"),
     "positions": ("learned", "sinusoidal", "rotary"),
-    "qk_norm": (None, "head", "width"),
-    "sliding_window_pattern": ANY,  # applies to sliding windows
+    "attention.qk_norm": (None, "head", "width"),
+    "attention.sliding_window_pattern": ANY,  # applies to sliding windows
     **dict.fromkeys(("rope_theta", "rotary_fraction", "rope_scaling"), ANY),
-    **dict.fromkeys(("n_kv_heads", "head_size", "norm_eps", "logit_softcap"), ANY),
+    **dict.fromkeys(
+        ("attention.n_kv_heads", "attention.head_size", "norm_eps", "logit_softcap"), ANY
+    ),
     **dict.fromkeys(("vocab_size", "vocab_multiple", "context_length"), ANY),
-    **dict.fromkeys(("n_layers", "n_heads", "d_model", "d_ff"), ANY),
-    **dict.fromkeys(("tied_head", "head_bias", "qkv_bias", "bias", "embedding_scale"), ANY),
-    **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), ANY),
+    **dict.fromkeys(("n_layers", "attention.n_heads", "d_model", "feed_forward.width"), ANY),
+    **dict.fromkeys(
+        ("tied_head", "head_bias", "attention.qkv_bias", "bias", "embedding_scale"), ANY
+    ),
+    **dict.fromkeys(("dropout", "attention.dropout", "embedding_dropout"), ANY),
     **dict.fromkeys(("init", "init_std", "residual_init_scale"), ANY),
-    **dict.fromkeys(("n_experts", "experts_per_token", "d_expert", "dense_layers"), ANY),
-    **dict.fromkeys(("n_shared_experts", "shared_expert_gate", "expert_capacity"), ANY),
-    "router": ("softmax", "sigmoid"),
-    **dict.fromkeys(("router_top_k_first", "router_renormalize", "router_scale"), ANY),
-    **dict.fromkeys(("router_bias", "router_groups", "router_open_groups"), ANY),
-    **dict.fromkeys(("router_group_scores", "router_z_loss"), ANY),
-    "balance": ("none", "bias", "sequence", "batch"),
-    **dict.fromkeys(("balance_rate", "balance_weight"), ANY),
+    **dict.fromkeys(
+        ("experts.count", "experts.per_token", "experts.width", "experts.dense_layers"), ANY
+    ),
+    **dict.fromkeys(("experts.n_shared", "experts.shared_gate", "experts.capacity"), ANY),
+    "router.score_function": ("softmax", "sigmoid"),
+    **dict.fromkeys(("router.top_k_first", "router.renormalize", "router.scale"), ANY),
+    **dict.fromkeys(("router.bias", "router.groups", "router.open_groups"), ANY),
+    **dict.fromkeys(("router.group_scores", "router.z_loss"), ANY),
+    "router.balance": ("none", "bias", "sequence", "batch"),
+    **dict.fromkeys(("router.balance_rate", "router.balance_weight"), ANY),
 }
 """Maps a key in `[model]` to the values that the fused step (`fused_loss_sum`) supports; ANY for
 every value. A key that is missing is supported at its default only, which is how models were before
@@ -50,8 +57,9 @@ FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
 def architecture_obstacle(config: ModelConfig) -> str | None:
     """Return the first key in `[model]`, with its value, that the fused CPU step (`fused_loss_sum`)
     does not support, as text; None if it supports the architecture."""
-    for key, field in type(config).model_fields.items():
-        possible, value = FUSES.get(key, (field.default,)), getattr(config, key)
+    defaults = architecture(type(config)())
+    for key, value in architecture(config).items():
+        possible = FUSES.get(key, (defaults[key],))
         if possible is not None and value not in possible:
             return f"model.{key}={shown(value)}"
     return None
@@ -90,8 +98,8 @@ def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) 
     separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
-    if model.attention_sinks:
-        return "model.attention_sinks=true"
+    if model.attention.sinks:
+        return "model.attention.sinks=true"
     size = model.query_channels
     if size > MOST_KERNEL_CHANNELS:
         return f"heads of {size} channels, more than {MOST_KERNEL_CHANNELS}"

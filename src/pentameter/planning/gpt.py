@@ -29,14 +29,16 @@ from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
 from pentameter.planning.sub_layers.latent_attention import LATENT_ATTENTION
 
 ATTENTIONS = {"multi_head": ATTENTION, "latent": LATENT_ATTENTION}
-"""Value for `model.attention` → its sub-layer."""
+"""Value for `model.attention.type` → its sub-layer."""
 
 
 def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
     """Return the sub-layers in block number `layer`, in execution order: attention, then experts or
     a feed-forward layer."""
-    attention = look_up(ATTENTIONS, model.attention, "model.attention", "the parameter table")
-    return attention, EXPERTS if model.has_experts(layer) else FEED_FORWARD
+    attention = look_up(
+        ATTENTIONS, model.attention.type, "model.attention.type", "the parameter table"
+    )
+    return attention, EXPERTS if model.experts.are_in(layer) else FEED_FORWARD
 
 
 @lru_cache(maxsize=64)

@@ -89,10 +89,7 @@ class Plan:
     def portable_config(self) -> Config:
         """`config` with `train.micro_batch_size` as it was configured (None if it was left open)
         instead of the one derived from the layout: for loading on another layout."""
-        train = self.config.train.model_copy(
-            update={"micro_batch_size": self.asked_micro_batch_size}
-        )
-        return self.config.model_copy(update={"train": train})
+        return self.config.updated({"train.micro_batch_size": self.asked_micro_batch_size})
 
     @property
     def steps(self) -> int:
@@ -294,30 +291,25 @@ def _resolve(
                 f"and a run has at most {LARGEST_COUNT:,}; lower it, or raise the batch"
             )
     interval = _interval(train.eval_interval, "train.eval_interval", steps, epoch)
+    schedule = _resolved_schedule(config.schedule, steps, epoch)
     sample_interval = _interval(train.sample_interval, "train.sample_interval", steps, epoch)
-    resolved: dict[str, dict[str, Any]] = {
-        "model": {
-            "vocab_size": model.vocab_size or vocab_size,
-            "d_ff": model.feed_forward_width,
-            "embedding_dropout": model.embedding_dropout_rate,
-        },
-        "train": {
-            "steps": steps,
-            "epochs": None,
-            "batch_size": batch_size,
-            "tokens_per_step": None,
-            "micro_batch_size": micro,
-            "eval_interval": interval,
-            "sample_interval": sample_interval,
-        },
-        "optimizer": {"momentum": config.optimizer.momentum_used},
-        "schedule": _resolved_schedule(config.schedule, steps, epoch),
-        "checkpoint": {"interval": config.checkpoint.interval or interval or steps},
-    }
-    sections = {
-        name: getattr(config, name).model_copy(update=values) for name, values in resolved.items()
-    }
-    return config.model_copy(update=sections)
+    return config.updated(
+        {
+            "model.vocab_size": model.vocab_size or vocab_size,
+            "model.feed_forward.width": model.feed_forward_width,
+            "model.embedding_dropout": model.embedding_dropout_rate,
+            "train.steps": steps,
+            "train.epochs": None,
+            "train.batch_size": batch_size,
+            "train.tokens_per_step": None,
+            "train.micro_batch_size": micro,
+            "train.eval_interval": interval,
+            "train.sample_interval": sample_interval,
+            "optimizer.momentum": config.optimizer.momentum_used,
+            **{f"schedule.{key}": value for key, value in schedule.items()},
+            "checkpoint.interval": config.checkpoint.interval or interval or steps,
+        }
+    )
 
 
 def _interval(

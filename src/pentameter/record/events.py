@@ -211,7 +211,7 @@ class ExpertMetrics(Event):
     idle: int
     """Experts that no token chose."""
     z: float
-    """Mean over tokens of the squared log-sum-exp of the router's logits, which `router_z_loss`
+    """Mean over tokens of the squared log-sum-exp of the router's logits, which `router.z_loss`
     makes small."""
     logit_rms: float
     """Root mean square of the router's logits."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pentameter.config.files.load import DEEPEST, LARGEST_FILE_BYTES, parse_toml
+from pentameter.config.files.load import DEEPEST, LARGEST_FILE_BYTES, parse_config
 from pentameter.disk.atomic import MissingFileError, open_regular, read_regular, storage_errors
 from pentameter.disk.lock import is_held
 from pentameter.errors import ConfigError, CorruptError, StorageError, near_run
@@ -321,7 +321,7 @@ class _RunFiles:
         text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
             if is_toml:
-                return as_table(portable(parse_toml(text.encode(), name)))
+                return as_table(portable(parse_config(text.encode(), name)))
             return as_table(portable(json.loads(text))) if text else {}
         except ConfigError as error:
             self.unread.append(str(error))

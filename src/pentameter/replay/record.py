@@ -170,15 +170,13 @@ class RunRecord:
         layout and the micro-batches in which the run made it; in the run's precision."""
         own, micro_batch_size = self.layout_of(step)
         parallel = parse_parallel(layout or own, self.config.parallel)
-        train: dict[str, Any] = {}
+        changes: dict[str, Any] = {"parallel": parallel}
         if layout is None and micro_batch_size is not None:
-            train["micro_batch_size"] = micro_batch_size
+            changes["train.micro_batch_size"] = micro_batch_size
         precision = self.start_of(step).get("precision")
         if self.config.train.precision == "auto" and isinstance(precision, str):
-            train["precision"] = precision
-        return self.config.model_copy(
-            update={"parallel": parallel, "train": self.config.train.model_copy(update=train)}
-        )
+            changes["train.precision"] = precision
+        return self.config.updated(changes)
 
     @property
     def _intact(self) -> list[int]:

@@ -194,8 +194,8 @@ class Slots:
         keys, values = (
             [make((n_slots, n_heads, self._n_keys, n)) for _ in range(n_layers)] for n in channels
         )
-        chosen = make((n_slots, 1, self._n_keys, model.config.n_chosen), dtype=torch.int64)
-        has_capacity = model.config.expert_capacity is not None
+        chosen = make((n_slots, 1, self._n_keys, model.config.experts.n_chosen), dtype=torch.int64)
+        has_capacity = model.config.experts.capacity is not None
         self._memory = _Memory(
             keys, values, [chosen.clone() for _ in range(n_layers)] if has_capacity else ()
         )

@@ -119,7 +119,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         compiled, compile_reason = min(world.all_gather(compilation()))
     native_kernels: tuple[native.Name, ...] = ()
     drops_by_blocks, obstacle = False, None
-    if device.type == "cuda" and plan.built_by is None and plan.config.model.attention_dropout:
+    if device.type == "cuda" and plan.built_by is None and plan.config.model.attention.dropout:
         obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
         drops_by_blocks = obstacle is None
     if device.type == "cpu":

@@ -447,7 +447,7 @@ def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:
     rows = zip(run.engine.expert_loads.layers, update.loads, strict=True)
     step, model = run.state.step, run.config.model
     return [
-        ExpertMetrics.of_totals(step, layer, totals, model.n_chosen)
+        ExpertMetrics.of_totals(step, layer, totals, model.experts.n_chosen)
         for layer, totals in rows
-        if any(totals[: model.n_experts])
+        if any(totals[: model.experts.count])
     ]

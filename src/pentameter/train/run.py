@@ -92,7 +92,7 @@ with 48 layers of 128 experts takes some 50 kB each time."""
 def records_loads(step: int, config: Config) -> bool:
     """Return True if the loads of the experts are recorded at step `step`, counted from 1: at the
     logged steps, or in a long run at every so many of them, with the first and the last."""
-    if config.model.n_experts is None or not is_logged(step, config):
+    if config.model.experts.count is None or not is_logged(step, config):
         return False
     n_steps, interval = config.train.steps, config.log.interval
     assert n_steps is not None  # resolved by the plan

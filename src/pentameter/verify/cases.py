@@ -158,14 +158,14 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             other, every = not config.model.tied_head, all_cases()
             possible = [*every["plain"], *every["experts"]]
             possible += (replace(case, tied_head=other) for case in every["other_head"])
-            if config.model.shares_kv_heads and config.model.qk_norm != "width":
+            if config.model.attention.shares_kv_heads and config.model.attention.qk_norm != "width":
                 possible += every["copied_heads"]
             for case in possible:
-                n_kv = case.kv_heads or config.model.n_kv_heads
-                model = config.model.model_copy(update={"n_kv_heads": n_kv})
+                n_kv = case.kv_heads or config.model.attention.n_kv_heads
+                model = config.model.updated({"attention.n_kv_heads": n_kv})
                 kv_replicas = sharding_of(case.layout, model).kv_replicas
                 if not (
-                    (case.compile and config.model.n_experts is None)
+                    (case.compile and config.model.experts.count is None)
                     or adapters_obstacle(config.lora, case.layout, kv_replicas)
                     or model_obstacle(config.model, case.layout)
                 ):

@@ -25,7 +25,7 @@ from pentameter.verify.cases import Case, chosen_cases
 if TYPE_CHECKING:  # it imports torch
     from pentameter.parallel.sources.model_source import ModelSource
 
-DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
+DROPOUTS = ("dropout", "attention.dropout", "embedding_dropout")
 LEAST_DROPOUT = 0.1
 LEAST_WEIGHT_DECAY = 0.1
 LEAST_EPS = 1e-6
@@ -41,17 +41,17 @@ acts."""
 
 
 IDLE_EXPERTS = {
-    "experts_per_token": 1,
-    "router_groups": None,
-    "router_open_groups": None,
-    "router_group_scores": 2,
-    "router_top_k_first": False,
-    "router_renormalize": False,
-    "balance": "bias",
-    "balance_rate": 10.0,  # more than any score: an expert above the mean gets no token next
-    "balance_weight": 0.01,
+    "model.experts.per_token": 1,
+    "model.router.groups": None,
+    "model.router.open_groups": None,
+    "model.router.group_scores": 2,
+    "model.router.top_k_first": False,
+    "model.router.renormalize": False,
+    "model.router.balance": "bias",
+    "model.router.balance_rate": 10.0,  # above any score: an expert above the mean gets none next
+    "model.router.balance_weight": 0.01,
 }
-"""Keys in `[model]` with which some experts get no token from the second step on."""
+"""Settings with which some experts get no token from the second step on."""
 
 
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
@@ -71,29 +71,30 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     n_heads = math.lcm(2, *(math.lcm(_head_shards(c.layout), c.kv_heads or 1) for c in cases))
     width = 4 * math.lcm(n_heads, tensor)
     n_kv_heads = _kv_heads(config, cases, n_heads)
-    if n_kv_heads is not None and config.model.n_kv_heads != config.model.n_heads:
+    model, attention, optimizer = config.model, config.model.attention, config.optimizer
+    if n_kv_heads is not None and attention.n_kv_heads != attention.n_heads:
         n_heads *= 2
-        width *= 1 if config.model.rotary_fraction == 1.0 else 2  # some channels rotate, in pairs
+        width *= 1 if model.rotary_fraction == 1.0 else 2  # some channels rotate, in pairs
     n_stages = max(4, *(case.layout.n_stages for case in cases))
     vocab_size = 7 * tensor - 1  # each rank has vocabulary rows, one rank fewer
-    model, optimizer = config.model, config.optimizer
     embedding = model.embedding_dropout
+    window, every = attention.sliding_window, attention.sliding_window_pattern
     changes: dict[str, Any] = {
         "model.n_layers": n_stages + 1,
-        "model.n_heads": n_heads,
-        "model.n_kv_heads": n_kv_heads,
-        "model.head_size": None if model.head_size is None else 4,
+        "model.attention.n_heads": n_heads,
+        "model.attention.n_kv_heads": n_kv_heads,
+        "model.attention.head_size": None if attention.head_size is None else 4,
         "model.d_model": width,
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
-        "model.sliding_window": None if model.sliding_window is None else by_sequence * context,
-        "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
-        "model.d_ff": math.lcm(12, tensor),
+        "model.attention.sliding_window": None if window is None else by_sequence * context,
+        "model.attention.sliding_window_pattern": None if every is None else 3,
+        "model.feed_forward.width": math.lcm(12, tensor),
         **(_latent(model) | _experts(model, cases)),
         "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
         "model.dropout": max(LEAST_DROPOUT, model.dropout),
-        "model.attention_dropout": max(LEAST_DROPOUT, model.attention_dropout),
+        "model.attention.dropout": max(LEAST_DROPOUT, attention.dropout),
         "model.embedding_dropout": None if embedding is None else max(LEAST_DROPOUT, embedding),
         "optimizer.learning_rate": 0.1 if optimizer.name == "sgd" else 0.01,
         "optimizer.eps": max(LEAST_EPS, optimizer.eps),
@@ -120,48 +121,47 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         changes = {key: value for key, value in changes.items() if not key.startswith("model.")}
         changes |= {f"model.{key}": 0.0 for key in DROPOUTS}
         changes["model.vocab_size"] = model.vocab_size or vocab_size
-    alone = config.model_copy(
-        update={"parallel": ParallelConfig(partition=config.parallel.partition)}
-    )
-    return load_config(alone, changes)
+    parallel = ParallelConfig(partition=config.parallel.partition)
+    return load_config(config.updated({"parallel": parallel}), changes)
 
 
 def _latent(model: ModelConfig) -> dict[str, Any]:
     """Return small sizes for latent attention, if the model has it: values narrower than keys, and
     latents that no number of ranks divides."""
-    if model.attention != "latent":
+    if model.attention.type != "latent":
         return {}
     return {
-        "model.kv_rank": 7,
-        "model.q_rank": None if model.q_rank is None else 5,
-        "model.rope_head_size": 2,
-        "model.v_head_size": None if model.v_head_size is None else 3,
+        "model.attention.kv_rank": 7,
+        "model.attention.q_rank": None if model.attention.q_rank is None else 5,
+        "model.attention.rope_head_size": 2,
+        "model.attention.v_head_size": None if model.attention.v_head_size is None else 3,
     }
 
 
 def _experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]:
     """Return few small experts, if the model has any: enough of them for its groups and for all
     ranks that shard them, and one layer with and one without if it has both kinds."""
-    if model.n_experts is None:
+    if model.experts.count is None:
         return {}
-    is_grouped = model.router_groups is not None
-    n_experts = 8 if is_grouped else min(4, model.n_experts)
+    is_grouped = model.router.groups is not None
+    n_experts = 8 if is_grouped else min(4, model.experts.count)
     return {
-        "model.n_experts": math.lcm(n_experts, *(case.layout.expert for case in cases)),
-        "model.experts_per_token": min(2, model.n_chosen),
-        "model.d_expert": math.lcm(6, *(case.layout.expert_tensor for case in cases)),
-        "model.n_shared_experts": min(2, model.n_shared_experts),
-        "model.dense_layers": 1 if model.dense_layers else 0,
-        "model.router_groups": 4 if is_grouped else None,
-        "model.router_open_groups": 2 if is_grouped else None,
-        "model.router_group_scores": min(2, model.router_group_scores),
+        "model.experts.count": math.lcm(n_experts, *(case.layout.expert for case in cases)),
+        "model.experts.per_token": min(2, model.experts.n_chosen),
+        "model.experts.width": math.lcm(6, *(case.layout.expert_tensor for case in cases)),
+        "model.experts.n_shared": min(2, model.experts.n_shared),
+        "model.experts.dense_layers": 1 if model.experts.dense_layers else 0,
+        "model.router.groups": 4 if is_grouped else None,
+        "model.router.open_groups": 2 if is_grouped else None,
+        "model.router.group_scores": min(2, model.router.group_scores),
     }
 
 
 def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None:
-    """Return `model.n_kv_heads` for the shrunk model: None if the configuration leaves it unset, 1
-    if it has a single KV head that no case shards, else `n_heads`, as many as can be sharded."""
-    asked = config.model.n_kv_heads
+    """Return `model.attention.n_kv_heads` for the shrunk model: None if the configuration leaves it
+    unset, 1 if it has a single KV head that no case shards, else `n_heads`, as many as can be
+    sharded."""
+    asked = config.model.attention.n_kv_heads
     divides = any(c.layout.is_grid or c.layout.exchanges_heads for c in cases)
     return asked if asked is None or (asked == 1 and not divides) else n_heads
 
@@ -203,8 +203,8 @@ def shrunk_cases(
             make_plan(case_config(small, case), outline_of=outline_of)
             if not is_gpt and case.changes_model:
                 raise ConfigError("tied_head, idle_experts and kv_heads are of the built-in model")
-            if case.idle_experts and config.model.n_experts is None:
-                raise ConfigError("idle_experts=true needs experts; set model.n_experts")
+            if case.idle_experts and config.model.experts.count is None:
+                raise ConfigError("idle_experts=true needs experts; set model.experts.count")
             possible.append(case)
         except ConfigError as error:
             if is_gpt or layouts != "all":
@@ -222,22 +222,18 @@ def case_config(small: Config, case: Case) -> Config:
         partition=small.parallel.partition,
     )
     micro_batch_size = small.train.batch_size // layout.n_batch_shards // case.n_micro_batches
-    recompute = case.activation_checkpoint
-    model = small.model
+    changes: dict[str, Any] = {
+        "train.micro_batch_size": micro_batch_size,
+        "train.activation_checkpoint": case.activation_checkpoint,
+        "train.compile": case.compile is True,
+        "parallel": parallel,
+        **(IDLE_EXPERTS if case.idle_experts else {}),
+    }
     if case.tied_head is not None:
-        model = model.model_copy(update={"tied_head": case.tied_head})
+        changes["model.tied_head"] = case.tied_head
     if case.kv_heads is not None:
-        model = model.model_copy(update={"n_kv_heads": case.kv_heads})
-    if case.idle_experts:
-        model = model.model_copy(update=IDLE_EXPERTS)
-    train = small.train.model_copy(
-        update={
-            "micro_batch_size": micro_batch_size,
-            "activation_checkpoint": recompute,
-            "compile": case.compile is True,
-        }
-    )
-    return small.model_copy(update={"model": model, "train": train, "parallel": parallel})
+        changes["model.attention.n_kv_heads"] = case.kv_heads
+    return small.updated(changes)
 
 
 def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:

@@ -13,7 +13,8 @@ from pentameter.checkpoint.state.initial_weights import (
     initial_weights,
 )
 from pentameter.checkpoint.state.state_dicts import model_state
-from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.model.architecture import architecture
+from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
@@ -113,13 +114,13 @@ def test_another_architecture_is_refused_key_by_key(tmp_path):
     message = str(caught.value)
     for part in (
         "model.n_layers: 2 there, 3 here; ",
-        "model.activation: 'gelu' there, 'relu' here; ",
+        "model.feed_forward.activation: 'gelu' there, 'relu' here; ",
         "model.bias: true there, false here; ",
         "model.context_length: 12 there, 13 here (positions that were never learned",
         f"pentameter train {tmp_path / 'm' / 'config.toml'} --init-from",
     ):
         assert part in message
-    assert "d_ff" not in message  # absent in one, stated in the other: the same width
+    assert "feed_forward.width" not in message  # absent in one, stated in the other: the same width
     initial_weights(tmp_path / "m", configuration(d_ff=32), BPE)
 
 
@@ -138,7 +139,9 @@ def test_how_experts_are_balanced_may_differ_but_for_a_bias(tmp_path):
             assert torch.equal(tensor, source[name][: len(tensor)])
     assert model.state_dict()[state].eq(7.0).all()  # as this run begins
     saved(tmp_path / "biased", **experts, balance="bias")
-    with pytest.raises(ConfigError, match=r"model\.balance: 'bias' there, 'batch' here \(what it"):
+    with pytest.raises(
+        ConfigError, match=r"model\.router\.balance: 'bias' there, 'batch' here \(what it"
+    ):
         initial_weights(tmp_path / "biased", configuration(**experts, balance="batch"), BPE)
     initial_weights(tmp_path / "biased", here, BPE).load_into(model)
     assert model.state_dict()[state].eq(0.0).all()
@@ -173,10 +176,12 @@ def test_what_is_no_model_or_damaged_is_refused(tmp_path):
 def test_every_key_of_the_schema_must_agree_or_says_why_not(tmp_path):
     saved(tmp_path / "there")
     here = configuration()
-    assert set(NOT_THE_ARCHITECTURE) < set(ModelConfig.model_fields)
+    keys = set(architecture(here.model))
+    assert set(NOT_THE_ARCHITECTURE) < keys
     # Some are read to find what differs.
-    others = {"d_ff": 3, "d_model": 16, "n_heads": 1, "positions": "sinusoidal"}
-    for key in set(ModelConfig.model_fields) - set(NOT_THE_ARCHITECTURE):
-        other = here.model.model_copy(update={key: others.get(key, "made-up")})
+    others = {"feed_forward.width": 3, "d_model": 16, "attention.n_heads": 1}
+    others["positions"] = "sinusoidal"
+    for key in keys - set(NOT_THE_ARCHITECTURE):
+        other = here.updated({f"model.{key}": others.get(key, "made-up")})
         with pytest.raises(ConfigError, match=rf"model\.{key}: "):
-            initial_weights(tmp_path / "there", here.model_copy(update={"model": other}), BPE)
+            initial_weights(tmp_path / "there", other, BPE)

@@ -93,11 +93,11 @@ def test_a_mixture_computes_what_the_dense_model_does(dense, name, form):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"router_renormalize": False}, "model.router_renormalize=true or model.router_top_k_f"),
-        ({"router_scale": 2.5}, "model.router_scale=1 instead of 2.5"),
-        ({"d_expert": 6}, "model.d_expert=12 instead of 6 (the width of what is copied)"),
-        ({"n_shared_experts": 1}, "model.n_shared_experts=0 instead of 1"),
-        ({"expert_capacity": 2.0}, "model.expert_capacity=2.5 or more, or none, instead of 2"),
+        ({"router_renormalize": False}, "model.router.renormalize=true or model.router.top_k_f"),
+        ({"router_scale": 2.5}, "model.router.scale=1 instead of 2.5"),
+        ({"d_expert": 6}, "model.experts.width=12 instead of 6 (the width of what is copied)"),
+        ({"n_shared_experts": 1}, "model.experts.n_shared=0 instead of 1"),
+        ({"expert_capacity": 2.0}, "model.experts.capacity=2.5 or more, or none, instead of 2"),
         ({"n_layers": 3}, "the architecture differs; model.n_layers: 2 there, 3 here"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_mixture_becomes_no_dense_model(tmp_path):
     config = configuration(**MIXTURE)
     model = build_model(config.model, seed=5)
     save_model(StoredModel(tmp_path, config, BPE, model_state(model), (), None), tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"model\.n_experts: 5 there, none here"):
+    with pytest.raises(ConfigError, match=r"model\.experts\.count: 5 there, none here"):
         initial_weights(tmp_path / "m", configuration(), BPE)
 
 

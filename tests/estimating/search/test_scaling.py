@@ -14,7 +14,7 @@ def test_a_row_says_how_many_devices_it_uses() -> None:
     """Nodes of six hold no power of two: beyond one node, whole nodes count."""
     settings = {
         "model.vocab_size": 50304,
-        "model.n_heads": 12,
+        "model.attention.n_heads": 12,
         "model.d_model": 768,
         "train.batch_size": 144,
         "train.precision": "bf16",

@@ -29,7 +29,7 @@ from pentameter.report.plan.plan_text import plan_text
 SMALL = {
     "model.vocab_size": 50304,
     "model.n_layers": 8,
-    "model.n_heads": 8,
+    "model.attention.n_heads": 8,
     "model.d_model": 1024,
     "model.context_length": 1024,
     "train.batch_size": 32,
@@ -230,7 +230,9 @@ def test_where_nothing_fits_the_nearest_is_named(small):
     said = why_nothing_fits(config, tiny, found)
     assert str(found.nearest.plan.layout) in said
     assert "GB more than the 0.8 GB of a device" in said
-    odd = load_config(config, {"train.batch_size": 1, "model.n_heads": 1, "model.n_layers": 1})
+    odd = load_config(
+        config, {"train.batch_size": 1, "model.attention.n_heads": 1, "model.n_layers": 1}
+    )
     nothing = search(odd, cluster)
     assert "raise train.batch_size" in why_nothing_fits(odd, cluster, nothing)
 

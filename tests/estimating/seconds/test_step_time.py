@@ -18,7 +18,7 @@ from pentameter.estimating.seconds.timeline import SIMULATED_ROUNDS, timeline
 GPT = {
     "model.vocab_size": 50304,
     "model.n_layers": 16,
-    "model.n_heads": 16,
+    "model.attention.n_heads": 16,
     "model.d_model": 2048,
     "model.context_length": 1024,
     "train.batch_size": 256,
@@ -253,7 +253,7 @@ step_share = {share}
 
     assert computed(0.5) > 1.9 * computed(1.0)
     # Activation functions are among its products; windows are not fused.
-    assert computed(0.5, **{"model.sliding_window": 512}) > 1.5 * computed(0.5)
+    assert computed(0.5, **{"model.attention.sliding_window": 512}) > 1.5 * computed(0.5)
     assert computed(0.5, **{"train.compile": False}) == computed(1.0, **{"train.compile": False})
 
 
@@ -284,24 +284,24 @@ def test_a_reduce_scatter_between_cpus_is_an_all_reduce(cpu):
     assert ratio(on_gpus) == pytest.approx(0.5, rel=1e-3)
 
 
-DROPPING = {"model.attention_dropout": 0.1}
+DROPPING = {"model.attention.dropout": 0.1}
 
 
 def test_kernels_that_drop_weights_take_less_than_writing_them_out(monkeypatch):
     without, dropping = estimate(), estimate(**DROPPING)
-    wide = estimate(**DROPPING, **{"model.head_size": 256})
+    wide = estimate(**DROPPING, **{"model.attention.head_size": 256})
     assert dropping.drops_by_blocks
     assert not without.drops_by_blocks
     assert not wide.drops_by_blocks
     assert dropping.memory == without.memory
-    (said,) = (warning for warning in dropping.warnings() if "attention_dropout" in warning)
+    (said,) = (warning for warning in dropping.warnings() if "attention.dropout" in warning)
     monkeypatch.setattr(estimating, "fuses_dropout", lambda *_: False)
     monkeypatch.setattr(compute_time, "fuses_dropout", lambda *_: False)
     written = estimate(**DROPPING)
     more = written.memory.total_bytes - dropping.memory.total_bytes
     assert f"{more / 1e9:,.1f} GB more" in said
     assert without.time.compute < dropping.time.compute < written.time.compute
-    assert not any("attention_dropout" in warning for warning in written.warnings())
+    assert not any("attention.dropout" in warning for warning in written.warnings())
 
 
 def test_a_cpu_and_a_ring_have_no_kernels_that_drop_weights(cpu):
@@ -322,10 +322,10 @@ def test_a_step_of_a_billion_micro_batches_is_timed_at_once():
 
 
 def test_the_update_is_that_of_the_fullest_rank_wherever_its_experts_are():
-    experts = {"model.n_experts": 128, "model.d_expert": 512}
-    ends = estimate("pipeline=4", **experts, **{"model.dense_layers": list(range(4, 16))})
+    experts = {"model.experts.count": 128, "model.experts.width": 512}
+    ends = estimate("pipeline=4", **experts, **{"model.experts.dense_layers": list(range(4, 16))})
     middle = [*range(4), *range(8, 16)]
-    between = estimate("pipeline=4", **experts, **{"model.dense_layers": middle})
+    between = estimate("pipeline=4", **experts, **{"model.experts.dense_layers": middle})
     assert between.time.optimizer > 0.5 * ends.time.optimizer
 
 

@@ -63,7 +63,7 @@ def test_every_window_is_looked_at(kernels, multiplied_bf16, monkeypatch) -> Non
 
     compared = checked_attention._disagreement
     monkeypatch.setattr(checked_attention, "_disagreement", seen)
-    model = MODEL.model_copy(update={"sliding_window": 40, "sliding_window_pattern": 2})
+    model = MODEL.updated({"attention.sliding_window": 40, "attention.sliding_window_pattern": 2})
     assert disagreement(kernels.KernelAttention(), model, torch.bfloat16, DEVICE) is None
     assert windows == [None, 40]
 

@@ -348,7 +348,7 @@ def test_a_pause_may_be_longer_than_processes_wait_for_each_other(launch, tmp_pa
     [
         (["--nproc", "0"], ["--nproc 0 must be at least 1"]),
         (["--nproc", "3", "--parallel.data=2"], ["parallel.data=2", "there are 3", "--nproc 2"]),
-        (["--nproc", "3", "--parallel.tensor=3"], ["parallel.tensor=3", "model.n_heads"]),
+        (["--nproc", "3", "--parallel.tensor=3"], ["parallel.tensor=3", "model.attention.n_heads"]),
         (["--nproc", "2", "--parallel.pipelin=2"], ["parallel.pipelin", "parallel.pipeline"]),
     ],
 )

@@ -34,8 +34,9 @@ def config(**overrides):
             "name": "tracked",
             "data.grammar.n_characters": 3000,
             "model.context_length": 16, "model.n_layers": 1, "model.d_model": 16,
-            "model.n_heads": 2, "train.steps": 12, "train.batch_size": 4, "train.eval_interval": 4,
-            "train.sample_interval": 6, "train.sample_tokens": 5, "train.precision": "fp32",
+            "model.attention.n_heads": 2, "train.steps": 12, "train.batch_size": 4,
+            "train.eval_interval": 4, "train.sample_interval": 6,
+            "train.sample_tokens": 5, "train.precision": "fp32",
             "train.compile": False, "schedule.warmup_steps": 0, "log.interval": 2,
             "checkpoint.asynchronous": False,  # which checkpoint a crash leaves is then known
             **{key.replace("__", "."): value for key, value in overrides.items()},

@@ -12,8 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from pentameter.checkpoint.hugging_face.families.table import FAMILIES, NOT_OURS
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
+from pentameter.config.fields import nested
 from pentameter.config.messages import shown
-from pentameter.config.schema import ModelConfig
+from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.section import Depth
 from pentameter.errors import ConfigError
 
@@ -38,21 +39,22 @@ def choose_family(model: ModelConfig) -> str:
 def _inexpressible(family: Family, model: ModelConfig) -> Iterator[str]:
     """Yield a phrase for each `[model]` key, with its value, that the family cannot express, and
     the reason."""
-    plain = simplest(model)
+    values, plain = architecture(model), architecture(simplest(model))
     for key, (possible, reason) in family.fixed.items():
-        if getattr(plain, key) != possible:
-            yield f"model.{key}={shown(getattr(model, key))} ({reason})"
-    if model.activation not in family.activations.values():
-        yield f"model.activation={shown(model.activation)} ({family.label} has no such function)"
+        if plain[key] != possible:
+            yield f"model.{key}={shown(values[key])} ({reason})"
+    key = "feed_forward.activation"
+    if values[key] not in family.activations.values():
+        yield f"model.{key}={shown(values[key])} ({family.label} has no such function)"
     for rule in family.rules:
         try:
             rule.write(model)
         except ValueError as error:
             yield str(error)
-    fields, known = type(model).model_fields, accounted_keys(family)
-    for key in fields.keys() - known:
-        if getattr(model, key) != fields[key].default:
-            yield f"model.{key}={shown(getattr(model, key))} (its config.json has no such key)"
+    defaults, known = architecture(type(model)()), accounted_keys(family)
+    for key in values.keys() - known:
+        if values[key] != defaults[key]:
+            yield f"model.{key}={shown(values[key])} (its config.json has no such key)"
 
 
 def accounted_keys(family: Family) -> list[str]:
@@ -66,11 +68,14 @@ def simplest(model: ModelConfig) -> ModelConfig:
     """Return a copy whose redundant sizes are None: `n_kv_heads` equal to `n_heads`, and
     `head_size` equal to d_model / n_heads."""
     same: dict[str, None] = {}
-    if model.n_kv_heads == model.n_heads:
-        same["n_kv_heads"] = None
-    if model.head_size is not None and model.head_size * model.n_heads == model.d_model:
-        same["head_size"] = None
-    return model.model_copy(update=same)
+    if model.attention.n_kv_heads == model.attention.n_heads:
+        same["attention.n_kv_heads"] = None
+    if (
+        model.attention.head_size is not None
+        and model.attention.head_size * model.attention.n_heads == model.d_model
+    ):
+        same["attention.head_size"] = None
+    return model.updated(same)
 
 
 def to_their_config(
@@ -84,13 +89,15 @@ def to_their_config(
     """
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
-    activation = look_up(theirs, model.activation, "model.activation", family.label)
+    activation = look_up(
+        theirs, model.feed_forward.activation, "model.feed_forward.activation", family.label
+    )
     values = {
-        **model.resolved.model_dump(include=set(family.written)),
-        "d_ff": model.feed_forward_width,
+        **architecture(model.resolved),
+        "feed_forward.width": model.feed_forward_width,
         "embedding_dropout": model.embedding_dropout_rate,
         "vocab_size": vocab_size,
-        "activation": activation,
+        "feed_forward.activation": activation,
     }
     content: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -139,22 +146,22 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         ours: content.get(key, content.get(family.other_names.get(key, key), default))
         for ours, (key, default) in family.written.items()
     }
-    activation, possible = section["activation"], family.activations
+    activation, possible = section["feed_forward.activation"], family.activations
     if not isinstance(activation, str) or activation not in possible:
-        key, _ = family.written["activation"]
+        key, _ = family.written["feed_forward.activation"]
         raise ConfigError(
             f"{path}: {key}={shown(activation)} is not supported; possible: {', '.join(possible)}"
         )
-    section["activation"] = possible[activation]
+    section["feed_forward.activation"] = possible[activation]
     section |= {key: value for key, (value, _) in family.fixed.items()} | dict(family.read)
     if not _is_depth(section["n_layers"]):
-        return section  # the schema refuses it later; rules look at each layer
+        return nested(section)  # the schema refuses it later; rules look at each layer
     for rule in family.rules:
         try:
             section |= rule.read(content, section)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-    return section
+    return nested(section)
 
 
 def _is_depth(n_layers: object) -> bool:

@@ -13,26 +13,27 @@ from pentameter.config.schema import ModelConfig
 
 def layers_without_experts(model: ModelConfig) -> list[int]:
     """List the layers without experts. Raises ValueError if no layer has any."""
-    if model.n_experts is None:
-        raise ValueError("model.n_experts=none (all its models have experts)")
-    return [layer for layer in range(model.n_layers) if not model.has_experts(layer)]
+    if model.experts.count is None:
+        raise ValueError("model.experts.count=none (all its models have experts)")
+    return [layer for layer in range(model.n_layers) if not model.experts.are_in(layer)]
 
 
 def _write_every_layer(model: ModelConfig) -> dict[str, Any]:
     if layers_without_experts(model):
         raise ValueError(
-            f"model.dense_layers={shown(model.dense_layers)} (every layer has experts)"
+            f"model.experts.dense_layers={shown(model.experts.dense_layers)} (every layer has "
+            "experts)"
         )
     return {}
 
 
 EXPERTS_IN_EVERY_LAYER = Rule(
-    ("d_ff", "dense_layers"),
+    ("feed_forward.width", "experts.dense_layers"),
     _write_every_layer,
-    lambda _content, _section: {"d_ff": None, "dense_layers": 0},
+    lambda _content, _section: {"feed_forward.width": None, "experts.dense_layers": 0},
 )
-"""For a family whose every layer has experts: refuses `model.dense_layers`, and reads `d_ff`, the
-width that only a layer without experts has, as None."""
+"""For a family whose every layer has experts: refuses `model.experts.dense_layers`, and reads
+`model.feed_forward.width`, which only a layer without experts has, as None."""
 
 
 def _read_layers(content: Content, section: Content) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def _read_layers(content: Content, section: Content) -> dict[str, Any]:
         raise ValueError(f"mlp_only_layers={shown(listed)} is not a list of layers")
     dense = [layer for layer in range(n_layers) if layer in listed or (layer + 1) % step]
     are_first = dense == list(range(len(dense)))
-    return {"dense_layers": len(dense) if are_first else tuple(dense)}
+    return {"experts.dense_layers": len(dense) if are_first else tuple(dense)}
 
 
 LAYERS_WITH_EXPERTS = Rule(
-    ("dense_layers",),
+    ("experts.dense_layers",),
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": layers_without_experts(model)},
     _read_layers,
 )
@@ -63,15 +64,15 @@ LAYERS_WITH_EXPERTS = Rule(
 def _sums_to_one(model: ModelConfig) -> bool:
     """Return whether a token's scores for its chosen experts sum to 1: they are divided by their
     sum, or are a softmax over the chosen logits alone, which is the same function."""
-    return model.router_renormalize or model.router_top_k_first
+    return model.router.renormalize or model.router.top_k_first
 
 
 SCORES_MAY_SUM_TO_ONE = Rule(
-    ("router_renormalize", "router_top_k_first"),
+    ("router.renormalize", "router.top_k_first"),
     lambda model: {"norm_topk_prob": _sums_to_one(model)},
     lambda content, _section: {
-        "router_renormalize": content.get("norm_topk_prob", False),
-        "router_top_k_first": False,
+        "router.renormalize": content.get("norm_topk_prob", False),
+        "router.top_k_first": False,
     },
 )
 """For a family with a switch, `norm_topk_prob`: whether a token's scores are divided by their
@@ -80,14 +81,14 @@ sum."""
 
 def _write_summing_to_one(model: ModelConfig) -> dict[str, Any]:
     if not _sums_to_one(model):
-        raise ValueError("model.router_renormalize=false (the chosen scores always sum to 1)")
+        raise ValueError("model.router.renormalize=false (the chosen scores always sum to 1)")
     return {}
 
 
 SCORES_SUM_TO_ONE = Rule(
-    ("router_renormalize", "router_top_k_first"),
+    ("router.renormalize", "router.top_k_first"),
     _write_summing_to_one,
-    lambda _content, _section: {"router_renormalize": True, "router_top_k_first": False},
+    lambda _content, _section: {"router.renormalize": True, "router.top_k_first": False},
 )
 """For a family in which a token's scores always sum to 1; refuses a model in which they need
 not."""
@@ -95,51 +96,51 @@ not."""
 SOFTMAX_OF_THE_CHOSEN = Rule(
     SCORES_SUM_TO_ONE.keys,
     _write_summing_to_one,
-    lambda _content, _section: {"router_renormalize": False, "router_top_k_first": True},
+    lambda _content, _section: {"router.renormalize": False, "router.top_k_first": True},
 )
 """As SCORES_SUM_TO_ONE, and read as a softmax of the chosen experts' logits, which is the same
 function."""
 
 
 def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
-    if not (model.n_shared_experts and model.shared_expert_gate):
+    if not (model.experts.n_shared and model.experts.shared_gate):
         raise ValueError(
-            f"model.n_shared_experts={model.n_shared_experts} beside model.shared_expert_gate="
-            f"{shown(model.shared_expert_gate)} (it always has a shared expert, with a gate)"
+            f"model.experts.n_shared={model.experts.n_shared} beside model.experts.shared_gate="
+            f"{shown(model.experts.shared_gate)} (it always has a shared expert, with a gate)"
         )
-    return {"shared_expert_intermediate_size": model.n_shared_experts * model.expert_width}
+    return {"shared_expert_intermediate_size": model.experts.n_shared * model.expert_width}
 
 
 def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
     """Return the number of shared experts, from their width together and the width of one of the
     others, of which it must be a multiple. Raises ValueError if it is not."""
-    key, width = "shared_expert_intermediate_size", section["d_expert"]
+    key, width = "shared_expert_intermediate_size", section["experts.width"]
     shared = content.get(key, 5632)
     if type(width) is not int or width < 1:
-        return {"n_shared_experts": 1, "shared_expert_gate": True}  # the schema refuses the width
+        return {"experts.n_shared": 1, "experts.shared_gate": True}  # the schema refuses the width
     if type(shared) is not int or shared < 1 or shared % width:
         raise ValueError(
             f"{key}={shown(shared)} beside moe_intermediate_size={width} is not supported: shared "
             "experts are as wide here as the others together are, so it must be a multiple"
         )
-    return {"n_shared_experts": shared // width, "shared_expert_gate": True}
+    return {"experts.n_shared": shared // width, "experts.shared_gate": True}
 
 
 SHARED_EXPERT_WITH_A_GATE = Rule(
-    ("n_shared_experts", "shared_expert_gate"), _write_expert_for_all, _read_expert_for_all
+    ("experts.n_shared", "experts.shared_gate"), _write_expert_for_all, _read_expert_for_all
 )
 """For a family whose layers always have a shared expert, with a gate."""
 
 
 def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
-    if model.balance == "bias":
+    if model.router.balance == "bias":
         raise ValueError(
-            "model.balance='bias' (the experts are chosen by the scores alone, without the numbers "
-            "that it adds)"
+            "model.router.balance='bias' (the experts are chosen by the scores alone, without the "
+            "numbers that it adds)"
         )
     return {}
 
 
 CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice)
-"""Refuses `model.balance = "bias"`, the only way of balancing that also acts when a trained model
-chooses experts."""
+"""Refuses `model.router.balance = "bias"`, the only way of balancing that also acts when a trained
+model chooses experts."""

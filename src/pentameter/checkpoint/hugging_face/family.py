@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.hugging_face.rules import Rule
-from pentameter.config.rope_scaling import RopeScalingConfig
+from pentameter.config.model.rope_scaling import RopeScalingConfig
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -82,28 +82,30 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "rotary_fraction": (1.0, "{} turns all channels of a head"),
     "embedding_scale": (False, "{} does not scale its embeddings"),
     "head_bias": (False, "{}'s output projection has no bias"),
-    "qkv_bias": (False, "{} is written without biases"),
+    "attention.qkv_bias": (False, "{} is written without biases"),
     "bias": (False, AS_ABOVE),
-    "n_kv_heads": (None, "{}'s heads share no keys and values"),
-    "head_size": (None, "{}'s heads are d_model / n_heads wide"),
-    "qk_norm": (None, "{} norms no queries and keys"),
-    "sliding_window": (None, "{} attends to the whole context"),
-    "sliding_window_pattern": (None, AS_ABOVE),
+    "attention.n_kv_heads": (None, "{}'s heads share no keys and values"),
+    "attention.head_size": (None, "{}'s heads are d_model / n_heads wide"),
+    "attention.qk_norm": (None, "{} norms no queries and keys"),
+    "attention.sliding_window": (None, "{} attends to the whole context"),
+    "attention.sliding_window_pattern": (None, AS_ABOVE),
     "parallel_residual": (False, "{} adds one layer after the other"),
     "logit_softcap": (None, "{}'s logits are unbounded"),
-    **dict.fromkeys(("n_experts", "experts_per_token", "d_expert"), (None, "{} has no experts")),
-    "dense_layers": (0, "{} has no experts"),
-    "n_shared_experts": (0, "{} has no shared experts"),
-    "shared_expert_gate": (False, "{} has no shared experts"),
-    "router": ("softmax", "{} has no router of sigmoids"),
-    **dict.fromkeys(("router_renormalize", "router_top_k_first"), (False, "{} has no experts")),
-    "router_scale": (1.0, "{} does not scale a router's scores"),
-    "router_bias": (False, "{} has no router with a bias"),
     **dict.fromkeys(
-        ("router_groups", "router_open_groups"), (None, "{} forms no groups of experts")
+        ("experts.count", "experts.per_token", "experts.width"), (None, "{} has no experts")
     ),
-    "router_group_scores": (2, "{} forms no groups of experts"),
-    "expert_capacity": (None, "{} leaves out no token"),
+    "experts.dense_layers": (0, "{} has no experts"),
+    "experts.n_shared": (0, "{} has no shared experts"),
+    "experts.shared_gate": (False, "{} has no shared experts"),
+    "router.score_function": ("softmax", "{} has no router of sigmoids"),
+    **dict.fromkeys(("router.renormalize", "router.top_k_first"), (False, "{} has no experts")),
+    "router.scale": (1.0, "{} does not scale a router's scores"),
+    "router.bias": (False, "{} has no router with a bias"),
+    **dict.fromkeys(
+        ("router.groups", "router.open_groups"), (None, "{} forms no groups of experts")
+    ),
+    "router.group_scores": (2, "{} forms no groups of experts"),
+    "experts.capacity": (None, "{} leaves out no token"),
 }
 """pentameter key → the only value that a family can express if its description omits the key, and
 the reason for refusing another."""
@@ -114,8 +116,10 @@ NOT_WRITTEN = {
     "embedding_dropout": "as above",
     "init": "how weights began that are written",
     "residual_init_scale": "as above",
-    "balance": "acts in training only, but for `bias`, which rules refuse",
-    **dict.fromkeys(("balance_rate", "balance_weight", "router_z_loss"), "acts in training only"),
+    "router.balance": "acts in training only, but for `bias`, which rules refuse",
+    **dict.fromkeys(
+        ("router.balance_rate", "router.balance_weight", "router.z_loss"), "acts in training only"
+    ),
 }
 """pentameter key that does not affect written weights, and why not; a family may write it all the
 same."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pentameter.checkpoint.hugging_face.rules import Content, Rule
 from pentameter.config.messages import shown
-from pentameter.config.rope_scaling import RopeScalingConfig
+from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import ModelConfig
 
 _SCALING = {

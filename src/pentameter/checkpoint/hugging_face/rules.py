@@ -43,7 +43,7 @@ def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[s
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
-    size, every = model.sliding_window, model.sliding_window_pattern
+    size, every = model.attention.sliding_window, model.attention.sliding_window_pattern
     return {
         "use_sliding_window": size is not None,
         "sliding_window": size,
@@ -83,11 +83,11 @@ def _windows(
             for layer in range(n_layers)
         ]
     if types == _layer_types(n_layers, None, None):
-        return {"sliding_window": None, "sliding_window_pattern": None}
+        return {"attention.sliding_window": None, "attention.sliding_window_pattern": None}
     whole = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
     every = whole[0] + 1 if whole else None
     if size is not None and every != 1 and types == _layer_types(n_layers, size, every):
-        return {"sliding_window": size, "sliding_window_pattern": every}
+        return {"attention.sliding_window": size, "attention.sliding_window_pattern": every}
     raise ValueError(
         f"{key}={shown(content.get(key))} with sliding_window={shown(size)} is not supported: here "
         "all layers have a window, or all but every so many, or none"
@@ -95,7 +95,7 @@ def _windows(
 
 
 LAYERS_WITH_A_WINDOW = Rule(
-    ("sliding_window", "sliding_window_pattern"),
+    ("attention.sliding_window", "attention.sliding_window_pattern"),
     _write_windows,
     partial(_read_windows, has_window=lambda layer, n: layer >= n),
 )
@@ -111,7 +111,7 @@ below `max_window_layers`."""
 
 
 def _write_alternating(model: ModelConfig) -> dict[str, Any]:
-    size, every = model.sliding_window, model.sliding_window_pattern
+    size, every = model.attention.sliding_window, model.attention.sliding_window_pattern
     return {  # their code asks for a size, also where no layer has a window
         "sliding_window": model.context_length if size is None else size,
         "layer_types": _layer_types(model.n_layers, size, every),
@@ -127,13 +127,13 @@ ALTERNATING_WINDOWS = Rule(LAYERS_WITH_A_WINDOW.keys, _write_alternating, _read_
 """For a family without a switch for windows: a config.json without a list of layers gives one, of
 128 tokens, to every other layer, the first included."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
-    ("sliding_window",),
+    ("attention.sliding_window",),
     lambda model: {
-        "use_sliding_window": model.sliding_window is not None,
-        "sliding_window": model.sliding_window,
+        "use_sliding_window": model.attention.sliding_window is not None,
+        "sliding_window": model.attention.sliding_window,
     },
     lambda content, _section: {
-        "sliding_window": content.get("sliding_window", 4096)
+        "attention.sliding_window": content.get("sliding_window", 4096)
         if content.get("use_sliding_window")
         else None
     },
@@ -142,10 +142,10 @@ ONE_SWITCH_FOR_WINDOWS = Rule(
 
 
 def _write_biases(model: ModelConfig) -> dict[str, Any]:
-    if model.qkv_bias != model.bias:
+    if model.attention.qkv_bias != model.bias:
         raise ValueError(
-            f"model.qkv_bias={shown(model.qkv_bias)} beside model.bias={shown(model.bias)} "
-            "(attention's four projections have a bias all or none)"
+            f"model.attention.qkv_bias={shown(model.attention.qkv_bias)} beside model.bias="
+            f"{shown(model.bias)} (attention's four projections have a bias all or none)"
         )
     return {"attention_bias": model.bias, "mlp_bias": model.bias}
 
@@ -158,19 +158,20 @@ def _read_biases(content: Content, section: Content) -> dict[str, Any]:
             "here attention's output projection and the feed-forward layer have biases both or "
             "neither"
         )
-    return {"qkv_bias": attention, "bias": mlp}
+    return {"attention.qkv_bias": attention, "bias": mlp}
 
 
-ONE_SWITCH_FOR_BIASES = Rule(("qkv_bias", "bias"), _write_biases, _read_biases)
+ONE_SWITCH_FOR_BIASES = Rule(("attention.qkv_bias", "bias"), _write_biases, _read_biases)
 """For a family in which attention's four projections have a bias all or none. The feed-forward
 layer's switch must be the same."""
 
 
 def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
-    if model.d_model % model.n_heads:
+    if model.d_model % model.attention.n_heads:
         raise ValueError(
-            f"model.d_model={model.d_model} beside model.n_heads={model.n_heads} (the width must "
-            "be a multiple of the heads, even where heads have a size of their own)"
+            f"model.d_model={model.d_model} beside model.attention.n_heads="
+            f"{model.attention.n_heads} (the width must be a multiple of the heads, even where "
+            "heads have a size of their own)"
         )
     return {}
 

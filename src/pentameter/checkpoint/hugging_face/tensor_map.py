@@ -76,7 +76,7 @@ class TensorMap:
         With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
         otherwise each expert's matrix is a tensor by itself."""
         # The state of balancing is of training, unless the family says otherwise.
-        whole = model.model_copy(update={"vocab_multiple": 1, "balance": "none", **family.read})
+        whole = model.updated({"vocab_multiple": 1, "router.balance": "none", **family.read})
         table = parameter_table(whole)
         stacked = family.stacked if is_stacked else {}
         strips: list[Strip] = []
@@ -225,7 +225,10 @@ def _strips(
             case "apart":
                 names, their_block = family.projections.names[part], head
             case "parts":
-                names, their_block = family.projections.names[0], part * model.n_heads + head
+                names, their_block = (
+                    family.projections.names[0],
+                    part * model.attention.n_heads + head,
+                )
             case "heads":
                 names, their_block = family.projections.names[0], 3 * head + part
         theirs = range(their_block * K, their_block * K + K)
@@ -248,7 +251,10 @@ def _latent_strips(
     + R / 2) here, neighbors in the family's tensor."""
     from_stream, from_latent, kv_down = family.projections.names
     if module == "latent_attention.q":
-        name, n_plain = from_stream if model.q_rank is None else from_latent, model.head_channels
+        name, n_plain = (
+            from_stream if model.attention.q_rank is None else from_latent,
+            model.head_channels,
+        )
     else:
         name, n_plain = kv_down, model.latent_channels
     theirs, R = f"{prefix}{name}.{spec.name.rpartition('.')[2]}", model.rope_channels
@@ -280,5 +286,5 @@ def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:
     """Yield (part, head) for each block of K rows (K is the head size) in the pentameter projection
     `module`, in row order; part 0 is queries, 1 keys, 2 values."""
     parts = projections(model)[module.rpartition(".")[2]]
-    n_heads = model.n_heads if 0 in parts else model.kv_heads
+    n_heads = model.attention.n_heads if 0 in parts else model.attention.kv_heads
     return ((part, head) for head in range(n_heads) for part in parts)

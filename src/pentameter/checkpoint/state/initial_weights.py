@@ -18,7 +18,8 @@ from pentameter.checkpoint.state.upcycling import (
     needed_settings,
 )
 from pentameter.config.messages import shown
-from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.model.architecture import ModelConfig, architecture
+from pentameter.config.schema import Config
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import common_region
@@ -33,15 +34,15 @@ NOT_THE_ARCHITECTURE = {
     "vocab_multiple": "rows that pad the vocabulary are left as they are",
     "context_length": "a learned position table can give up its end; checked apart",
     "dropout": "acts in training only",
-    "attention_dropout": "as above",
+    "attention.dropout": "as above",
     "embedding_dropout": "as above",
     "init": "how weights begin that are replaced",
     "init_std": "as above",
     "residual_init_scale": "as above",
-    "balance": "acts in training only, but for `bias`; checked apart",
-    "balance_rate": "acts in training only",
-    "balance_weight": "as above",
-    "router_z_loss": "as above",
+    "router.balance": "acts in training only, but for `bias`; checked apart",
+    "router.balance_rate": "acts in training only",
+    "router.balance_weight": "as above",
+    "router.z_loss": "as above",
 }
 """Keys in `[model]` that may differ between the stored model and the configuration, each with the
 reason. Every other key must be equal: the weights mean nothing in another architecture."""
@@ -92,7 +93,7 @@ class InitialWeights:
         specs = {spec.name: spec for spec in parameter_table(self.config.model)}
         axes = {spec.name: spec.axes for spec in parameter_table(there) if not spec.is_state}
         for name, own in model_state(model).items():
-            source = dense_name(name) if there.n_experts is None else name
+            source = dense_name(name) if there.experts.count is None else name
             if source not in axes:  # an adapter's, a router's, a state's: it begins with this run
                 continue
             theirs = self.stored.weights[source]
@@ -126,26 +127,27 @@ def initial_weights(
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings, check=check)
     there, here = stored.config.model, config.model
-    if there.n_experts is None and here.n_experts is not None:
+    if there.experts.count is None and here.experts.count is not None:
         _check_experts(path, there, here)
         here = dense_architecture(here)
-    whole_there, whole_here = there.resolved, here.resolved
+    theirs, ours = architecture(there), architecture(here)
+    whole_theirs, whole_ours = architecture(there.resolved), architecture(here.resolved)
     wrong = [
-        f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
-        for key in type(here).model_fields
+        f"model.{key}: {shown(theirs[key])} there, {shown(value)} here"
+        for key, value in ours.items()
         if key not in NOT_THE_ARCHITECTURE
-        and getattr(there, key) != getattr(here, key)
-        and getattr(whole_there, key) != getattr(whole_here, key)
+        and theirs[key] != value
+        and whole_theirs[key] != whole_ours[key]
     ]
     if here.has_position_table and here.context_length > there.context_length:
         wrong.append(
             f"model.context_length: {there.context_length} there, {here.context_length} here "
             "(positions that were never learned; it may be shorter, not longer)"
         )
-    if there.balance == "bias" and here.balance != "bias":
+    if there.router.balance == "bias" and here.router.balance != "bias":
         wrong.append(
-            f"model.balance: 'bias' there, {shown(here.balance)} here (what it adds to the scores "
-            "decides there which experts are chosen)"
+            f"model.router.balance: 'bias' there, {shown(here.router.balance)} here (what it adds "
+            "to the scores decides there which experts are chosen)"
         )
     if wrong:
         raise ConfigError(
@@ -172,9 +174,9 @@ def _check_experts(path: Path | str, there: ModelConfig, here: ModelConfig) -> N
     the dense model `there` does when its experts are copies of the feed-forward layer."""
     if needed := needed_settings(there, here):
         raise ConfigError(
-            f"--init-from {path}: model.n_experts: {shown(there.n_experts)} there, "
-            f"{here.n_experts} here. Experts begin as copies of the feed-forward layer there, and "
-            f"compute the same with {'; '.join(needed)}"
+            f"--init-from {path}: model.experts.count: {shown(there.experts.count)} there, "
+            f"{here.experts.count} here. Experts begin as copies of the feed-forward layer there, "
+            f"and compute the same with {'; '.join(needed)}"
         )
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
-from pentameter.config.model_schema import EXPERT_KEYS, ModelConfig
+from pentameter.config.model.architecture import ModelConfig
+from pentameter.config.model.feed_forward import ExpertsConfig, RouterConfig
 from pentameter.config.schema import Config
 from pentameter.keyed import bits, make_key
 from pentameter.planning.architecture import ParameterSpec
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 def dense_architecture(model: ModelConfig) -> ModelConfig:
     """Return the architecture with a feed-forward layer in place of each layer's experts."""
-    defaults = {key: ModelConfig.model_fields[key].default for key in EXPERT_KEYS}
-    return model.model_copy(update={"n_experts": None, **defaults})
+    return model.updated({"experts": ExpertsConfig(), "router": RouterConfig()})
 
 
 def dense_name(name: str) -> str:
@@ -38,30 +38,30 @@ def needed_settings(dense: ModelConfig, mixture: ModelConfig) -> list[str]:
     """Return the settings, in words with the reasons, that `mixture` must change so that it
     computes what the model `dense` does when every expert is a copy of its feed-forward layer;
     empty if none."""
-    E, k, capacity = mixture.n_experts, mixture.n_chosen, mixture.expert_capacity
+    E, k, capacity = mixture.experts.count, mixture.experts.n_chosen, mixture.experts.capacity
     assert E is not None
     needed = []
-    takes_all = mixture.router == "softmax" and k == E
-    if not (mixture.router_renormalize or mixture.router_top_k_first or takes_all):
+    takes_all = mixture.router.score_function == "softmax" and k == E
+    if not (mixture.router.renormalize or mixture.router.top_k_first or takes_all):
         needed.append(
-            "model.router_renormalize=true or model.router_top_k_first=true (a token's weights "
+            "model.router.renormalize=true or model.router.top_k_first=true (a token's weights "
             "then sum to 1)"
         )
-    if mixture.router_scale != 1.0:
-        needed.append(f"model.router_scale=1 instead of {mixture.router_scale:g} (as above)")
+    if mixture.router.scale != 1.0:
+        needed.append(f"model.router.scale=1 instead of {mixture.router.scale:g} (as above)")
     if mixture.expert_width != dense.feed_forward_width:
         needed.append(
-            f"model.d_expert={dense.feed_forward_width} instead of {mixture.expert_width} (the "
-            "width of what is copied)"
+            f"model.experts.width={dense.feed_forward_width} instead of {mixture.expert_width} "
+            "(the width of what is copied)"
         )
-    if mixture.n_shared_experts:
+    if mixture.experts.n_shared:
         needed.append(
-            f"model.n_shared_experts=0 instead of {mixture.n_shared_experts} (these are added)"
+            f"model.experts.n_shared=0 instead of {mixture.experts.n_shared} (these are added)"
         )
     if capacity is not None and capacity * k < E:
         needed.append(
-            f"model.expert_capacity={E / k:g} or more, or none, instead of {capacity:g} (an expert "
-            "may get all tokens)"
+            f"model.experts.capacity={E / k:g} or more, or none, instead of {capacity:g} (an "
+            "expert may get all tokens)"
         )
     return needed
 

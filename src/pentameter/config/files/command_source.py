@@ -89,9 +89,8 @@ def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, l
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
     if named.name != beside.name or os.path.exists(named) or not os.path.exists(beside):
         return config, []
-    data = config.data.model_copy(update={"tokenizer": str(beside)})
     warning = f"{config.data.tokenizer} is not there; taking {beside}"
-    return config.model_copy(update={"data": data}), [warning]
+    return config.updated({"data.tokenizer": str(beside)}), [warning]
 
 
 def random_weights(source: Path) -> list[str]:

@@ -18,9 +18,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole_number
+from pentameter.config.fields import (
+    leaves,
+    nested,
+    parse_value,
+    takes_whole_number,
+    value_in,
+    whole_number,
+)
 from pentameter.config.files.overrides import parse_overrides
 from pentameter.config.messages import problems, shown
+from pentameter.config.model.former_keys import present_pairs, with_present_keys
 from pentameter.config.naming import name_of
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
@@ -205,7 +213,7 @@ def _read_chain(source: str | Path) -> Tree:
             circle = [*list(labels.values())[list(labels).index(location) :], labels[location]]
             raise ConfigError(f"extends runs in a circle: {' extends '.join(circle)}")
         labels[location] = label
-        layer = parse_toml(text, label)
+        layer = parse_config(text, label)
         parent = layer.pop("extends", None)
         layers.append(layer)
         if parent is None:
@@ -300,6 +308,18 @@ def _not_found(path: Path, label: str) -> str:
     return f"{said}{hint}{' ' if hint.endswith('?') else '; '}presets: {', '.join(presets)}"
 
 
+def parse_config(text: bytes, label: str) -> Tree:
+    """Parse a configuration as `parse_toml` does, with former keys under their present names.
+    Raises ConfigError, also for a key that is given by both."""
+    tree = parse_toml(text, label)
+    if isinstance(tree.get("model"), dict):
+        try:
+            tree["model"] = with_present_keys(tree["model"])
+        except ValueError as error:
+            raise ConfigError(f"{label}: {error}") from None
+    return tree
+
+
 def parse_toml(text: bytes, label: str) -> Tree:
     """Parse TOML, UTF-8 bytes, into nested dicts. Raises ConfigError, which begins with `label`,
     for invalid TOML and for more than DEEPEST levels."""
@@ -342,33 +362,32 @@ def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
 def _override_tree(overrides: Overrides) -> tuple[Tree, list[str]]:
     """Return (overrides as nested dicts, dotted paths that are not in the schema). Text is parsed
     as the key's type; other values stay as they are."""
-    tree: Tree = {}
+    known: dict[str, Any] = {}
     unknown: list[str] = []
     for path, value in flat_overrides(overrides).items():
         leaf = leaves().get(path)
         if leaf is None:
             unknown.append(path)
             continue
-        *section, key = path.split(".")
-        table = tree
-        for part in section:
-            table = table.setdefault(part, {})
-        table[key] = parse_value(leaf, value) if isinstance(value, str) else value
-    return tree, unknown
+        known[path] = parse_value(leaf, value) if isinstance(value, str) else value
+    return nested(known), unknown
 
 
-def flat_overrides(overrides: Overrides, prefix: str = "") -> dict[str, Any]:
-    """Return overrides as dotted path → value, those of a command line as text; `prefix` is put
-    before each path. Raises ConfigError for what is no option."""
+def flat_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Return overrides as dotted path → value, those of a command line as text. Raises ConfigError
+    for what is no option, and for a key by both its names."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     if not isinstance(overrides, Mapping):
         return dict(parse_overrides(overrides))
-    found: dict[str, Any] = {}
+    return dict(present_pairs(list(_pairs(overrides, ""))))
+
+
+def _pairs(overrides: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value); `prefix` is put before each path."""
     for key, value in overrides.items():
         path = f"{prefix}{key}".replace("-", "_")
         if isinstance(value, Mapping) and path not in leaves():
-            found |= flat_overrides(value, f"{path}.")
+            yield from _pairs(value, f"{path}.")
         else:
-            found[path] = value
-    return found
+            yield path, value

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from pentameter.config.model.former_keys import present_pairs, present_path
 from pentameter.errors import ConfigError
 
 
@@ -40,9 +41,10 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Parse overrides into (dotted path, text) pairs, in order.
 
     `arguments` holds `--section.key value`, `--section.key=value` or `section.key=value`; hyphens
-    in a key are underscores. A value may be negative (`-3`); one that starts with `--` needs the
-    `=`. An unknown key without a value has the value "": what is wrong with it is its name. Raises
-    ConfigError for a value without a key and a known key without a value.
+    in a key are underscores, and a former path becomes the present one. A value may be negative
+    (`-3`); one that starts with `--` needs the `=`. An unknown key without a value has the value
+    "": what is wrong with it is its name. Raises
+    ConfigError for a value without a key, a known key without a value, and a key by both its names.
     """
     pairs: list[tuple[str, str]] = []
     rest = deque(arguments)
@@ -59,7 +61,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
             if not rest or rest[0].startswith("--"):
                 from pentameter.config.fields import leaves
 
-                if path not in leaves():  # the loader says which keys there are
+                if present_path(path) not in leaves():  # the loader says which keys there are
                     pairs.append((path, ""))
                     continue
                 raise ConfigError(
@@ -68,7 +70,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
                 )
             value = rest.popleft()
         pairs.append((path, value))
-    return pairs
+    return present_pairs(pairs)
 
 
 def as_options(settings: Mapping[str, Any]) -> list[str]:

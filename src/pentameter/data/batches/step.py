@@ -270,8 +270,7 @@ def suited_to(split: TokenSplit, config: Config) -> Config:
         and (part.assistant is None or part.n_tokens <= context_length * len(part.document_starts))
         for part in split.parts or (split,)
     )
-    data = config.data.model_copy(update={"order": "documents", "packing": packing})
-    return config.model_copy(update={"data": data})
+    return config.updated({"data.order": "documents", "data.packing": packing})
 
 
 def training_batches(

@@ -60,12 +60,8 @@ def single_changes(plan: Plan) -> list[Change]:
 
 def changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
     """Return the Plan with these settings changed; None if that configuration is invalid."""
-    tree = plan.portable_config.model_dump()
-    for key, value in changes:
-        section, _, name = key.partition(".")
-        tree[section][name] = value
     try:
-        config = Config.model_validate(tree)
+        config = Config.model_validate(plan.portable_config.updated(dict(changes)).model_dump())
         return make_plan(
             config, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
         )

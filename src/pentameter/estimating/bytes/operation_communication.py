@@ -205,11 +205,11 @@ class OperationCommunication:
         """Yield the exchange that brings rows to their experts, or the outputs back, and that of
         the gradients. How many rows there are is exchanged first, an int64 for each expert."""
         model, n_shards = self.step.config.model, self.step.layout.expert_tensor
-        assert model.n_experts is not None
+        assert model.experts.count is not None
         has_gradient = op.reads_gradient
         if each.kind == "dispatch":
             has_gradient = op.gives_gradient
-            yield Sent(dimension, "all_to_all", 8 * model.n_experts * n_shards)
+            yield Sent(dimension, "all_to_all", 8 * model.experts.count * n_shards)
         shape, axes = each.tensor.shape, each.tensor.axes
         n_elements = math.prod(self.step.sharding.local_shape(shape, axes))
         n_rows = self.step.micro_batch_size * n_shards  # one for each shard of an expert
@@ -231,7 +231,7 @@ class OperationCommunication:
         if self._exchanges_again(op):
             yield outputs
         if op.gives_gradient:
-            n_weights = n // model.d_model * model.n_chosen
+            n_weights = n // model.d_model * model.experts.n_chosen
             yield Sent(dimension, "all_gather", n * self.step.element_bytes, 1, "backward")
             yield Sent(dimension, "all_gather", n_weights * self.step.summed_bytes, 1, "backward")
 
@@ -258,7 +258,7 @@ class OperationCommunication:
                     summed = n_kv * self.step.summed_bytes
                     yield Sent(dimension, kind, summed, (n - 1) * n_backward)
             case "all-to-all":
-                groups_heads = self.step.config.model.shares_kv_heads
+                groups_heads = self.step.config.model.attention.shares_kv_heads
                 for n_elements in (n_q, n_kv, n_q) if groups_heads else (n_q + n_kv, n_q):
                     yield Sent(dimension, "all_to_all", n_elements * p, n_passes)
             case unknown:

@@ -63,5 +63,5 @@ def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) ->
 def stage_kind(model: ModelConfig, layers: range) -> object:
     """Return a key that is equal for stages with equally many layers of each kind, with experts or
     without and of each window, and the same ends of the model."""
-    kinds = Counter((model.has_experts(layer), model.window(layer)) for layer in layers)
+    kinds = Counter((model.experts.are_in(layer), model.window(layer)) for layer in layers)
     return frozenset(kinds.items()), layers.start == 0, layers.stop == model.n_layers

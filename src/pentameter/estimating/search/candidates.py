@@ -280,11 +280,11 @@ def _expert_degrees(model: ModelConfig, n_ranks: int, node_size: int) -> list[tu
     stage: every number that divides the experts, and shards of an expert's matrices within a node
     where ranks could not have fewer experts instead, which are as small, sent less and multiplied
     faster. (1, 1) alone for a model without experts."""
-    if model.n_experts is None:
+    if model.experts.count is None:
         return [(1, 1)]
     found = []
-    for expert, shards in itertools.product(divisors(model.n_experts), divisors(node_size)):
-        fewer = any(model.n_experts % (expert * d) == 0 for d in divisors(shards)[1:])
+    for expert, shards in itertools.product(divisors(model.experts.count), divisors(node_size)):
+        fewer = any(model.experts.count % (expert * d) == 0 for d in divisors(shards)[1:])
         divides = n_ranks % (expert * shards) == 0 and model.expert_width % shards == 0
         if divides and not fewer:
             found.append((expert, shards))
@@ -342,7 +342,7 @@ class _Bound:
         seconds = [compute.stage(layers) for layers in self.stages]
         whole = [sum(each) for each in seconds]
         sums, exchange = self.sums_of_sub_layer(step), self.exchange_of_layer(step)
-        has_experts = step.config.model.has_experts
+        has_experts = step.config.model.experts.are_in
         slowest = filling = draining = 0.0
         for numbers in self.ranks:
             layers = list(itertools.chain.from_iterable(self.stages[each] for each in numbers))
@@ -370,7 +370,7 @@ class _Bound:
         if not layout.shards_experts:
             return 0.0
         n_tokens = step.micro_batch_size * model.context_length // layout.context
-        n_rows = n_tokens // layout.tensor * model.n_chosen * layout.expert_tensor
+        n_rows = n_tokens // layout.tensor * model.experts.n_chosen * layout.expert_tensor
         n_bytes = n_rows * model.d_model * step.product_bytes
         sent = self.links.seconds("expert", "all_to_all", Communication(1, n_bytes))
         n_backward = 1 if step.config.lora.rank is None else 0
@@ -388,7 +388,7 @@ class _Bound:
         n_tokens = step.micro_batch_size * config.model.context_length // layout.context
         n_bytes = n_tokens * config.model.d_model * step.product_bytes
         one = self.links.seconds("tensor", "all_reduce", Communication(1, n_bytes))
-        if config.model.attention == "latent":  # narrower inputs than the stream are gathered
+        if config.model.attention.type == "latent":  # narrower inputs than the stream are gathered
             return one / 2
         if config.lora.rank is not None:  # the first layer's inputs need no gradient
             return one

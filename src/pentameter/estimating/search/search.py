@@ -266,12 +266,7 @@ def all_candidates(
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
     """Return the Plan on a single rank, with default `[parallel]` and micro-batch size, that every
     candidate is made from."""
-    alone = config.model_copy(
-        update={
-            "parallel": ParallelConfig(
-                partition=config.parallel.partition, timeout_seconds=config.parallel.timeout_seconds
-            ),
-            "train": config.train.model_copy(update={"micro_batch_size": None}),
-        }
-    )
+    kept = {"partition", "timeout_seconds"}
+    parallel = ParallelConfig(**config.parallel.model_dump(include=kept))
+    alone = config.updated({"parallel": parallel, "train.micro_batch_size": None})
     return make_plan(alone, vocab_size, rows_per_epoch, world_size=1)

@@ -370,7 +370,7 @@ class _OperationTime(_ElementwiseTime):
         flops = 2 * op.token_products * n_tokens * local / whole
         n_context, n_channels = op.result.shape
         n_attended = self.step.config.model.window(op.layer or 0) or n_context
-        channels = n_channels / self.step.config.model.n_heads
+        channels = n_channels / self.step.config.model.attention.n_heads
         shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
         drops, fused = op.result not in op.saves, self.bytes.step.drops_by_blocks
@@ -511,5 +511,5 @@ def fuses_dropout(model: ModelConfig, layout: Layout, precision: str, device: De
     fp32 peak is known. A run checks the kernels before its first step, and warns if it writes the
     weights out after all."""
     is_served = device.units > 1 and {"bf16", "fp32"} <= device.tflops.keys()
-    drops = model.attention_dropout > 0
+    drops = model.attention.dropout > 0
     return drops and is_served and dropout_kernel_obstacle(model, layout, precision) is None

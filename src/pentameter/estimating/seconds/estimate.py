@@ -188,7 +188,7 @@ class Estimate:
             whole = plan_memory(plan, self.precision, imbalance=self.imbalance)
             written = whole.total_bytes - self.memory.total_bytes
             yield (
-                f"model.attention_dropout={plan.config.model.attention_dropout} is planned to be "
+                f"model.attention.dropout={plan.config.model.attention.dropout} is planned to be "
                 "dropped in kernels, which no measured run has timed; a run checks them at its "
                 f"start, and warns where it writes weights out: {written / 1e9:,.1f} GB more"
             )
@@ -224,7 +224,7 @@ class Estimate:
             },
             "links": self.links(),
             "precision": self.precision,
-            "imbalance": self.imbalance if plan.config.model.n_experts else None,
+            "imbalance": self.imbalance if plan.config.model.experts.count else None,
             "cluster": {**self.cluster.to_json(), "text": str(self.cluster)},
             "fits": self.fits,
             "verdict": self.verdict,

@@ -155,7 +155,7 @@ class _Waits:
         passes wait for counting and exchanging experts' rows in one micro-batch, and those of the
         exchange that overlap with the shared experts. Rows on their way back overlap with
         nothing."""
-        has_experts = self.step.config.model.has_experts
+        has_experts = self.step.config.model.experts.are_in
         fraction = self._fraction(layers, coordinate, has_experts)
         exchange = fraction * self.links.total(self.communication[coordinate], "expert")
         exchange *= self.step.rows_over_mean  # all wait for the rank that gets the most rows

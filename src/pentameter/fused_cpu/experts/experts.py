@@ -44,7 +44,7 @@ def weighted_outputs(
 
     scale: the preceding norm's weight (D,). bias: the first matrices' (E, m) with the norm's folded
     in, or None. layers: the experts' gate, up and down, or up and down. activation: its name in
-    `model.activation`.
+    `model.feed_forward.activation`.
     """
     *up, down = layers
     places, weights = places_by_expert(routing), (layer.weight for layer in up)

@@ -20,9 +20,9 @@ from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.experts import Router, Routing
 
 IS_SIGMOID = {"softmax": False, "sigmoid": True}
-"""Value of `model.router` → whether scores are sigmoids."""
+"""Value of `model.router.score_function` → whether scores are sigmoids."""
 HAS_LOSS = {"none": False, "bias": False, "sequence": True, "batch": True}
-"""Value of `model.balance` → whether it is an auxiliary loss."""
+"""Value of `model.router.balance` → whether it is an auxiliary loss."""
 MOST_WEIGHTS = 1 << 16
 """Largest router weight, in numbers, that the C++ kernel multiplies: up to it, its gradient's
 sums stay in a core's cache. For larger ones PyTorch's matmuls are as fast."""
@@ -53,9 +53,9 @@ def route(router: Router, logits: Tensor) -> Routing:
 def _can_choose(router: Router) -> bool:
     """Return whether the kernels know the router's settings."""
     config = router.config
-    has_loss = look_up(HAS_LOSS, config.balance, "model.balance", "the fused router")
-    has_loss = has_loss or bool(config.router_z_loss)
-    return config.router_groups is None and not (router.training and has_loss)
+    has_loss = look_up(HAS_LOSS, config.router.balance, "model.router.balance", "the fused router")
+    has_loss = has_loss or bool(config.router.z_loss)
+    return config.router.groups is None and not (router.training and has_loss)
 
 
 class _LogitsJob(Struct):
@@ -113,7 +113,7 @@ class _ChosenExperts(Function):
         """Return the chosen experts, int64 (B, T, k), the best first, of equal ones the lower, and
         their weights, fp32 (B, T, k), for logits (B, T, E) in fp32. `router` says how."""
         logits = logits.contiguous()
-        weights = logits.new_empty(*logits.shape[:-1], router.config.n_chosen)
+        weights = logits.new_empty(*logits.shape[:-1], router.config.experts.n_chosen)
         experts, sums = torch.empty_like(weights, dtype=torch.int64), logits.new_empty(2)
         job = _choice_job(router, logits)
         call("vector", "choose_experts", job, experts, weights, sums, logits)
@@ -140,11 +140,12 @@ class _ChosenExperts(Function):
 def _choice_job(router: Router, logits: Tensor) -> _ChoiceJob:
     """Return the C++ call's arguments for the router's settings and logits (B, T, E)."""
     config, E = router.config, logits.shape[-1]
+    function = config.router.score_function
     return _ChoiceJob(
-        router.balance if config.balance == "bias" else None,
-        *(logits.numel() // E, E, config.n_chosen),
-        look_up(IS_SIGMOID, config.router, "model.router", "the fused router"),
-        config.router_top_k_first,
-        config.router_renormalize,
-        config.router_scale,
+        router.balance if config.router.balance == "bias" else None,
+        *(logits.numel() // E, E, config.experts.n_chosen),
+        look_up(IS_SIGMOID, function, "model.router.score_function", "the fused router"),
+        config.router.top_k_first,
+        config.router.renormalize,
+        config.router.scale,
     )

@@ -50,7 +50,7 @@ class CausalAttention(nn.Module):
         self.layer = layer
         self.window = config.window(layer)
         self.weights_dropout = AttentionDropout(
-            attention_weights_site(layer), config.attention_dropout, config.context_length
+            attention_weights_site(layer), config.attention.dropout, config.context_length
         )
         self.attend = PLAIN_ATTENTION
         self.dropout = StreamDropout(
@@ -115,19 +115,19 @@ class Attention(CausalAttention):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        D, H, G = config.d_model, config.n_heads, config.kv_heads
+        D, H, G = config.d_model, config.attention.n_heads, config.attention.kv_heads
         K = self.head_size = config.head_channels
-        self.shares_kv = config.shares_kv_heads
+        self.shares_kv = config.attention.shares_kv_heads
         if self.shares_kv:
-            self.q = nn.Linear(D, H * K, bias=config.qkv_bias)
-            self.kv = nn.Linear(D, 2 * G * K, bias=config.qkv_bias)
+            self.q = nn.Linear(D, H * K, bias=config.attention.qkv_bias)
+            self.kv = nn.Linear(D, 2 * G * K, bias=config.attention.qkv_bias)
         else:
-            self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
+            self.qkv = nn.Linear(D, 3 * H * K, bias=config.attention.qkv_bias)
         self.read: Read = read
         """Function that applies the column-parallel linears to the residual stream. Tensor
         parallelism replaces it by one that all-gathers the stream and sums its gradient."""
-        self.qk_norm = config.qk_norm
-        match config.qk_norm:
+        self.qk_norm = config.attention.qk_norm
+        match config.attention.qk_norm:
             case None:
                 pass
             case "head":
@@ -136,8 +136,8 @@ class Attention(CausalAttention):
                 self.q_norm = nn.RMSNorm(H * K, eps=config.norm_eps)
                 self.k_norm = nn.RMSNorm(G * K, eps=config.norm_eps)
             case unknown:
-                refuse_unknown(unknown, "model.qk_norm", "the model")
-        self.sinks = Sinks(H) if config.attention_sinks else None
+                refuse_unknown(unknown, "model.attention.qk_norm", "the model")
+        self.sinks = Sinks(H) if config.attention.sinks else None
         self.out = nn.Linear(H * K, D, bias=config.bias)
 
     def forward(
@@ -163,7 +163,7 @@ class Attention(CausalAttention):
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K). Queries and
-        keys are normed if `model.qk_norm` is set, and rotated unless `rotation` is None."""
+        keys are normed if `attention.qk_norm` is set, and rotated unless `rotation` is None."""
         K = self.head_size
         if self.shares_kv:
             q, kv = self.read(x, self.q, self.kv)

@@ -71,8 +71,9 @@ class KVCache:
         )
         self._chosen = [
             torch.zeros(shape, dtype=torch.int64, device=device)
-            for shape in [(batch_size, config.context_length, config.n_chosen)] * config.n_layers
-            if config.expert_capacity is not None
+            for shape in [(batch_size, config.context_length, config.experts.n_chosen)]
+            * config.n_layers
+            if config.experts.capacity is not None
         ]
         self.length = 0
 

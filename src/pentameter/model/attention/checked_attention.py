@@ -69,8 +69,8 @@ def _problem(
     size: the window to check, None for none. The window is at most a third of the tokens, so that
     no tile lies wholly inside it.
     """
-    K, G = model.query_channels, min(2, model.kv_heads)
-    H = G * (model.n_heads // model.kv_heads)
+    K, G = model.query_channels, min(2, model.attention.kv_heads)
+    H = G * (model.attention.n_heads // model.attention.kv_heads)
     T = min(CHECKED_TOKENS, model.context_length)
 
     def draw(name: str, n_heads: int) -> Tensor:
@@ -83,7 +83,10 @@ def _problem(
     q, k, v, g = (draw(name, n) for name, n in (("q", H), ("k", G), ("v", G), ("g", H)))
     keys = bits(make_key("dropout kernel", "keys"), torch.arange(4, dtype=torch.int32))
     dropout = WeightsDropout(
-        keys.view(2, 2).to(device), model.attention_dropout, model.n_heads - H, model.context_length
+        keys.view(2, 2).to(device),
+        model.attention.dropout,
+        model.attention.n_heads - H,
+        model.context_length,
     )
     positions = torch.arange(model.context_length - T, model.context_length, device=device)
     seen = None if size is None else min(size, T // 3)

@@ -36,22 +36,22 @@ class LatentAttention(CausalAttention):
 
     `kv_down` computes the latent (C) and the rotated key (R) that all heads share; `kv`, from the
     normed latent, each head's key and value, rows (H, K + V). `q` computes queries (H, K + R) from
-    the stream or, with `model.q_rank`, from a normed latent of their own.
+    the stream or, with `model.attention.q_rank`, from a normed latent of their own.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        D, H, C = config.d_model, config.n_heads, config.latent_channels
+        D, H, C = config.d_model, config.attention.n_heads, config.latent_channels
         self.head_size, self.value_size = config.head_channels, config.value_channels
         self.n_rotated, self.n_latent = config.rope_channels, C
         self.score_factor = config.rope_scaling.score_factor
-        q_inputs = D if config.q_rank is None else config.q_rank
+        q_inputs = D if config.attention.q_rank is None else config.attention.q_rank
         self.q_down: nn.Linear | None = None
-        if config.q_rank is not None:
-            self.q_down = nn.Linear(D, config.q_rank, bias=config.qkv_bias)
-            self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
+        if config.attention.q_rank is not None:
+            self.q_down = nn.Linear(D, config.attention.q_rank, bias=config.attention.qkv_bias)
+            self.q_norm = nn.RMSNorm(config.attention.q_rank, eps=config.norm_eps)
         self.q = nn.Linear(q_inputs, H * config.query_channels, bias=False)
-        self.kv_down = nn.Linear(D, C + self.n_rotated, bias=config.qkv_bias)
+        self.kv_down = nn.Linear(D, C + self.n_rotated, bias=config.attention.qkv_bias)
         self.kv_norm = nn.RMSNorm(C, eps=config.norm_eps)
         self.kv = nn.Linear(C, H * (self.head_size + self.value_size), bias=False)
         self.gather: Gather = whole

@@ -64,7 +64,7 @@ class ExpertLoads:
         coordinates = mesh.coordinates.items()
         # Ranks along any other dimension route the same tokens, of which one rank's count.
         self._counts_here = not any(at for name, at in coordinates if name not in different)
-        self._shape = (len(self.layers), (plan.config.model.n_experts or 0) + N_SUMS)
+        self._shape = (len(self.layers), (plan.config.model.experts.count or 0) + N_SUMS)
         self._world_size, self._device = mesh.world.size, device
 
     def start_step(self) -> None:
@@ -142,20 +142,20 @@ class RouterBalance:
         with more. Mode `batch`: counts ÷ their mean, minus the present state."""
         model = self._plan.config.model
         change = counts.mean() - counts
-        match model.balance:
+        match model.router.balance:
             case "bias":
-                target = change.sign() * model.balance_rate
+                target = change.sign() * model.router.balance_rate
             case "batch":
                 target = counts / counts.mean()
             case "none" | "sequence":
                 raise AssertionError("has no state")
             case unknown:
-                refuse_unknown(unknown, "model.balance", "the engine")
+                refuse_unknown(unknown, "model.router.balance", "the engine")
         placed: Tensor = target.to(balance.dtype)
         if isinstance(balance, DTensor):
             mesh, placements = balance.device_mesh, balance.placements
             placed = distribute_tensor(placed, mesh, placements, src_data_rank=None)
-        return placed if model.balance == "bias" else placed - balance
+        return placed if model.router.balance == "bias" else placed - balance
 
     def _summed_over(self) -> tuple[str, ...]:
         """Mesh dimensions whose ranks route different tokens, over which counts are summed."""

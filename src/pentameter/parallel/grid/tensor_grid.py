@@ -200,5 +200,5 @@ class Grid(TensorContext):
             if isinstance(module, StreamDropout):
                 module.d_model, module.first_channel = D, tensor_rank * width
             if isinstance(module, AttentionDropout):
-                n_heads = self.sharding.n_heads_here(model.config.n_heads)
+                n_heads = self.sharding.n_heads_here(model.config.attention.n_heads)
                 module.head_offset = self.coordinates[self.columns] * n_heads

@@ -114,7 +114,7 @@ class GPTSource(ModelSource):
         mode 3d this rank computes attention for other rows, `attended` (B,), and the sites on
         attention weights get those rows' keys; in other modes `attended` is not read."""
         model, seed = plan.config.model, plan.config.seed
-        if not (model.dropout or model.attention_dropout or model.embedding_dropout):
+        if not (model.dropout or model.attention.dropout or model.embedding_dropout):
             return None
         keys = dropout_keys(model, seed, step, rows)
         if plan.layout.is_3d:  # attention runs on other rows

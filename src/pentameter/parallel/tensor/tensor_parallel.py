@@ -231,6 +231,6 @@ class TensorParallelContext(TensorContext):
                     sub_layer.read = _matmuls(self, by_time=_mixes_tokens(op))
         for module in model.modules():
             if isinstance(module, AttentionDropout):
-                module.head_offset = self.rank * (model.config.n_heads // self.size)
+                module.head_offset = self.rank * (model.config.attention.n_heads // self.size)
         if self.layout.sequence:
             model.stream_positions = partial(_local_positions, self.rank, self.size)

@@ -128,18 +128,18 @@ def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     as a sentence that names both settings; None if they can be. That a degree divides the sizes is
     checked elsewhere."""
     if (obstacle := _experts_obstacle(model, layout)) is not None:
-        has = " is not set, which" if model.n_experts is None else f"={model.n_experts}"
-        return f"model.n_experts{has} is not possible with {obstacle}"
-    if model.attention_sinks and layout.is_grid:
+        has = " is not set, which" if model.experts.count is None else f"={model.experts.count}"
+        return f"model.experts.count{has} is not possible with {obstacle}"
+    if model.attention.sinks and layout.is_grid:
         return (
-            f"model.attention_sinks=true is not possible with {layout.grid_setting}, which would "
+            f"model.attention.sinks=true is not possible with {layout.grid_setting}, which would "
             "shard the numbers of the heads in another way than the heads; use '1d'"
         )
-    if model.attention == "latent" and layout.is_grid:
+    if model.attention.type == "latent" and layout.is_grid:
         return (
-            f"model.attention='latent' is not possible with {layout.grid_setting}, which shards "
-            "the width of the residual stream that latents are computed from, and would have to "
-            "shard theirs; use '1d'"
+            f"model.attention.type='latent' is not possible with {layout.grid_setting}, which "
+            "shards the width of the residual stream that latents are computed from, and would "
+            "have to shard theirs; use '1d'"
         )
     return None
 
@@ -152,7 +152,7 @@ def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
     with `context` above 1 or `sequence`. Without experts, the only one is a layout that shards them
     (`expert` or `expert_tensor` above 1). Whether a degree divides the sizes is not checked here.
     """
-    if model.n_experts is None:
+    if model.experts.count is None:
         if layout.shards_experts:
             return f"{_expert_setting(layout)}, which shards experts; leave it out"
         return None
@@ -161,10 +161,10 @@ def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
             f"{layout.grid_setting}, which shards the width of the residual stream that a router "
             "reads; use '1d'"
         )
-    if model.expert_capacity is not None and (layout.context > 1 or layout.sequence):
+    if model.experts.capacity is not None and (layout.context > 1 or layout.sequence):
         setting = f"context={layout.context}" if layout.context > 1 else "sequence=true"
         return (
-            f"model.expert_capacity={model.expert_capacity} under parallel.{setting}: an expert "
+            f"model.experts.capacity={model.experts.capacity} under parallel.{setting}: an expert "
             "takes the first tokens of a sequence, of which each process has a part; leave one out"
         )
     return None
@@ -259,7 +259,7 @@ def uncompiled_blocks(config: Config, layout: Layout) -> str | None:
     """Return why the blocks of a compiled run are not compiled themselves, as text; None if they
     are. A recomputed block is captured as a whole or not at all, and one with experts calls what
     cannot be: FSDP's hooks, which gather the units within it, or the exchange of tokens."""
-    if config.model.n_experts is None or config.train.activation_checkpoint is None:
+    if config.model.experts.count is None or config.train.activation_checkpoint is None:
         return None
     if not layout.shards_experts and not layout.zero:
         return None
@@ -318,7 +318,7 @@ def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -
     sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
     for key, size in sizes.items():
         if size % n:
-            also = ", or a multiple" if key == "n_kv_heads" else ""
+            also = ", or a multiple" if key == "attention.n_kv_heads" else ""
             raise ConfigError(
                 f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
                 f"{listed(divisors(math.gcd(*sizes.values())))}{also}"
@@ -329,7 +329,7 @@ def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -
 
 def _check_grid(layout: Layout, model: ModelConfig) -> None:
     """Raise ConfigError if a 2-D, 2.5-D or 3-D tensor mode cannot shard the model. With `edge`
-    ranks along `tensor`, head counts must be multiples of `edge`, and d_model and d_ff as well;
+    ranks along `tensor`, head counts must be multiples of `edge`, and all widths as well;
     mode 3d shards these widths twice, so that they must be multiples of edge². No shard of the
     vocabulary may be empty."""
     edge = layout.sizes["tensor"]
@@ -338,7 +338,7 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
     even = _even_sizes(model)
     sizes = {k: v for each in even.values() for k, v in each.items()} | {"d_model": model.d_model}
     for key, size in sizes.items():
-        n = edge if key in ("n_heads", "n_kv_heads") else n_shards
+        n = edge if key in ("attention.n_heads", "attention.n_kv_heads") else n_shards
         if size % n:
             raise ConfigError(
                 f"{whose} divides model.{key}={size} by {n}; possible: "
@@ -362,13 +362,15 @@ def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
 
 
 def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
-    """Raise ConfigError if `model.qk_norm` is 'width', which normalizes keys over all heads'
-    channels, and several `tensor` ranks compute the same key head, so that no rank has them all."""
-    if sharding.kv_replicas > 1 and model.qk_norm == "width":
+    """Raise ConfigError if `model.attention.qk_norm` is 'width', which normalizes keys over all
+    heads' channels, and several `tensor` ranks compute the same key head, so that no rank has them
+    all."""
+    if sharding.kv_replicas > 1 and model.attention.qk_norm == "width":
         raise ConfigError(
-            f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
-            f"heads together, of which each of parallel.tensor={sharding.layout.tensor} processes "
-            f"computes one; possible: {listed(divisors(model.kv_heads))}"
+            f"model.attention.qk_norm='width' norms the channels of all model.attention.n_kv_heads="
+            f"{model.attention.n_kv_heads} heads together, of which each of parallel.tensor="
+            f"{sharding.layout.tensor} processes computes one; possible: "
+            f"{listed(divisors(model.attention.kv_heads))}"
         )
 
 
@@ -402,7 +404,7 @@ def _check_sequence_split(sharding: Sharding, model: ModelConfig) -> None:
 def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
     """Raise ConfigError if context parallelism goes by all-to-all and `context` does not divide the
     key and value heads that one tensor-parallel rank has."""
-    few = model.kv_heads < model.n_heads
+    few = model.attention.kv_heads < model.attention.n_heads
     layout, n_heads = sharding.layout, sharding.n_kv_heads_here
     if layout.exchanges_heads and n_heads % layout.context:
         raise ConfigError(

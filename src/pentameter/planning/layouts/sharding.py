@@ -359,7 +359,7 @@ def _sharding(layout: Layout, n_kv: int) -> Sharding:
 def sharding_of(layout: Layout, model: ModelConfig) -> Sharding:
     """Return the Sharding (how activations and parameters are sharded) for a model under a
     layout."""
-    return _sharding(layout, model.kv_heads)
+    return _sharding(layout, model.attention.kv_heads)
 
 
 def shard_size(n: int, n_shards: int, coordinate: int) -> int:

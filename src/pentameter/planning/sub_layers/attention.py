@@ -19,11 +19,16 @@ def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map each projection's name to the parts that it computes for a head: 0 queries, 1 keys, 2
     values. One fused matrix computes all three; if several query heads use the same keys and
     values, these have a matrix of their own."""
-    return {"q": (0,), "kv": (1, 2)} if model.shares_kv_heads else {"qkv": (0, 1, 2)}
+    return {"q": (0,), "kv": (1, 2)} if model.attention.shares_kv_heads else {"qkv": (0, 1, 2)}
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
-    D, H, G, K = model.d_model, model.n_heads, model.kv_heads, model.head_channels
+    D, H, G, K = (
+        model.d_model,
+        model.attention.n_heads,
+        model.attention.kv_heads,
+        model.head_channels,
+    )
     for name, parts in projections(model).items():
         axis: Axis = "heads" if 0 in parts else "kv_heads"
         yield from linear(
@@ -32,10 +37,10 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
             layer,
             (len(parts) * (H if 0 in parts else G) * K, D),
             (axis, "embed"),
-            bias=model.qkv_bias,
+            bias=model.attention.qkv_bias,
             is_fused=len(parts) == 3,
         )
-    match model.qk_norm:
+    match model.attention.qk_norm:
         case None:
             pass
         case "head":
@@ -45,8 +50,8 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
             yield vector(f"{path}.q_norm.weight", H * K, "heads", ONES, layer)
             yield vector(f"{path}.k_norm.weight", G * K, "kv_heads", ONES, layer)
         case unknown:
-            refuse_unknown(unknown, "model.qk_norm", "the parameter table")
-    if model.attention_sinks:
+            refuse_unknown(unknown, "model.attention.qk_norm", "the parameter table")
+    if model.attention.sinks:
         init = Init("normal", model.init_std)
         yield vector(f"{path}.sinks.weight", H, "heads", init, layer)
     yield from linear(model, f"{path}.out", layer, (D, H * K), ("embed", "heads"), bias=model.bias)
@@ -57,7 +62,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     dropout. `path` is the module's path, such as `blocks.0.attention`."""
     model = build.model
     reads = _add_inputs(build, path, x)
-    if model.attention_sinks:
+    if model.attention.sinks:
         reads = _add_sinks(build, f"{path}.sinks", reads)
     result = add_attend(build, path, reads, model.head_channels)
     build.linear(f"{path}.out", result)
@@ -76,19 +81,19 @@ def add_attend(
     channels of values are zeros, which no FLOP counts. Attention weights are materialized only if
     they have dropout."""
     model = build.model
-    T, H = model.context_length, model.n_heads
+    T, H = model.context_length, model.attention.n_heads
     width = H * n_channels
     result = build.computed(path, width, "heads")
     sums = build.computed(f"{path}.exponential_sums", H, "heads", "float32")
     assert build.layer is not None
     window = model.window(build.layer)
     by_blocks: tuple[ActivationTensor, ...] = (*reads, result, sums)
-    if model.attention_sinks:  # the kernel keeps a result with their channels, and a mask
+    if model.attention.sinks:  # the kernel keeps a result with their channels, and a mask
         kept = build.computed(f"{path}.sinks.result", width + H * SINK_CHANNELS, "heads")
         masks = () if window else (build.computed(f"{path}.sinks.mask", T + 1, "head"),)
         by_blocks = (*reads, kept, sums, *masks)
     saves = by_blocks
-    if model.attention_dropout:
+    if model.attention.dropout:
         saves = (
             *reads,
             build.computed(f"{path}.scaled_queries", width, "heads"),
@@ -121,11 +126,13 @@ def _add_inputs(
     tensor with keys and values.
     """
     model = build.model
-    q_width, kv_width = (n * model.head_channels for n in (model.n_heads, model.kv_heads))
+    q_width, kv_width = (
+        n * model.head_channels for n in (model.attention.n_heads, model.attention.kv_heads)
+    )
     made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))
     q, k = made[0], made[-1]
     kv_axis = k.axes[1]
-    if model.qk_norm is not None:
+    if model.attention.qk_norm is not None:
         q = _add_head_norm(build, f"{path}.q_norm", q, q_width)
         k = _add_head_norm(build, f"{path}.k_norm", k, kv_width)
     if model.positions == "rotary":
@@ -142,9 +149,9 @@ def _add_sinks(
     """Add the operation that puts each head's sink beside its keys, and return what attention then
     reads: queries, keys and values with SINK_CHANNELS more channels."""
     model = build.model
-    G, n_channels = model.kv_heads, model.head_channels + SINK_CHANNELS
+    G, n_channels = model.attention.kv_heads, model.head_channels + SINK_CHANNELS
     kv_axis = reads[-1].axes[1]
-    q = build.computed(f"{name}.q", model.n_heads * n_channels, "heads")
+    q = build.computed(f"{name}.q", model.attention.n_heads * n_channels, "heads")
     k, v = (build.computed(f"{name}.{each}", G * n_channels, kv_axis) for each in "kv")
     build.add(name, "sinks", reads, q, parameters=build.parameters(name))
     return q, k, v
@@ -179,8 +186,8 @@ def add_rotation(
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     return {
-        "heads": {"n_heads": model.n_heads},
-        "kv_heads": {"n_kv_heads": model.kv_heads},
+        "heads": {"attention.n_heads": model.attention.n_heads},
+        "kv_heads": {"attention.n_kv_heads": model.attention.kv_heads},
     }
 
 

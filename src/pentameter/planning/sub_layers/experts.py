@@ -19,29 +19,31 @@ from pentameter.planning.sub_layers.building import (
 from pentameter.planning.sub_layers.feed_forward import add_activation, column_parallel_names
 
 BALANCE_STATE = {"none": None, "sequence": None, "bias": ZEROS, "batch": ONES}
-"""Maps `model.balance` to the initial value of the router's `balance` (E,), a state that training
-updates without a gradient: the bias of the scores, or each expert's tokens in the last step ÷ their
-mean over experts. None for no state."""
+"""Maps `model.router.balance` to the initial value of the router's `balance` (E,), a state that
+training updates without a gradient: the bias of the scores, or each expert's tokens in the last
+step ÷ their mean over experts. None for no state."""
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
-    E, D, F = model.n_experts, model.d_model, model.expert_width
+    E, D, F = model.experts.count, model.d_model, model.expert_width
     assert E is not None
     yield _matrix(model, f"{path}.router.weight", (E, D), ("router", "embed"), layer, decay=False)
-    if model.router_bias:
+    if model.router.bias:
         yield _vector(f"{path}.router.bias", (E,), ("router",), layer)
-    state = look_up(BALANCE_STATE, model.balance, "model.balance", "the parameter table")
+    state = look_up(
+        BALANCE_STATE, model.router.balance, "model.router.balance", "the parameter table"
+    )
     if state is not None:
         balance = ParameterSpec(f"{path}.router.balance", (E,), ("router",), state, False, layer)
         # A bias of scores is needed to run the model, and counted as its makers count theirs.
-        is_state = model.balance != "bias"
+        is_state = model.router.balance != "bias"
         yield replace(balance, is_trained=False, is_state=is_state, sums_over=("time",))
     for spec in _feed_forward(model, path, layer, (E, F), ("experts", "expert_mlp")):
-        yield replace(spec, n_chosen=model.n_chosen)
-    if model.n_shared_experts:
-        width = model.n_shared_experts * F
+        yield replace(spec, n_chosen=model.experts.n_chosen)
+    if model.experts.n_shared:
+        width = model.experts.n_shared * F
         yield from _feed_forward(model, f"{path}.shared", layer, (width,), ("shared_mlp",))
-    if model.shared_expert_gate:
+    if model.experts.shared_gate:
         yield _matrix(model, f"{path}.shared_gate.weight", (1, D), ("router", "embed"), layer)
 
 
@@ -93,7 +95,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     x, (T, D). Each token is a row in k experts. Experts may get unequally many rows, together
     always T · k."""
     model = build.model
-    E, k, F, D = model.n_experts, model.n_chosen, model.expert_width, model.d_model
+    E, k, F, D = model.experts.count, model.experts.n_chosen, model.expert_width, model.d_model
     assert E is not None
     scores = build.computed(f"{path}.router", E, "router", "softmax", tokens="time")
     state = build.specs.get(f"{path}.router.balance")
@@ -122,10 +124,10 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     build.add(
         f"{path}.combine", "activation", (result,), x, saves=(returned,), collectives=(tokens,)
     )
-    if model.n_shared_experts:
-        width = model.n_shared_experts * F
+    if model.experts.n_shared:
+        width = model.experts.n_shared * F
         _add_feed_forward(build, f"{path}.shared", x, (width, "shared_mlp"), D)
-    if model.shared_expert_gate:
+    if model.experts.shared_gate:
         gate = build.computed(f"{path}.shared_gate", 1, "router", tokens="time")
         build.local_matmul(f"{path}.shared_gate", x, gate)
     build.dropout(f"{path}.dropout", model.dropout)
@@ -157,10 +159,10 @@ def _add_feed_forward(
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    assert model.n_experts is not None
+    assert model.experts.count is not None
     return {
-        "experts": {"n_experts": model.n_experts},
-        "expert_mlp": {"d_expert": model.expert_width},
+        "experts": {"experts.count": model.experts.count},
+        "expert_mlp": {"experts.width": model.expert_width},
     }
 
 

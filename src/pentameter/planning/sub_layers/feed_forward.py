@@ -11,20 +11,21 @@ from pentameter.planning.architecture import ActivationTensor, Axis, ParameterSp
 from pentameter.planning.sub_layers.building import OperationList, SubLayer, linear
 
 SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
-"""Maps `model.activation` to whether its derivative is computed from its input (True) or its
-output."""
+"""Maps `model.feed_forward.activation` to whether its derivative is computed from its input (True)
+or its output."""
 
 GATED_SAVES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("swiglu", "geglu"), ("activation",)),
     "swiglu_clamped": ("clamped", "sigmoid", "activation", "up"),
 }
-"""Maps `model.activation` with a gate to what it keeps for the backward pass besides its inputs."""
+"""Maps `model.feed_forward.activation` with a gate to what it keeps for the backward pass besides
+its inputs."""
 
 
 def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the matrices that map the residual stream to the inner width: `up`, and
     `gate` if the activation has one."""
-    return ("gate", "up") if model.has_gate else ("up",)
+    return ("gate", "up") if model.feed_forward.has_gate else ("up",)
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
@@ -50,19 +51,26 @@ def add_activation(
     model = build.model
     activated = replace(reads[0], name=f"{path}.activation")
     saves: tuple[ActivationTensor, ...]
-    if model.has_gate:
-        between = look_up(GATED_SAVES, model.activation, "model.activation", "the operations")
+    if model.feed_forward.has_gate:
+        between = look_up(
+            GATED_SAVES,
+            model.feed_forward.activation,
+            "model.feed_forward.activation",
+            "the operations",
+        )
         saves = (*reads, *(replace(activated, name=f"{path}.gate.{each}") for each in between))
     else:
-        name = model.activation
-        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")
+        name = model.feed_forward.activation
+        slope_of_input = look_up(
+            SAVES_INPUT, name, "model.feed_forward.activation", "the operations"
+        )
         saves = reads if slope_of_input else (activated,)
     build.add(f"{path}.activation", "activation", reads, activated, saves=saves)
     return activated
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    return {"mlp": {"d_ff": model.feed_forward_width}}
+    return {"mlp": {"feed_forward.width": model.feed_forward_width}}
 
 
 FEED_FORWARD = SubLayer("mlp", _parameters, _add_operations, _even_sizes)

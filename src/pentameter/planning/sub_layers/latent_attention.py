@@ -20,14 +20,14 @@ from pentameter.planning.sub_layers.building import ONES, OperationList, SubLaye
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
     """Yield the sub-layer's parameters, whose names begin with `path`: the projections to the
     latents, their norms, those from the latents to heads, and the output's."""
-    D, H, C = model.d_model, model.n_heads, model.latent_channels
+    D, H, C = model.d_model, model.attention.n_heads, model.latent_channels
     q_width, v_width = H * model.query_channels, H * model.value_channels
-    if model.q_rank is None:
+    if model.attention.q_rank is None:
         yield from _projection(model, f"{path}.q", layer, q_width, D, "embed")
     else:
-        yield from _to_latent(model, f"{path}.q_down", layer, model.q_rank)
-        yield _latent_norm(f"{path}.q_norm", layer, model.q_rank)
-        yield from _projection(model, f"{path}.q", layer, q_width, model.q_rank, "latent")
+        yield from _to_latent(model, f"{path}.q_down", layer, model.attention.q_rank)
+        yield _latent_norm(f"{path}.q_norm", layer, model.attention.q_rank)
+        yield from _projection(model, f"{path}.q", layer, q_width, model.attention.q_rank, "latent")
     yield from _to_latent(model, f"{path}.kv_down", layer, C + model.rope_channels)
     yield _latent_norm(f"{path}.kv_norm", layer, C)
     kv_width = H * model.head_channels + v_width
@@ -51,7 +51,9 @@ def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[Pa
     gradient is a sum over the stream's tokens: ranks that have different tokens compute partial
     sums."""
     shape: tuple[int, int] = (n, model.d_model)
-    for spec in linear(model, path, layer, shape, ("latent", "embed"), bias=model.qkv_bias):
+    for spec in linear(
+        model, path, layer, shape, ("latent", "embed"), bias=model.attention.qkv_bias
+    ):
         yield replace(spec, sums_over=("time",))
 
 
@@ -65,12 +67,12 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     """Add latent attention's operations to `build`, from x, the normed stream (T, D), to the output
     dropout; `path` begins their names. Values are padded to the queries' size, which fused kernels
     ask for."""
-    model, H = build.model, build.model.n_heads
+    model, H = build.model, build.model.attention.n_heads
     C, R, size = model.latent_channels, model.rope_channels, model.query_channels
     q_input = x
-    if model.q_rank is not None:
-        q_latent = _add_latent(build, f"{path}.q_down", x, model.q_rank)
-        q_input = _add_norm(build, f"{path}.q_norm", q_latent, model.q_rank)
+    if model.attention.q_rank is not None:
+        q_latent = _add_latent(build, f"{path}.q_down", x, model.attention.q_rank)
+        q_input = _add_norm(build, f"{path}.q_norm", q_latent, model.attention.q_rank)
     down = _add_latent(build, f"{path}.kv_down", x, C + R)
     # One message brings all that heads read: the queries' input, the latent and the shared key.
     gathered = _of_stream(build, f"{path}.gathered", q_input.shape[1] + C + R)
@@ -125,7 +127,7 @@ def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     """Return axis → key in `[model]` → size for the axis whose shards must be equal, heads."""
-    return {"heads": {"n_heads": model.n_heads}}
+    return {"heads": {"attention.n_heads": model.attention.n_heads}}
 
 
 LATENT_ATTENTION = SubLayer("latent_attention", _parameters, _add_operations, _even_sizes)

@@ -92,16 +92,16 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
 def _subtitle(record: RecordedRun) -> str:
     """Return a line that names model size, data, device, precision, and what the run began with
     unless that is random weights, as far as known."""
-    model, data = as_table(record.config.get("model")), settings(record.config)
+    found = settings(record.config)
     words = ["GPT"]
-    if {"n_layers", "d_model", "n_heads"} <= model.keys():
-        words.append(f"{model['n_layers']} layers of width {model['d_model']}")
-        words.append(f"{model['n_heads']} heads")
-    if "context_length" in model:
-        words.append(f"context {model['context_length']}")
-    if data.get("data.corpus") or data.get("data.path"):
-        words.append(str(data.get("data.corpus") or last_part(str(data["data.path"]))))
-    elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
+    if {"model.n_layers", "model.d_model", "model.attention.n_heads"} <= found.keys():
+        words.append(f"{found['model.n_layers']} layers of width {found['model.d_model']}")
+        words.append(f"{found['model.attention.n_heads']} heads")
+    if "model.context_length" in found:
+        words.append(f"context {found['model.context_length']}")
+    if found.get("data.corpus") or found.get("data.path"):
+        words.append(str(found.get("data.corpus") or last_part(str(found["data.path"]))))
+    elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in found):
         words.append(f"a blend of {n_sources}")
     words += filter(None, (record.start.device, record.start.precision))
     if (began := beginning(record)) not in ("", RANDOM_WEIGHTS):

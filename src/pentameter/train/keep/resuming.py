@@ -278,7 +278,7 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
         return plan
     begun = found.schedule.start_step
     if config.schedule.start_step == 0 and 0 < begun < plan.steps:
-        plan = plan_of(_beginning_at(config, begun))
+        plan = plan_of(config.updated({"schedule.start_step": begun}))
     same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
     if not extends or same:
         return plan
@@ -292,12 +292,7 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
             f"--resume extend: the run in {path} has made {start} steps already, and "
             f"train.steps={plan.steps} is not beyond; say how many there are to be in all"
         )
-    return plan_of(_beginning_at(config, start))
-
-
-def _beginning_at(config: Config, step: int) -> Config:
-    schedule = config.schedule.model_copy(update={"start_step": step})
-    return config.model_copy(update={"schedule": schedule})
+    return plan_of(config.updated({"schedule.start_step": start}))
 
 
 def _few(names: list[str]) -> str:

@@ -77,16 +77,17 @@ def _architecture(plan: Plan) -> str:
     if plan.built_by is not None:
         return plan.built_by
     model = plan.config.model
-    return f"{model.n_layers} layers × {model.d_model} · {model.n_heads} heads"
+    return f"{model.n_layers} layers × {model.d_model} · {model.attention.n_heads} heads"
 
 
 def _active(plan: Plan) -> str:
     """Return the active parameters per token and the experts chosen, ", 5,000 active · 2 of 8
     experts a token"; empty for a model without experts."""
     model = plan.config.model
-    if plan.built_by is not None or model.n_experts is None:
+    if plan.built_by is not None or model.experts.count is None:
         return ""
-    return f", {plan.n_active:,} active · {model.n_chosen} of {model.n_experts} experts a token"
+    experts = model.experts
+    return f", {plan.n_active:,} active · {experts.n_chosen} of {experts.count} experts a token"
 
 
 def _epochs(plan: Plan) -> str:

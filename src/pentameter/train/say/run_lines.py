@@ -83,7 +83,9 @@ class RunLines:
     def on_experts(self, run: TrainingRun, metrics: ExpertMetrics) -> None:
         """Print a warning, once, if experts of a layer have been idle for long; no line else."""
         if idle := self._idle.first_found(metrics):
-            run.console.say(f"warning: {_idle_words(metrics, idle, run.config.model.balance)}")
+            run.console.say(
+                f"warning: {_idle_words(metrics, idle, run.config.model.router.balance)}"
+            )
 
     def on_ranks(self, run: TrainingRun, metrics: RankMetrics) -> None:
         """Print a warning if a rank has been slower than the others for long; no line else."""
@@ -231,12 +233,16 @@ class _IdleExperts:
 
 def _idle_words(metrics: ExpertMetrics, idle: Mapping[int, int], balance: str) -> str:
     """Return a sentence about experts that are `idle`, each with the step since which it is, and
-    what `model.balance` can do about it."""
+    what `model.router.balance` can do about it."""
     numbers = ", ".join(map(str, [*idle][:8])) + (f" and {len(idle) - 8} more" * (len(idle) > 8))
     which = f"experts {numbers}" if len(idle) > 1 else f"expert {numbers}"
-    remedy = "a larger model.balance_rate" if balance == "bias" else "a larger model.balance_weight"
+    remedy = (
+        "a larger model.router.balance_rate"
+        if balance == "bias"
+        else "a larger model.router.balance_weight"
+    )
     if balance == "none":
-        remedy = "model.balance"
+        remedy = "model.router.balance"
     return (
         f"step {metrics.step}: {which} of layer {metrics.layer} had no token in any step recorded "
         f"since step {min(idle.values())}, and learnt nothing; {remedy} spreads tokens over them"

@@ -59,7 +59,7 @@ def compute_warnings(plan: Plan, compute: Compute, world: World) -> list[str]:
     warnings = [] if compute.gpu_obstacle is None else [compute.gpu_obstacle]
     if compute.dropout_obstacle is not None:
         warnings.append(
-            f"model.attention_dropout={plan.config.model.attention_dropout} writes attention's "
+            f"model.attention.dropout={plan.config.model.attention.dropout} writes attention's "
             "weights out, as its kernels cannot serve here: "
             f"{compute.dropout_obstacle}. The result is the same, in more memory and time"
         )

@@ -91,10 +91,10 @@ MOST_WAITING = 5.0
 """Largest ratio of elapsed to CPU time assumed for the work after the last evaluation."""
 
 RECIPE: Mapping[str, Any] = {
-    "model.activation": "relu2",
+    "model.feed_forward.activation": "relu2",
     "model.norm": "rmsnorm",
     "model.positions": "rotary",
-    "model.qk_norm": "head",
+    "model.attention.qk_norm": "head",
     "optimizer.name": "muon",
     "schedule.name": "wsd",
     "schedule.min_learning_rate": 0.0,
@@ -397,7 +397,7 @@ def _model_settings(chosen: Size) -> dict[str, Any]:
     return {
         "model.d_model": chosen.d_model,
         "model.n_layers": chosen.n_layers,
-        "model.n_heads": _heads(chosen.d_model),
+        "model.attention.n_heads": _heads(chosen.d_model),
         "model.context_length": chosen.context_length,
     }
 

@@ -20,8 +20,8 @@ def _write_first_layers(model: ModelConfig) -> dict[str, Any]:
     dense = layers_without_experts(model)
     if dense != list(range(len(dense))):
         raise ValueError(
-            f"model.dense_layers={shown(model.dense_layers)} (only its first layers may be without "
-            "experts)"
+            f"model.experts.dense_layers={shown(model.experts.dense_layers)} (only its first "
+            "layers may be without experts)"
         )
     return {"first_k_dense_replace": len(dense)}
 
@@ -30,54 +30,57 @@ def _first_layers_without(default: int) -> Rule:
     """Return the rule for a family whose first layers may have no experts; `default` is their
     number if config.json does not give it."""
     return Rule(
-        ("dense_layers",),
+        ("experts.dense_layers",),
         _write_first_layers,
-        lambda content, _section: {"dense_layers": content.get("first_k_dense_replace", default)},
+        lambda content, _section: {
+            "experts.dense_layers": content.get("first_k_dense_replace", default)
+        },
     )
 
 
 def _read_every_head(content: Content, section: Content) -> dict[str, Any]:
-    n_kv_heads = content.get("num_key_value_heads")
-    if n_kv_heads not in (None, section["n_heads"]):
+    n_heads, n_kv_heads = section["attention.n_heads"], content.get("num_key_value_heads")
+    if n_kv_heads not in (None, n_heads):
         raise ValueError(
-            f"num_key_value_heads={shown(n_kv_heads)} beside num_attention_heads="
-            f"{shown(section['n_heads'])} is not supported: latent attention computes keys and "
-            "values for each head"
+            f"num_key_value_heads={shown(n_kv_heads)} beside num_attention_heads={shown(n_heads)} "
+            "is not supported: latent attention computes keys and values for each head"
         )
-    return {"n_kv_heads": None}
+    return {"attention.n_kv_heads": None}
 
 
 _EVERY_HEAD_HAS_KEYS = Rule(
-    ("n_kv_heads",), lambda model: {"num_key_value_heads": model.n_heads}, _read_every_head
+    ("attention.n_kv_heads",),
+    lambda model: {"num_key_value_heads": model.attention.n_heads},
+    _read_every_head,
 )
 """For latent attention, whose heads share no keys and values beyond the latent."""
 
 
 def _write_experts_for_all(model: ModelConfig) -> dict[str, Any]:
-    if not model.n_shared_experts:
-        raise ValueError("model.n_shared_experts=0 (it always has shared experts)")
-    return {"n_shared_experts": model.n_shared_experts}
+    if not model.experts.n_shared:
+        raise ValueError("model.experts.n_shared=0 (it always has shared experts)")
+    return {"n_shared_experts": model.experts.n_shared}
 
 
 def _experts_for_all(default: int) -> Rule:
     """Return the rule for a family that always has shared experts, without a gate; `default` is
     their number if config.json does not give it."""
     return Rule(
-        ("n_shared_experts",),
+        ("experts.n_shared",),
         _write_experts_for_all,
-        lambda content, _section: {"n_shared_experts": content.get("n_shared_experts", default)},
+        lambda content, _section: {"experts.n_shared": content.get("n_shared_experts", default)},
     )
 
 
 def _write_groups(model: ModelConfig, *, n_scores: int) -> dict[str, Any]:
     """Return the entries for groups of experts. A family compares groups by the sum of their
     `n_scores` highest scores. One group is the same as none."""
-    if model.router_groups is not None and model.router_group_scores != n_scores:
+    if model.router.groups is not None and model.router.group_scores != n_scores:
         raise ValueError(
-            f"model.router_group_scores={model.router_group_scores} (it compares groups by "
+            f"model.router.group_scores={model.router.group_scores} (it compares groups by "
             f"{n_scores})"
         )
-    return {"n_group": model.router_groups or 1, "topk_group": model.router_open_groups or 1}
+    return {"n_group": model.router.groups or 1, "topk_group": model.router.open_groups or 1}
 
 
 def _read_groups(
@@ -89,19 +92,19 @@ def _read_groups(
     if n_groups == 1:
         return dict(_UNGROUPED)
     return {
-        "router_groups": n_groups,
-        "router_open_groups": n_open,
-        "router_group_scores": n_scores,
+        "router.groups": n_groups,
+        "router.open_groups": n_open,
+        "router.group_scores": n_scores,
     }
 
 
-_UNGROUPED = {"router_groups": None, "router_open_groups": None, "router_group_scores": 2}
+_UNGROUPED = {"router.groups": None, "router.open_groups": None, "router.group_scores": 2}
 _METHODS = ("greedy", "group_limited_greedy")
 """Values of DeepSeek-V2's `topk_method`: experts are chosen from all, or from the best groups."""
 
 
 def _write_method(model: ModelConfig) -> dict[str, Any]:
-    method = _METHODS[model.router_groups is not None]
+    method = _METHODS[model.router.groups is not None]
     return {"topk_method": method, **_write_groups(model, n_scores=1)}
 
 
@@ -130,7 +133,7 @@ _GROUPS_BY_THEIR_TWO_BEST = Rule(
 def _read_number_chosen(_content: Content, section: Content) -> dict[str, Any]:
     """Return nothing. Raises ValueError if config.json does not say how many experts a token
     chooses, for which DeepSeek-V2 has no default."""
-    if section["experts_per_token"] is None:
+    if section["experts.per_token"] is None:
         raise ValueError("num_experts_per_tok is missing: the experts that a token is sent to")
     return {}
 
@@ -155,9 +158,9 @@ _PROJECTIONS = Projections(
 )
 _LATENT_NORMS = "norms of latents have 1e-6 whatever it says, and here all norms have the same"
 _DIFFERS = {
-    "attention": ("latent", "{} computes keys and values from a latent"),
+    "attention.type": ("latent", "{} computes keys and values from a latent"),
     "norm_eps": (1e-6, "{}'s norms of latents have 1e-6"),
-    "shared_expert_gate": (False, "{} has no gate on its shared experts"),
+    "experts.shared_gate": (False, "{} has no gate on its shared experts"),
 }
 _NOT_OURS = {
     "rms_norm_eps": (1e-6, _LATENT_NORMS),
@@ -169,16 +172,16 @@ DEEPSEEK_V2 = Family(
     label="DeepSeek-V2",
     architecture="DeepseekV2ForCausalLM",
     written={
-        **with_defaults(SIZES, vocab_size=102400),
-        "head_size": ("qk_nope_head_dim", 128),
-        "rope_head_size": ("qk_rope_head_dim", 64),
-        "v_head_size": ("v_head_dim", 128),
-        "kv_rank": ("kv_lora_rank", 512),
-        "q_rank": ("q_lora_rank", 1536),
-        "n_experts": ("n_routed_experts", 64),
-        "experts_per_token": ("num_experts_per_tok", None),
-        "d_expert": ("moe_intermediate_size", 1407),
-        "router_scale": ("routed_scaling_factor", 1.0),
+        **with_defaults(SIZES, {"vocab_size": 102400}),
+        "attention.head_size": ("qk_nope_head_dim", 128),
+        "attention.rope_head_size": ("qk_rope_head_dim", 64),
+        "attention.v_head_size": ("v_head_dim", 128),
+        "attention.kv_rank": ("kv_lora_rank", 512),
+        "attention.q_rank": ("q_lora_rank", 1536),
+        "experts.count": ("n_routed_experts", 64),
+        "experts.per_token": ("num_experts_per_tok", None),
+        "experts.width": ("moe_intermediate_size", 1407),
+        "router.scale": ("routed_scaling_factor", 1.0),
     },
     rules=(
         LATENT_HEADS_TURN,
@@ -191,8 +194,8 @@ DEEPSEEK_V2 = Family(
     ),
     differs={
         **_DIFFERS,
-        "router_renormalize": (False, "{} does not divide the chosen scores by their sum"),
-        "router_top_k_first": (False, "{} chooses by a softmax over all experts"),
+        "router.renormalize": (False, "{} does not divide the chosen scores by their sum"),
+        "router.top_k_first": (False, "{} chooses by a softmax over all experts"),
     },
     not_ours={
         **_NOT_OURS,
@@ -216,18 +219,20 @@ DEEPSEEK_V3 = Family(
     written={
         **with_defaults(
             DEEPSEEK_V2.written,
-            vocab_size=129280,
-            context_length=4096,
-            n_layers=61,
-            n_heads=128,
-            d_model=7168,
-            d_ff=18432,
-            n_experts=256,
-            experts_per_token=8,
-            d_expert=2048,
-            router_scale=2.5,
+            {
+                "vocab_size": 129280,
+                "context_length": 4096,
+                "n_layers": 61,
+                "attention.n_heads": 128,
+                "d_model": 7168,
+                "feed_forward.width": 18432,
+                "experts.count": 256,
+                "experts.per_token": 8,
+                "experts.width": 2048,
+                "router.scale": 2.5,
+            },
         ),
-        "router_renormalize": ("norm_topk_prob", True),
+        "router.renormalize": ("norm_topk_prob", True),
     },
     rules=(
         LATENT_HEADS_TURN,
@@ -239,10 +244,10 @@ DEEPSEEK_V3 = Family(
     ),
     differs={
         **_DIFFERS,
-        "router": ("sigmoid", "{} scores experts by sigmoids"),
-        "router_top_k_first": (False, "{} scores experts by sigmoids"),
+        "router.score_function": ("sigmoid", "{} scores experts by sigmoids"),
+        "router.top_k_first": (False, "{} scores experts by sigmoids"),
     },
-    read={"balance": "bias"},
+    read={"router.balance": "bias"},
     not_ours={
         **_NOT_OURS,
         "rope_interleave": (True, "rotated channels are pairs of neighbors in published weights"),

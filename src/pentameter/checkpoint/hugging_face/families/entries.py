@@ -8,7 +8,7 @@ from typing import Any
 
 
 def with_defaults(
-    written: Mapping[str, tuple[str, Any]], **defaults: Any
+    written: Mapping[str, tuple[str, Any]], defaults: Mapping[str, Any]
 ) -> dict[str, tuple[str, Any]]:
     """Return a copy of a family's `written` table (pentameter key → key in config.json and its
     default there), with other config.json defaults for the pentameter keys given."""
@@ -20,25 +20,25 @@ SIZES = {
     "vocab_size": ("vocab_size", 32000),
     "context_length": ("max_position_embeddings", 2048),
     "n_layers": ("num_hidden_layers", 32),
-    "n_heads": ("num_attention_heads", 32),
+    "attention.n_heads": ("num_attention_heads", 32),
     "d_model": ("hidden_size", 4096),
-    "d_ff": ("intermediate_size", 11008),
-    "activation": ("hidden_act", "silu"),
+    "feed_forward.width": ("intermediate_size", 11008),
+    "feed_forward.activation": ("hidden_act", "silu"),
     "tied_head": ("tie_word_embeddings", False),
-    "attention_dropout": ("attention_dropout", 0.0),
+    "attention.dropout": ("attention_dropout", 0.0),
     "init_std": ("initializer_range", 0.02),
 }
 OF_LLAMA = {
     **SIZES,
-    "n_kv_heads": ("num_key_value_heads", None),
-    "head_size": ("head_dim", None),
+    "attention.n_kv_heads": ("num_key_value_heads", None),
+    "attention.head_size": ("head_dim", None),
     "norm_eps": ("rms_norm_eps", 1e-6),
 }
 OF_EXPERTS = {
-    **{key: entry for key, entry in OF_LLAMA.items() if key != "d_ff"},
-    "n_experts": ("num_experts", 64),
-    "experts_per_token": ("num_experts_per_tok", 8),
-    "d_expert": ("intermediate_size", 2048),
+    **{key: entry for key, entry in OF_LLAMA.items() if key != "feed_forward.width"},
+    "experts.count": ("num_experts", 64),
+    "experts.per_token": ("num_experts_per_tok", 8),
+    "experts.width": ("intermediate_size", 2048),
 }
 """Entries for families with experts in every layer."""
 OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}

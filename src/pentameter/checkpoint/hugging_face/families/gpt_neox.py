@@ -12,12 +12,14 @@ GPT_NEOX = Family(
     written={
         **with_defaults(
             SIZES,
-            vocab_size=50432,
-            n_layers=44,
-            n_heads=64,
-            d_model=6144,
-            d_ff=24576,
-            activation="gelu",
+            {
+                "vocab_size": 50432,
+                "n_layers": 44,
+                "attention.n_heads": 64,
+                "d_model": 6144,
+                "feed_forward.width": 24576,
+                "feed_forward.activation": "gelu",
+            },
         ),
         "dropout": ("hidden_dropout", 0.0),
         "norm_eps": ("layer_norm_eps", 1e-5),
@@ -25,7 +27,7 @@ GPT_NEOX = Family(
     },
     rules=(PART_OF_A_HEAD_TURNS,),
     differs={"norm": ("layernorm", "GPT-NeoX has no RMSNorm")},
-    read={"qkv_bias": True, "bias": True},
+    read={"attention.qkv_bias": True, "bias": True},
     not_ours={
         "attention_bias": (
             True,

@@ -10,10 +10,13 @@ MISTRAL = Family(
     label="Mistral",
     architecture="MistralForCausalLM",
     written={
-        **with_defaults(OF_LLAMA, context_length=131072, d_ff=14336, n_kv_heads=8),
-        "sliding_window": ("sliding_window", 4096),
+        **with_defaults(
+            OF_LLAMA,
+            {"context_length": 131072, "feed_forward.width": 14336, "attention.n_kv_heads": 8},
+        ),
+        "attention.sliding_window": ("sliding_window", 4096),
     },
     rules=(WHOLE_HEADS_TURN,),
-    differs={"sliding_window_pattern": ONE_WINDOW},
+    differs={"attention.sliding_window_pattern": ONE_WINDOW},
     not_ours={"layer_types": ONE_WINDOW},
 )

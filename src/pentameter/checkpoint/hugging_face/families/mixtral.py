@@ -22,14 +22,16 @@ MIXTRAL = Family(
     written={
         **with_defaults(
             OF_EXPERTS,
-            context_length=131072,
-            n_kv_heads=8,
-            d_expert=14336,
-            experts_per_token=2,
-            norm_eps=1e-5,
+            {
+                "context_length": 131072,
+                "attention.n_kv_heads": 8,
+                "experts.width": 14336,
+                "experts.per_token": 2,
+                "norm_eps": 1e-5,
+            },
         ),
-        "n_experts": ("num_local_experts", 8),
-        "sliding_window": ("sliding_window", None),
+        "experts.count": ("num_local_experts", 8),
+        "attention.sliding_window": ("sliding_window", None),
     },
     rules=(
         WHOLE_HEADS_TURN_SLOWLY,
@@ -37,7 +39,7 @@ MIXTRAL = Family(
         SCORES_SUM_TO_ONE,
         CHOSEN_BY_SCORE,
     ),
-    differs={"sliding_window_pattern": ONE_WINDOW},
+    differs={"attention.sliding_window_pattern": ONE_WINDOW},
     not_ours={
         "layer_types": ONE_WINDOW,
         "router_jitter_noise": (0.0, "no noise is added to a router's input here"),

@@ -20,11 +20,14 @@ from pentameter.checkpoint.hugging_face.rotary_rules import WHOLE_HEADS_TURN
 OLMO2 = Family(
     label="OLMo 2",
     architecture="Olmo2ForCausalLM",
-    written=with_defaults(OF_LLAMA, vocab_size=50304, norm_eps=1e-5),
+    written=with_defaults(OF_LLAMA, {"vocab_size": 50304, "norm_eps": 1e-5}),
     rules=(WHOLE_HEADS_TURN,),
     differs={
         "norm_position": ("output", "OLMo 2 normalises what each sub-layer gives"),
-        "qk_norm": ("width", "OLMo 2 norms the queries and the keys of all heads together"),
+        "attention.qk_norm": (
+            "width",
+            "OLMo 2 norms the queries and the keys of all heads together",
+        ),
     },
     not_ours=BIASED,
     names={
@@ -40,14 +43,16 @@ OLMOE = Family(
         key: entry
         for key, entry in with_defaults(
             OF_EXPERTS,
-            vocab_size=50304,
-            context_length=4096,
-            n_layers=16,
-            n_heads=16,
-            d_model=2048,
-            norm_eps=1e-5,
+            {
+                "vocab_size": 50304,
+                "context_length": 4096,
+                "n_layers": 16,
+                "attention.n_heads": 16,
+                "d_model": 2048,
+                "norm_eps": 1e-5,
+            },
         ).items()
-        if key != "head_size"
+        if key != "attention.head_size"
     },
     rules=(
         WHOLE_HEADS_TURN,
@@ -55,7 +60,7 @@ OLMOE = Family(
         SCORES_MAY_SUM_TO_ONE,
         CHOSEN_BY_SCORE,
     ),
-    differs={"qk_norm": ("width", "OLMoE norms queries and keys of all heads together")},
+    differs={"attention.qk_norm": ("width", "OLMoE norms queries and keys of all heads together")},
     not_ours={
         **BIASED,
         "clip_qkv": (None, "queries, keys and values are not clipped here"),

@@ -24,13 +24,22 @@ from pentameter.checkpoint.hugging_face.rules import (
 )
 
 _OF_QWEN = with_defaults(
-    OF_LLAMA, vocab_size=151936, context_length=32768, d_ff=22016, n_kv_heads=32
+    OF_LLAMA,
+    {
+        "vocab_size": 151936,
+        "context_length": 32768,
+        "feed_forward.width": 22016,
+        "attention.n_kv_heads": 32,
+    },
 )
 _OF_EXPERTS_BESIDE = {
-    **with_defaults(_OF_QWEN, n_layers=24, d_model=2048, d_ff=6144, n_kv_heads=4),
-    "n_experts": ("num_experts", 128),
-    "experts_per_token": ("num_experts_per_tok", 8),
-    "d_expert": ("moe_intermediate_size", 768),
+    **with_defaults(
+        _OF_QWEN,
+        {"n_layers": 24, "d_model": 2048, "feed_forward.width": 6144, "attention.n_kv_heads": 4},
+    ),
+    "experts.count": ("num_experts", 128),
+    "experts.per_token": ("num_experts_per_tok", 8),
+    "experts.width": ("moe_intermediate_size", 768),
 }
 """Entries for families with experts beside layers that have one feed-forward layer, of another
 width."""
@@ -40,16 +49,16 @@ QWEN2 = Family(
     written=_OF_QWEN,
     rules=(WHOLE_HEADS_TURN, LAYERS_WITH_A_WINDOW),
     differs={
-        "qkv_bias": (True, "Qwen 2's queries, keys and values have biases"),
+        "attention.qkv_bias": (True, "Qwen 2's queries, keys and values have biases"),
         "bias": (False, "Qwen 2 has no other biases"),
     },
 )
 QWEN3 = Family(
     label="Qwen 3",
     architecture="Qwen3ForCausalLM",
-    written=with_defaults(_OF_QWEN, head_size=128),
+    written=with_defaults(_OF_QWEN, {"attention.head_size": 128}),
     rules=(WHOLE_HEADS_TURN, LAYERS_WITH_A_WINDOW),
-    differs={"qk_norm": ("head", "Qwen 3 norms queries and keys head by head")},
+    differs={"attention.qk_norm": ("head", "Qwen 3 norms queries and keys head by head")},
     not_ours=BIASED,
 )
 QWEN2_MOE = Family(
@@ -58,14 +67,16 @@ QWEN2_MOE = Family(
     written={
         **with_defaults(
             _OF_EXPERTS_BESIDE,
-            n_heads=16,
-            n_kv_heads=16,
-            d_ff=5632,
-            d_expert=1408,
-            n_experts=60,
-            experts_per_token=4,
+            {
+                "attention.n_heads": 16,
+                "attention.n_kv_heads": 16,
+                "feed_forward.width": 5632,
+                "experts.width": 1408,
+                "experts.count": 60,
+                "experts.per_token": 4,
+            },
         ),
-        "qkv_bias": ("qkv_bias", True),
+        "attention.qkv_bias": ("qkv_bias", True),
     },
     rules=(
         WHOLE_HEADS_TURN,
@@ -90,8 +101,8 @@ QWEN3_MOE = Family(
         CHOSEN_BY_SCORE,
     ),
     differs={
-        "qk_norm": ("head", "Qwen 3 MoE norms queries and keys head by head"),
-        "sliding_window_pattern": ONE_WINDOW,
+        "attention.qk_norm": ("head", "Qwen 3 MoE norms queries and keys head by head"),
+        "attention.sliding_window_pattern": ONE_WINDOW,
     },
     not_ours={**BIASED, "layer_types": ONE_WINDOW},
     other_names=OTHER_NAMES,

@@ -63,12 +63,7 @@ class RopeScalingConfig(Section):
                 f"model.rope_scaling.mscale={self.mscale} is for computing attention_factor, and "
                 f"model.rope_scaling.attention_factor={self.attention_factor}; leave one out"
             )
-        for key in YARN_KEYS:
-            if self.type != "yarn" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"model.rope_scaling.{key} is of YaRN, and model.rope_scaling.type="
-                    f"{self.type or 'none'!r}; set type='yarn', or leave it out"
-                )
+        self.check_effect("model.rope_scaling", YARN_KEYS, "type", "yarn")
         return self
 
     def check_fit(self, rope_theta: float, attention: str) -> None:
@@ -82,7 +77,7 @@ class RopeScalingConfig(Section):
         if self.mscale_all_dim and attention != "latent":
             raise ValueError(
                 f"model.rope_scaling.mscale_all_dim={self.mscale_all_dim} is of latent attention, "
-                f"and model.attention={attention!r}; leave it out, and set attention_factor"
+                f"and model.attention.type={attention!r}; leave it out, and set attention_factor"
             )
 
     @property
