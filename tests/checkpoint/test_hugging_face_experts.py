@@ -387,7 +387,8 @@ def test_windows_without_a_list_are_theirs(tmp_path):
     kinds = theirs_library.Qwen2MoeConfig(**{**content, "max_window_layers": 4}).layer_types
     assert kinds == ["sliding_attention", "full_attention"] * 2
     read = from_their_config({**content, "max_window_layers": 4}, "config.json")
-    assert (read["sliding_window"], read["sliding_window_pattern"]) == (5, 2)
+    attention = read["attention"]
+    assert (attention["sliding_window"], attention["sliding_window_pattern"]) == (5, 2)
     with pytest.raises(ConfigError, match="max_window_layers=2 with sliding_window=5"):
         from_their_config({**content, "max_window_layers": 2}, "config.json")
 
