@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.machine.cores import has_gpu_file
+from pentameter.machine.cores_and_memory import has_gpu_file
 
 sys.path.insert(0, str(Path(__file__).with_name("kit")))  # what tests of several folders use
 
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def short_measurement():
     """Runs in this process measure the machine's fastest matmul for 10 ms when they start, not for
     300, which is more than most of them train."""
-    from pentameter.machine.ceilings import ceiling
+    from pentameter.machine.fastest_matmul import ceiling
     from pentameter.machine.peaks import measure_matmul
 
     measure = partial(measure_matmul, seconds=0.01)

@@ -27,7 +27,7 @@ from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
-from pentameter.machine.ceilings import ceiling
+from pentameter.machine.fastest_matmul import ceiling
 from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.group.world import World
 

@@ -104,14 +104,14 @@ def test_runs_share_a_process(deeds, tmp_path, capsys):
 
 def test_runs_at_a_time_divide_the_cores(deeds, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pentameter.machine.cores.n_usable_cores", lambda: 7)
+    monkeypatch.setattr("pentameter.machine.cores_and_memory.n_usable_cores", lambda: 7)
     deeds("a", "b", "c", "d", at_once=3)
     assert set(read(tmp_path / "sweep", "threads").values()) == {"2"}
 
 
 def test_fewer_runs_than_at_once_divide_all_cores(deeds, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("pentameter.machine.cores.n_usable_cores", lambda: 7)
+    monkeypatch.setattr("pentameter.machine.cores_and_memory.n_usable_cores", lambda: 7)
     deeds("a", "b", at_once=7)
     assert set(read(tmp_path / "sweep", "threads").values()) == {"3"}
 

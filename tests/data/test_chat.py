@@ -14,7 +14,7 @@ from pentameter.data.tokenizers.chat import (
     escaped,
     read_chat_template,
 )
-from pentameter.data.tokenizers.rendering import ends_of_answers
+from pentameter.data.tokenizers.render_client import ends_of_answers
 from pentameter.errors import ConfigError, CorruptError
 
 

@@ -25,8 +25,8 @@ from pentameter.data.tokenizers.chat import (
     without_marks,
 )
 from pentameter.data.tokenizers.library import LibraryTokenizer
+from pentameter.data.tokenizers.render_client import Rendering
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.evaluate.multiple_choice import Question, encode_questions
 from pentameter.generation.prompts import encode_messages
 

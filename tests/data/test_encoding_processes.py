@@ -13,7 +13,7 @@ from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.errors import ConfigError, StorageError
-from pentameter.machine import cores
+from pentameter.machine import cores_and_memory as cores
 
 TOKENIZER = train_bpe(["the quick brown fox jumps over the lazy dog"], 300)
 

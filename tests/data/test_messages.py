@@ -17,8 +17,8 @@ from pentameter.data.tokenizers.chat import (
     unescaped,
     without_marks,
 )
+from pentameter.data.tokenizers.render_client import Rendering, render, unlike_its_prompt
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering, render, unlike_its_prompt
 from pentameter.errors import ConfigError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

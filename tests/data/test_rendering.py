@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pentameter.data.tokenizers import render_client as rendering_module
 from pentameter.data.tokenizers import renderer
-from pentameter.data.tokenizers import rendering as rendering_module
 from pentameter.data.tokenizers.chat import (
     CHATML_TEMPLATE,
     ChatTemplate,
@@ -22,8 +22,8 @@ from pentameter.data.tokenizers.chat import (
     read_chat_template,
     unescaped,
 )
+from pentameter.data.tokenizers.render_client import Rendering, check_template, render
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering, check_template, render
 from pentameter.errors import ConfigError
 
 MARKED = ChatTemplate(CHATML_TEMPLATE)

@@ -15,7 +15,7 @@ from pentameter.disk.atomic import sync_descriptor, write_atomic
 from pentameter.disk.lock import RunLock, is_held
 from pentameter.disk.owner import current_owner, is_dead, is_same_machine
 from pentameter.errors import RunFolderInUseError
-from pentameter.machine import cores
+from pentameter.machine import cores_and_memory as cores
 from pentameter.machine.capabilities import machine_capabilities
 
 SAYS = """#!/bin/sh

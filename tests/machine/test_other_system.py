@@ -84,7 +84,7 @@ def trained(say):
 
 def test_the_simulation_hides_what_it_is_to_hide(say):
     code = (
-        "import os, sys; from pentameter.machine import cores, choices; "
+        "import os, sys; from pentameter.machine import cores_and_memory as cores, choices; "
         "print(os.path.exists('/proc'), hasattr(os, 'sched_getaffinity'), sys.platform, "
         "cores.sys.platform, choices.sys.platform, len(cores.usable_cores()))"
     )

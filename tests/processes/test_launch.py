@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pentameter.config.files.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import n_usable_cores
+from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.processes.failures.failure import (
     LostProcessError,
     failure_ends_process,

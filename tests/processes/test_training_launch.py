@@ -8,7 +8,7 @@ import pytest
 
 from pentameter.cli.main import main
 from pentameter.errors import ConfigError
-from pentameter.machine import cores
+from pentameter.machine import cores_and_memory as cores
 from pentameter.processes.failures.failure import Failure, WorkerFailedError
 from pentameter.processes.launch import local_launch, node_launch, program, training_launch
 from pentameter.processes.launch.training_launch import parse_nodes

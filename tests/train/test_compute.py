@@ -6,7 +6,7 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
-from pentameter.machine.ceilings import Ceiling
+from pentameter.machine.fastest_matmul import Ceiling
 from pentameter.model import compiled
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
 from pentameter.parallel.assemble import assemble

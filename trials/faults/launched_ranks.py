@@ -71,7 +71,7 @@ def train_with(config: str, folder: str, hook: object) -> None:
     """Train a configuration file as one of the ranks that were started, in FOLDER/run, with a
     hook."""
     from pentameter.config.files.load import load_config
-    from pentameter.machine.ceilings import ceiling
+    from pentameter.machine.fastest_matmul import ceiling
     from pentameter.machine.peaks import measure_matmul
     from pentameter.processes.group.join import joined_world_of
     from pentameter.processes.group.rank import find_rank

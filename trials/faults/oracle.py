@@ -20,7 +20,7 @@ import torch
 from pentameter.checkpoint.folders.opening import open_checkpoint
 from pentameter.config.files.load import load_config
 from pentameter.errors import PentameterError
-from pentameter.machine.ceilings import ceiling
+from pentameter.machine.fastest_matmul import ceiling
 from pentameter.machine.peaks import measure_matmul
 from pentameter.processes.group.join import joined_world_of
 from pentameter.processes.group.rank import LaunchedRank

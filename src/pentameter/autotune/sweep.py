@@ -33,7 +33,7 @@ from pentameter.errors import (
     terminal_message,
 )
 from pentameter.machine.child import ChildEndedError, PythonChild
-from pentameter.machine.cores import environment_of_one
+from pentameter.machine.cores_and_memory import environment_of_one
 from pentameter.processes.launch.stop_signals import handling_stop_signals
 from pentameter.record.reading import holds_run, read_run
 from pentameter.report.pages.page import write_report

@@ -47,7 +47,7 @@ from pentameter.fused_cpu.functions import (
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.machine.capabilities import Capabilities, find_compiler, machine_capabilities
 from pentameter.machine.child import PythonChild
-from pentameter.machine.cores import host_memory_bytes
+from pentameter.machine.cores_and_memory import host_memory_bytes
 from pentameter.machine.peaks import measure_matmul
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.memory.malloc import tune_allocator

@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
     from pentameter.config.naming import name_of
-    from pentameter.data.tokenizers.rendering import check_template
+    from pentameter.data.tokenizers.render_client import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.atomic import refuse_existing
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from pentameter.disk.cache import find_folder_for_matplotlib
 from pentameter.errors import ConfigError, did_you_mean
-from pentameter.machine.cores import prepare_threads
+from pentameter.machine.cores_and_memory import prepare_threads
 from pentameter.processes.failures.failure import (
     explanation,
     failure_of,

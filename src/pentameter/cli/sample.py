@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> int:
     code 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
-    from pentameter.data.tokenizers.rendering import ends_of_answers
+    from pentameter.data.tokenizers.render_client import ends_of_answers
     from pentameter.generation.loop import Generation
     from pentameter.generation.prompts import encode_chat, encode_prompt
 
@@ -174,7 +174,7 @@ def _ask_for_prompts(
     """Read prompts, a line each, until the input ends, and print the model's continuation, up to a
     token in `ends`. If `is_chat`, print its answer to the conversation so far. Seeds count up from
     that in `settings`."""
-    from pentameter.data.tokenizers.rendering import render
+    from pentameter.data.tokenizers.render_client import render
     from pentameter.generation.prompts import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):

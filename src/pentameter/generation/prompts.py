@@ -11,8 +11,8 @@ import numpy as np
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate, escaped, without_marks
+from pentameter.data.tokenizers.render_client import ends_of_answers, render
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import ends_of_answers, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Tokens
 

@@ -21,7 +21,7 @@ import torch
 
 from pentameter.disk import macos
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import host_memory_bytes, n_usable_cores
+from pentameter.machine.cores_and_memory import host_memory_bytes, n_usable_cores
 
 NAMES_OF_ANY = ("AMD Radeon Graphics",)
 """Names that the driver gives to several chips (an MI210 is one), so that they identify none."""

@@ -20,7 +20,7 @@ from pentameter.estimating.seconds.cluster import (
 )
 from pentameter.estimating.seconds.estimate import Estimate
 from pentameter.estimating.seconds.step_time import StepTime
-from pentameter.machine.cores import host_memory_bytes
+from pentameter.machine.cores_and_memory import host_memory_bytes
 from pentameter.planning.plan import Plan
 
 if TYPE_CHECKING:

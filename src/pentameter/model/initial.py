@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
-from pentameter.machine.cores import n_usable_cores
+from pentameter.machine.cores_and_memory import n_usable_cores
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
 

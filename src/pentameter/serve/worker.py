@@ -23,8 +23,8 @@ from typing import TypeVar
 from pentameter.checkpoint.folders.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
+from pentameter.data.tokenizers.render_client import Rendering, ends_of_answers, unlike_its_prompt
 from pentameter.data.tokenizers.renderer import RenderRequest
-from pentameter.data.tokenizers.rendering import Rendering, ends_of_answers, unlike_its_prompt
 from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.model.gpt import GPT

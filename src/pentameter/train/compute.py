@@ -20,15 +20,15 @@ from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle
 from pentameter.machine.capabilities import Capabilities, machine_capabilities, memory_bytes
-from pentameter.machine.ceilings import Ceiling, ceiling
 from pentameter.machine.choices import (
     choose_compile,
     choose_device,
     choose_precision,
     emulates,
 )
-from pentameter.machine.cores import INTERPRETER_BYTES, or_container
+from pentameter.machine.cores_and_memory import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
+from pentameter.machine.fastest_matmul import Ceiling, ceiling
 from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle
 from pentameter.parallel.memory.malloc import tune_allocator

@@ -22,7 +22,7 @@ from pentameter.config.schema import Config
 from pentameter.config.urls import given_path, shown_url, was_url
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError, remark
 from pentameter.evaluate.split import perplexity
-from pentameter.machine.cores import OtherPrograms
+from pentameter.machine.cores_and_memory import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.model_source import ModelSource

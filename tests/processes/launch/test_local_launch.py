@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.errors import InterruptedRunError
-from pentameter.machine.cores import chosen_threads, fair_thread_count, n_usable_cores
+from pentameter.machine.cores_and_memory import chosen_threads, fair_thread_count, n_usable_cores
 from pentameter.processes.failures.failure import Failure, WorkerFailedError, first_failure
 from pentameter.processes.launch.local_launch import _relay, respawn, run_local
 from pentameter.processes.launch.program import Command, Launched, worker_environment

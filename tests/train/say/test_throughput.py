@@ -10,7 +10,7 @@ from pentameter.config.files.load import load_config
 from pentameter.estimating.seconds.cluster import parse_cluster
 from pentameter.estimating.seconds.step_time import StepTime
 from pentameter.machine import this_cluster
-from pentameter.machine.ceilings import Ceiling
+from pentameter.machine.fastest_matmul import Ceiling
 from pentameter.machine.this_cluster import slow_step
 from pentameter.planning.plan import make_plan
 from pentameter.train.say import throughput

@@ -22,7 +22,7 @@ from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import PentameterError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
-from pentameter.machine.cores import n_usable_cores
+from pentameter.machine.cores_and_memory import n_usable_cores
 
 if TYPE_CHECKING:  # each process imports this file, and needs nothing of what reads text
     from pentameter.data.prepare.splits import Passage

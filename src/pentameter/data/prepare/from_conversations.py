@@ -40,8 +40,8 @@ from pentameter.data.tokenizers.chat import (
     escaped,
     unescaped,
 )
+from pentameter.data.tokenizers.render_client import Rendering, prompt_of_answers, prompt_remark
 from pentameter.data.tokenizers.renderer import Documents, RenderRequest, n_characters_of
-from pentameter.data.tokenizers.rendering import Rendering, prompt_of_answers, prompt_remark
 from pentameter.data.tokenizers.template_forms import QUESTION
 from pentameter.errors import ConfigError, CorruptError, StorageError
 

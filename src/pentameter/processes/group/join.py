@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, TypeVar
 from pentameter.disk.record import record_of
 from pentameter.disk.retrying import growing
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import chosen_threads, cpu_quota, fair_thread_count, usable_cores
+from pentameter.machine.cores_and_memory import (
+    chosen_threads,
+    cpu_quota,
+    fair_thread_count,
+    usable_cores,
+)
 from pentameter.processes.failures.activity import Activity, activity_path
 from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.failures.waiting import Wait, first_wait, wait_behind

@@ -24,7 +24,7 @@ from pentameter.disk.lock import scratch_folder
 from pentameter.disk.owner import is_stopped
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError, exit_reason
 from pentameter.machine.child import Child, ForkedChild
-from pentameter.machine.cores import check_memory, check_processes, has_gpu_file
+from pentameter.machine.cores_and_memory import check_memory, check_processes, has_gpu_file
 from pentameter.processes.failures.activity import Note, Watchdog, culprits, read_activity, stacks
 from pentameter.processes.failures.failure import (
     Failure,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pentameter.machine.child import Child, ChildEndedError, ForkedChild, ForkServer
-from pentameter.machine.cores import environment_of_one
+from pentameter.machine.cores_and_memory import environment_of_one
 from pentameter.processes.group.rank import LAUNCH_FOLDER
 
 

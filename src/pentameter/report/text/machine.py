@@ -17,7 +17,7 @@ from pentameter.errors import ConfigError
 from pentameter.machine import kernel_checks
 from pentameter.machine.capabilities import find_compiler, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision
-from pentameter.machine.cores import cpu_quota, memory_limit
+from pentameter.machine.cores_and_memory import cpu_quota, memory_limit
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import measure_matmul, peak_flops
 

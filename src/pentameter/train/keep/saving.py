@@ -59,7 +59,7 @@ from pentameter.disk.atomic import remove_tree
 from pentameter.errors import RunFolderInUseError, StorageError, TrainingFailedError
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.machine.choices import choose_asynchronous
-from pentameter.machine.cores import host_memory_bytes
+from pentameter.machine.cores_and_memory import host_memory_bytes
 from pentameter.optim.build import AnyOptimizer, JointOptimizer
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard

@@ -25,10 +25,10 @@ from pentameter.errors import ConfigError
 from pentameter.formatting import count, duration, size
 from pentameter.formatting import flops as flops_in_words
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.machine.ceilings import ceiling
 from pentameter.machine.choices import choose_device, choose_precision
-from pentameter.machine.cores import seconds_running, usable_cores
+from pentameter.machine.cores_and_memory import seconds_running, usable_cores
 from pentameter.machine.environment import device_name
+from pentameter.machine.fastest_matmul import ceiling
 from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import auto_interval, make_plan

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from pentameter.machine.ceilings import Ceiling, ceiling
-from pentameter.machine.cores import OtherPrograms
+from pentameter.machine.cores_and_memory import OtherPrograms
+from pentameter.machine.fastest_matmul import Ceiling, ceiling
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 
 from pentameter.cli.main import main
 from pentameter.errors import ConfigError
-from pentameter.machine import cores as machine_cores
-from pentameter.machine.cores import (
+from pentameter.machine import cores_and_memory as machine_cores
+from pentameter.machine.cores_and_memory import (
     BusyTime,
     OtherPrograms,
     check_memory,
@@ -190,7 +190,7 @@ def test_a_containers_memory_counts(monkeypatch):
 
 def test_torch_computes_with_as_many_threads_as_a_quota_has_time_for():
     code = (
-        "import pentameter.machine.cores as cores; cores.cpu_quota = lambda: 1.9;"
+        "import pentameter.machine.cores_and_memory as cores; cores.cpu_quota = lambda: 1.9;"
         "cores.usable_cores = lambda: frozenset(range(64));"
         "import pentameter as pm; pm.load_model; import torch, torch._inductor.config as inductor;"
         "print(torch.get_num_threads(), inductor.compile_threads)"
