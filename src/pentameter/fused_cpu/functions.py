@@ -1,12 +1,13 @@
-"""The fused step's large operations as `torch.autograd.Function`s, with backward passes
-written by hand.
+"""The fused step's large operations as `torch.autograd.Function`s, with backward passes written by
+hand.
 
 Each saves the least that backward needs; dropout masks are never saved but computed again. Matmuls
 go to PyTorch's kernels without a bias: the element-wise kernel that follows reads the result
 anyway, and adds it.
 
-Shapes: B batch, T sequence, D d_model, H heads, K head size; N batch × heads, M batch × KV heads.
-Dropout's keys, int32 (B, 2), are two random words per batch row, from which the mask is computed.
+Shapes: B batch, T sequence, D d_model, H heads, K head size; N batch × heads, M batch × KV heads; n
+and N a linear's outputs, as the docstring says. Dropout's keys, int32 (B, 2), are two random words
+per batch row, from which the mask is computed: the same keys give the same mask.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 token
 
 
 class FoldedLinear(Function):
-    """x · (weight · scale)ᵀ for one or more linear layers that read the same x, their outputs side
-    by side. The preceding norm's weight, `scale` (k,), is thus folded into the linears'; None for x
-    that comes from no norm."""
+    """Autograd function: x · (weight · scale)ᵀ for one or more linear layers that read the same x,
+    with their outputs side by side. `scale` (k,) is the weight of the norm before them, folded into
+    theirs; it is None for an x that comes from no norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, *weights: Tensor) -> Tensor:
@@ -54,12 +55,13 @@ class FoldedLinear(Function):
 
 
 class EmbeddingDropout(Function):
-    """Keyed dropout on the embeddings, (B, T, D); the mask is computed again in backward, never
-    saved."""
+    """Autograd function: dropout on embeddings (B, T, D). Its mask is a pure function of integer
+    keys, so that backward computes it again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, p: float) -> Tensor:
-        """Return x (B, T, D) after dropout with probability p. keys: int32 (B, 2)."""
+        """Return x (B, T, D) after dropout with probability p. keys: two random words for each
+        batch row, int32 (B, 2), from which the mask follows."""
         ctx.save_for_backward(keys)
         ctx.p = p
         return kernels.dropout(x, keys, p)
@@ -71,8 +73,8 @@ class EmbeddingDropout(Function):
 
 
 class Norm(Function):
-    """LayerNorm or RMSNorm, by `kind`, without weight and bias: the next linear has them folded
-    in."""
+    """Autograd function: LayerNorm or RMSNorm without weight and bias, which the next linear has
+    folded into its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
@@ -90,8 +92,8 @@ class Norm(Function):
 
 
 class AddNorm(Function):
-    """A sub-layer's end and the next one's start in one pass: x' = x + dropout(y + bias), and x'
-    normalised (without the norm's weight and bias)."""
+    """Autograd function for a sub-layer's end and the next one's start, in one pass over memory: x'
+    = x + dropout(y + bias), and x' normalised, without the norm's weight and bias."""
 
     @staticmethod
     def forward(
@@ -133,7 +135,8 @@ class AddNorm(Function):
 
 
 class FeedForward(Function):
-    """down · f(up · scale · x + bias), with `scale` (D,) the weight from the norm that computed x.
+    """Autograd function for a feed-forward layer: down · f(up · scale · x + bias), with `scale`
+    (D,) the weight of the norm that computed x.
 
     With a gate, it is down · (f(gate · scale · x + gate's bias) times (up · scale · x + up's
     bias)), and `bias` holds both biases, the gate's first. Only the first matmul's results are
@@ -194,8 +197,8 @@ def activation_gradients(
 
 
 class AmxFeedForward(Function):
-    """`FeedForward`, computed by the AMX kernels: for bf16 inputs for which
-    `can_feed_forward` is true."""
+    """Autograd function: the same layer as `FeedForward`, computed by the AMX kernels. For bf16
+    inputs that `can_feed_forward` accepts."""
 
     @staticmethod
     def forward(
@@ -273,8 +276,9 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 class CausalAttention(Function):
-    """Causal attention with dropout, softmax(q·kᵀ / √K)·v, for all heads in a projection
-    (B, T, width): the query, key and value linears' output before bias, norm and rotation."""
+    """Autograd function: causal attention with dropout, softmax(q·kᵀ / √K)·v, for all heads in a
+    projection (B, T, width). That is the output of the query, key and value linears, before bias,
+    norm and rotation, which are applied here."""
 
     @staticmethod
     def forward(
@@ -344,22 +348,22 @@ class CausalAttention(Function):
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Return batched matmuls x · y, (N, Q, m), for x (N, Q, n) and y (M, n, m): every N / M
-    adjacent x (query heads) use the same y (their KV head)."""
+    """Return batched matmuls x · y, (N, Q, m), for x (N, Q, n), one matrix per query head, and y
+    (M, n, m), one per KV head: N / M adjacent query heads use the same KV head."""
     shared = x.view(len(y), -1, x.shape[2])
     return torch.bmm(shared, y).view(len(x), x.shape[1], -1)
 
 
 def _sum_products(x: Tensor, y: Tensor, n: int) -> Tensor:
-    """Return batched matmuls xᵀ · y, (n, S, m), for x (N, Q, S) and y (N, Q, m), summed over every
-    N / n adjacent pairs: the query heads with one KV head."""
+    """Return batched matmuls xᵀ · y, (n, S, m), for x (N, Q, S) and y (N, Q, m), one matrix each
+    per query head. The N / n adjacent query heads that use one KV head are summed."""
     x, y = (each.view(n, -1, each.shape[2]) for each in (x, y))
     return torch.bmm(x.transpose(1, 2), y)
 
 
 class AmxAttention(Function):
-    """`CausalAttention`, computed by the AMX kernels: for bf16, and norms that act on each head by
-    itself (`can_attend`)."""
+    """Autograd function: the same as `CausalAttention`, computed by the AMX kernels. For bf16, and
+    for query and key norms that act on each head by itself (`can_attend`)."""
 
     @staticmethod
     def forward(

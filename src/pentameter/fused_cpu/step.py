@@ -112,11 +112,12 @@ def attention_output(
     keys: Tensor | None,
     rotation_tables: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Return an attention layer's output (B, T, D), without its last bias, for normalised h
-    (B, T, D), computed by `norm` without its weight and bias.
+    """Return an attention layer's output (B, T, D), without the bias of its last linear.
 
-    keys: dropout's, int32 (B, 2), or None for no dropout. rotation_tables: cosine and sine (T,
-    R / 2), or None twice.
+    h (B, T, D): the residual stream after `norm`'s formula, but before `norm`'s weight and bias,
+    which are folded into the linears here. keys: one dropout site's keys, int32 (B, 2), or None for
+    no dropout. rotation_tables: the rotary embedding's (cosine, sine), each (T, R / 2) for R
+    rotated channels per head; (None, None) without rotary positions.
     """
     shape = _head_shape(config, keys is not None)
     if keys is None:
@@ -140,13 +141,13 @@ def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
-    """Return four arguments for the fused attention operations: the query, key and value linears'
-    output, side by side (B, T, width), for the normalised h (B, T, D); their biases (width,); and
-    the query norm's and the key norm's weight, (K,) each for a norm per head, (heads, K) for one
-    over all heads. Biases and weights are None if absent.
+    """Return four arguments for the fused attention operations: the output of the query, key and
+    value linears, side by side (B, T, width), without bias; their biases (width,), or None; and the
+    query norm's and the key norm's weight, (K,) each for a norm per head, (heads, K) for one over
+    all heads, or None for both without such norms.
 
-    norm: the sub-layer's, which computed h without its weight and bias; they are folded into the
-    linears' weights and biases.
+    h (B, T, D) is normalised by the formula of `norm`, the sub-layer's, whose weight and bias are
+    folded into the linears' weights and biases.
     """
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
     weights = (layer.weight for layer in layers)
@@ -163,9 +164,12 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 def feed_forward_output(
     h: Tensor, norm: nn.Module, mlp: MLP | Experts, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output (B, T, D) of a feed-forward layer or of experts, and a bias (D,) that is
-    still to be added, or None, for normalised h (B, T, D). `norm` computed h without its weight and
-    bias. activation: its name in `model.feed_forward.activation`."""
+    """Return (output, bias) of a feed-forward layer or of experts: the output (B, T, D), and a bias
+    (D,) that the caller has still to add, or None.
+
+    h (B, T, D): the residual stream after `norm`'s formula, but before its weight and bias.
+    activation: its name in `model.feed_forward.activation`.
+    """
     if isinstance(mlp, MLP):
         return _feed_forward(h, norm, mlp, activation), mlp.down.bias
     scale = norm.get_parameter("weight")
@@ -186,17 +190,17 @@ def feed_forward_output(
 
 
 def _biased(y: Tensor, layer: nn.Linear | Router, norm: nn.Module) -> Tensor:
-    """Return y (B, T, n), a linear layer's output without its bias, plus that bias, if there is
-    any, into which `norm`'s bias is folded: in y's dtype without, else in at least the
-    parameters'."""
+    """Return y (B, T, n), a linear layer's output without its bias, plus that bias, into which
+    `norm`'s bias is folded. If neither has one, y itself; else the sum, in at least the parameters'
+    dtype."""
     bias = _folded_bias([layer], norm)
     return y if bias is None else y + bias
 
 
 def _feed_forward(h: Tensor, norm: nn.Module, mlp: FeedForward, activation: str) -> Tensor:
-    """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised h
-    (B, T, D). `norm`'s weight and bias are folded into the first linear. activation: its name in
-    `model.feed_forward.activation`.
+    """Return the feed-forward layer's output (B, T, D), without `down`'s bias. h (B, T, D): the
+    residual stream after `norm`'s formula; `norm`'s weight and bias are folded into the first
+    linear. activation: its name in `model.feed_forward.activation`.
 
     The AMX kernels compute it if `can_feed_forward` is true (bf16, sizes divisible by 32, no large
     `down`), else PyTorch's matmuls with an activation kernel.
@@ -225,7 +229,8 @@ def _biased_loss_sum(
 
 
 def _apply_norm_weight(h: Tensor, norm: nn.Module) -> Tensor:
-    """Return normalised h (B, T, D) times `norm`'s weight plus its bias, if any, in h's dtype."""
+    """Return h (B, T, D), normalised, times `norm`'s weight plus its bias, if it has one, in h's
+    dtype."""
     bias = getattr(norm, "bias", None)
     y = precise(h) * norm.get_parameter("weight")
     return (y if bias is None else y + bias).to(h.dtype)
@@ -234,9 +239,9 @@ def _apply_norm_weight(h: Tensor, norm: nn.Module) -> Tensor:
 def _folded_bias(
     layers: Sequence[nn.Linear | GroupedLinear | Router], norm: nn.Module
 ) -> Tensor | None:
-    """Return the layers' biases side by side, (n,) or of experts (E, n), with the preceding norm's
-    bias folded in: each is its layer's bias + W · norm's bias. None if neither layers nor norm have
-    a bias."""
+    """Return the biases to use for these layers, side by side, (n,), or (E, n) for those of
+    experts: each layer's bias plus its weight times the bias of `norm`, which precedes them. None
+    if neither the layers nor `norm` have a bias."""
     norm_bias = getattr(norm, "bias", None)
     biases: list[Tensor] = []
     for layer in layers:

@@ -1,6 +1,8 @@
 """A GPT, whole or a slice of its layers, written in the order in which it runs.
 
-It is plain: it knows nothing of devices, ranks or precision, which are applied from outside.
+It is plain: devices, ranks and precision are applied from outside, by code in `parallel/` that it
+does not know. Where ranks shard the sequence or the channels, that code hands it a part, and says
+which by three attributes of `GPT`: `attention_positions`, `stream_positions` and `stream_channels`.
 
 Shapes: B batch, T tokens, D d_model, H heads, K head size, V vocabulary (padded).
 """
@@ -32,8 +34,8 @@ SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "mlp": MLP,
     "experts": Experts,
 }
-"""Sub-layer's name in `planning/sub_layers/` → function (configuration, block's index) that builds
-its module, whose forward takes the same arguments as `MLP.forward`."""
+"""Maps a sub-layer's name in `planning/sub_layers/` to a function (configuration, block's index)
+that builds its module. The module's forward takes the same arguments as `MLP.forward`."""
 
 
 class GPT(nn.Module):
@@ -62,14 +64,16 @@ class GPT(nn.Module):
         self.is_last = self.last_layer == config.n_layers
         self.has_final_norm = config.has_final_norm
         self.attention_positions: Callable[[Tensor], Tensor] | None = None
-        """Function that selects, from a sequence's positions (context_length,), those that this
-        rank's attention gets under context parallelism; None if it gets all."""
+        """Function that selects, from all positions of a sequence (context_length,), those of the
+        tokens that this rank's attention gets under context parallelism; None if it gets all. Set
+        from outside."""
         self.stream_positions: Callable[[Tensor], Tensor] | None = None
-        """Function that selects, from the attention's positions (T,), those whose residual stream
-        is local, if the stream is sharded along the sequence; None if all of it is local."""
+        """Function that selects, from the attention's positions (T,), those of the tokens that are
+        in this rank's residual stream, if ranks shard the stream along the sequence; None if all
+        are. Set from outside."""
         self.stream_channels = slice(None)
-        """Slice of the residual stream's channels that are local; all unless channels are
-        sharded."""
+        """Slice of the residual stream's channels that this rank has; all, unless ranks shard
+        channels and set it."""
         V, D = config.padded_vocab_size, config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -86,6 +90,7 @@ class GPT(nn.Module):
         if self.is_last:
             if self.has_final_norm:
                 self.final_norm = _norm(config)
+            # Called for logits only: for a loss `head_loss` multiplies by its weight.
             if config.tied_head:
                 self.head: nn.Module = TiedHead(V if config.head_bias else None)
             else:
@@ -107,9 +112,10 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the summed loss in nats against `targets`, 0-dim, from a slice with the last
-        layer, or logits (B, T, V) without targets; from any other slice the residual stream
-        (B, T, D).
+        """Run the slice. A slice with the last layer returns the summed loss in nats against
+        `targets`, 0-dim, or logits (B, T, V) if `targets` is None. Any other slice returns the
+        residual stream (B, T, D). `StageModule`, by which a run calls the slice, makes the 0-dim
+        loss (1,).
 
         x is tokens, int64 (B, T), if the slice begins at layer 0, else the residual stream
         (B, T, D). `targets` are int64 (B, T), -1 for tokens that the loss mask excludes; the caller
@@ -197,13 +203,15 @@ class GPT(nn.Module):
                 refuse_unknown(unknown, "model.positions", "the model")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return softcapped logits (B, T, V) for hidden states (B, T, D)."""
+        """Return softcapped logits (B, T, V) for hidden states (B, T, D). Only here is `head`
+        called; a loss is computed from `head_parameters` instead."""
         weight = (self.token_embedding.weight,) if self.config.tied_head else ()
         return softcapped(self.head(x, *weight), self.config.logit_softcap)
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the head's weight (V, D), which is the embedding's if tied, and its bias (V,) or
-        None."""
+        """Return the head's weight (V, D), which is the token embedding's if they are tied, and its
+        bias (V,), or None without one. `head_loss` gets them as arguments: in training `head` only
+        holds them, and its forward is not called."""
         weight = (self.token_embedding if self.config.tied_head else self.head).weight
         bias = self.head.bias
         assert isinstance(weight, Tensor)
@@ -269,16 +277,16 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Output projection whose weight is the token embedding's, passed at each call, with its own
-    bias (n_rows,), or none if `n_rows` is None."""
+    """Output projection with the token embedding's weight, which is passed at each call. It holds
+    only its own bias (n_rows,), or none if `n_rows` is None."""
 
     def __init__(self, n_rows: int | None) -> None:
         super().__init__()
         self.bias = None if n_rows is None else nn.Parameter(torch.zeros(n_rows))
 
     def forward(self, x: Tensor, weight: Tensor, matmul: Matmul = PLAIN) -> Tensor:
-        """Return logits (B, T, V) for x (B, T, D) and the embedding's weight (V, D). `matmul`
-        multiplies them."""
+        """Return logits (B, T, V) = x · weightᵀ + bias for x (B, T, D) and the embedding's weight
+        (V, D), computed by `matmul`."""
         return matmul.linear(x, weight, self.bias)
 
 
@@ -291,11 +299,13 @@ def build_model(
     first_layer: int = 0,
     last_layer: int | None = None,
 ) -> GPT:
-    """Build and initialize a GPT on `device` in `dtype`; or its slice from `first_layer` up to but
-    excluding `last_layer`. `seed` determines the weights.
+    """Build and initialize a GPT in one process, on `device` in `dtype`; or its slice from
+    `first_layer` up to but excluding `last_layer`. `seed` determines the weights. Runs do not use
+    it: `parallel/assemble.py` builds their models, with the same initial weights, sharded over
+    ranks.
 
-    It is first built on the meta device, without memory, so that no random generator is used and
-    nothing is written twice.
+    The model is first built on the meta device, without memory, so that no random generator is used
+    and nothing is written twice.
     """
     with torch.device("meta"):
         model = GPT(config, first_layer=first_layer, last_layer=last_layer).to(dtype)

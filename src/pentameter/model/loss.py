@@ -71,7 +71,9 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class HeadLoss(nn.Module):
-    """Summed cross-entropy for x (B, T, D) · weightᵀ (V, D) + bias (V,) against targets (B, T).
+    """Module without parameters: the head's matmul and the loss in one, summed cross-entropy for
+    logits x (B, T, D) · weightᵀ (V, D) + bias (V,) against targets (B, T). Weight and bias are the
+    head's, passed at each call.
 
     It is a separate module, so that tensor parallelism can replace it by a sharded one.
     """
@@ -81,7 +83,8 @@ class HeadLoss(nn.Module):
         self.vocab_size = vocab_size
         self.softcap = softcap
         self.row_loss: RowLoss = row_loss
-        """Function that computes one chunk's loss if logits come in chunks."""
+        """Function that computes the loss of one chunk of token rows, where logits come in
+        chunks."""
 
     def forward(
         self,
@@ -109,10 +112,13 @@ class HeadLoss(nn.Module):
 class AuxiliaryLoss(nn.Module):
     """A further loss, such as one that balances a router, which a sub-layer adds to the objective.
 
-    The sub-layer passes a tensor on the way to the main loss through this module, which returns it
-    unchanged; the backward pass through that tensor then also enters the auxiliary loss. So blocks,
-    pipeline stages and recomputation pass on one tensor, and need no second result. The loss is a
-    sum over tokens, which `factor` turns into its share of a mean over the step's tokens.
+    The sub-layer passes some tensor through this module that the main loss depends on. The module
+    returns it unchanged, and in the backward pass adds the auxiliary loss's gradients. So blocks,
+    pipeline stages and recomputation pass on one tensor, and need no second result.
+
+    The loss is a sum over all tokens, those without a target too, since a router routes them all.
+    `factor` is the loss scale ÷ the step's tokens: it makes the sum a mean per token, as the main
+    loss is a mean per target, and is the same on every rank without asking the others.
     """
 
     def __init__(self) -> None:
@@ -121,25 +127,24 @@ class AuxiliaryLoss(nn.Module):
         self.register_buffer("total", torch.zeros(()), persistent=False)
         self.factor: Tensor
         self.total: Tensor
-        """Sum of the losses, 0-dim, over the step's backward passes so far on this rank, for a
+        """Sum of the losses, 0-dim, over the step's backward passes so far on this rank; for a
         log."""
 
     def start_step(self, factor: float | Tensor) -> None:
-        """Set the factor by which this step's summed auxiliary losses count in the step's loss
-        (their gradient in the backward pass): the loss scale ÷ the step's tokens. Reset `total` to
-        0."""
+        """Set the gradient that the backward pass gives to this step's summed auxiliary losses,
+        `factor`: the loss scale ÷ the step's tokens. Reset `total` to 0."""
         self.factor.fill_(factor)
         self.total.zero_()
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
-        """Return x unchanged (any shape); the backward pass through it adds the gradients for
+        """Return x, of any shape, unchanged. The backward pass through it also differentiates
         `loss`, 0-dim, a sum over tokens."""
         return _JoinedLoss.apply(x, loss, self.factor, self.total)
 
 
 class _JoinedLoss(Function):
-    """Identity on x whose backward pass also starts one at `loss`, with `factor` as its gradient,
-    and adds `loss` to `total`."""
+    """Autograd function: identity on x. Its backward pass gives `loss` the gradient `factor`, and
+    adds `loss` to `total`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor, total: Tensor) -> Tensor:

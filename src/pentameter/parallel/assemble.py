@@ -1,7 +1,9 @@
 """Build the Engine, which a trainer drives, from a Plan (what a run obeys: sharding, batch, steps).
 
-The trainer calls one method, `forward_backward(batch, step)`. It never needs to know how many
-devices, micro-batches or pipeline stages are behind it.
+In each step the trainer calls `forward_backward`, then `gradient_norm` and `clip_gradients` before
+the optimizer's update and `zero_gradients` after it; now and then `evaluate`. It asks the Engine
+for the batch rows to load (`rows`) and for the parameters to update (`named_parameters`). It never
+needs to know how many devices, micro-batches or pipeline stages are behind them.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ def assemble(
     """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
     built-in GPT, with the initial weights that follow from the configuration's seed.
 
-    precision: a resolved `train.precision`, not `auto`. compiled: train by fused operations if the
-    device is a CPU and they support the plan, else by `torch.compile`; False trains eagerly. world:
-    this process's rank and the world's size; None for a single process. drops_by_blocks: drop
-    attention weights in GPU kernels; pass True only if `choose_compute` found that they work.
+    precision: a resolved `train.precision`, not `auto`. compiled: False trains eagerly. True trains
+    on a CPU by the hand-fused operations of `fused_cpu/` if they support the plan, and otherwise by
+    `torch.compile`. world: this process's rank and the world's size; None for a single process.
+    drops_by_blocks: drop attention weights in GPU kernels; pass True only if `choose_compute` found
+    that they work.
 
-    Each slice is built on `meta`, sharded by tensor parallelism, then by data parallelism, and only
-    then gets memory: no rank ever holds more than its own shard. Collective over the world.
+    Each pipeline stage is built on `meta`, sharded by tensor parallelism, then by data parallelism,
+    and only then gets memory: no rank ever holds more than its own shard. Collective over the
+    world.
     """
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
@@ -73,9 +77,11 @@ def assemble(
 
 def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
     """Return an Engine that runs an existing, full GPT on `device` in one process, eagerly and
-    without a mesh. The model keeps its weights; its `forward`s are replaced if `precision` needs
-    it. `plan` has the run's batch sizes and steps. `precision` is a resolved `train.precision`, not
-    `auto`."""
+    without a mesh.
+
+    The model keeps its weights; its modules' `forward` methods are replaced if `precision`, a
+    resolved `train.precision` and not `auto`, needs it. `plan` gives batch sizes and steps.
+    """
     how = arithmetic(precision)
     install_forwards(model, how.matmul, {})
     module = StageModule(gpt_slice(model), device, how)

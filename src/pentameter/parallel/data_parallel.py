@@ -1,9 +1,11 @@
 """Data parallelism: ranks that compute different batch rows, with full replicas or with shards.
 
 DDP all-reduces the gradients of full replicas during the backward pass. `fully_shard` (FSDP2)
-shards optimizer state, gradients and weights, as ZeRO does (Rajbhandari et al. 2020). Both sum and
-do not
-average: the loss is already divided by the global target count, so a mean would divide twice.
+shards optimizer state, gradients and weights, as ZeRO does (Rajbhandari et al. 2020).
+
+Both are made to sum gradients, where PyTorch's default is the mean over ranks: the loss is already
+divided by the global target count, so a mean would divide twice. For DDP the sum is made by its
+communication hook, `BucketSums`; for FSDP by `set_gradient_divide_factor(1.0)` in `shard_state`.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ _NO_BROADCASTS: dict[str, Any] = {
 
 
 def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan: Plan) -> nn.Module:
-    """Shard a slice's parameters by FSDP if their placements say so, allocate them uninitialized
-    (on the host with `train.offload`), and return the module that runs the slice: DDP around
-    `module`, which all-reduces gradients during the last micro-batch's backward pass, if the
-    placements name dimensions for DDP; else `module` itself. Called on every rank.
+    """Prepare a pipeline stage for data parallelism, and return the module to run it by.
+
+    The parameters of `module` are sharded by FSDP if their placements in the plan say so, then
+    allocated, uninitialized (on the host with `train.offload`). Returns `module` itself, or DDP
+    around it if the placements name mesh dimensions for DDP; DDP then all-reduces gradients during
+    the last micro-batch's backward pass. Collective over the world.
 
     If `source.may_leave_unused`, a forward hook connects every parameter to the output, because DDP
     waits for a gradient from each.
@@ -85,8 +89,8 @@ def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan:
 def _dimensions(
     module: StageModule, plan: Plan, field: Callable[[Placement], tuple[str, ...]]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Map each parameter in the slice to mesh dimensions, which `field` reads from its Placement in
-    the plan."""
+    """Map each parameter in the slice to a tuple of mesh dimensions: the one that `field` returns
+    for the parameter's Placement in the plan."""
     return {each: field(plan.placements[name]) for name, each in module.model.named_parameters()}
 
 
@@ -99,8 +103,9 @@ def _touched(
 
 
 class _EveryParameter(Function):
-    """Identity on its first argument, through which the backward pass also reaches parameters that
-    took no part in it, with no gradient."""
+    """Autograd function: identity on its first argument. All further arguments are parameters,
+    which the backward pass then reaches even if they took no part in the loss; their gradient is
+    None."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
@@ -116,12 +121,13 @@ class _EveryParameter(Function):
 
 def shard_state(module: StageModule, mesh: Mesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
-    placements in the plan name, with parameters kept on the host if `offload`; do nothing without
-    ZeRO. All parameters in a unit, without those of units inside it, have the same dimensions.
+    placements in the plan name; with `offload`, the shards are kept on the host. Do nothing without
+    ZeRO.
 
-    Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
-    it, since autocast would round these weights anyway, and they are then rounded before they are
-    sent. Everything else (embeddings, norms, head) is gathered in its own dtype.
+    Each of the slice's units (`ModelSlice.units`) is all-gathered in one collective. A unit that
+    only matmuls read is rounded to the matmul dtype before it is sent, since autocast would round
+    it anyway; everything else (embeddings, norms, head) is gathered in its own dtype. All
+    parameters of a unit, except those of units inside it, must have the same mesh dimensions.
     """
     over = _dimensions(module, plan, attrgetter("fsdp_over"))
     rules, dimensions = plan.rules, [each for each in over.values() if each]
@@ -195,8 +201,8 @@ def micro_batch(
 
 
 def reshard(modules: Iterable[nn.Module], layout: Layout) -> None:
-    """Free the weights that FSDP has all-gathered in these modules: parameters are sharded again,
-    as after a backward pass. Does nothing without ZeRO."""
+    """Free the full weights that FSDP has all-gathered in these modules, so that each rank again
+    holds only its shards, as after a backward pass. Does nothing without ZeRO."""
     for module in modules if layout.zero else ():
         for unit in module.modules():
             if isinstance(unit, FSDPModule):

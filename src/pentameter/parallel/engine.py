@@ -59,8 +59,8 @@ class LossSum:
 
 @contextmanager
 def keeping_buffers(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context passes leave no trace in the models' buffers, such as batch norm's
-    statistics, which have their values again at its end."""
+    """Context manager: forward passes inside it leave no trace in the models' buffers, such as
+    batch norm's statistics, which are set back to their former values at its end."""
     buffers = [buffer for model in models for buffer in model.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     yield
@@ -194,13 +194,14 @@ class Engine:
 
     def forward_backward(self, batch: Batch, step: int, *, loss_scale: float = 1.0) -> LossSum:
         """Run forward and backward for one training step. Returns the loss summed over all ranks;
-        its mean's gradients, times `loss_scale`, are in the parameters' `.grad`. Collective.
+        the gradients of its mean, times `loss_scale`, are in the parameters' `.grad`. Collective.
 
         `batch` holds this rank's `rows`, and `step` numbers the step, from which dropout keys
         follow. A rank whose `loss_scale` is 0 adds nothing to the gradients. Each micro-batch
         contributes its summed loss divided by the whole step's target count, which is known before
         the first backward pass. So accumulation is exact however targets fall on micro-batches and
-        ranks.
+        ranks. The gradients also include those of auxiliary losses (a router's), which are not part
+        of the returned loss.
         """
         self._train(True)
         n_targets = self._shard.count_targets(batch)
@@ -208,6 +209,7 @@ class Engine:
         inputs, targets = self._shard.tensors(batch)
         keys = self._shard.keys(self.source, step, batch.rows)
         for each in self._auxiliary_losses:
+            # Per token, not per target: a router routes every token, masked targets or not.
             each.start_step(loss_scale / self.plan.tokens_per_step)
         self.expert_loads.start_step()
         with self._rounded:
@@ -216,8 +218,17 @@ class Engine:
         return LossSum(self._shard.sum_losses(total), n_targets)
 
     def _reduce_gradients(self) -> None:
-        """All-reduce gradients that backward did not: over sequence and data ranks and tied
-        replicas. A parameter that took no part in the loss gets a zero gradient, on every rank."""
+        """All-reduce, in place, the gradients that are not reduced in the backward pass.
+
+        These are the gradients of parameters that are replicated along the mesh dimensions in their
+        `Placement.summed_over`: over tensor ranks that computed them from different tokens or
+        heads, and over data ranks under tensor, expert or pipeline parallelism without ZeRO. In all
+        other layouts DDP or FSDP reduces over data ranks in the backward pass. Then come tied
+        parameters that several stages hold.
+
+        First, a parameter that took no part in the loss gets a zero gradient, so that every rank
+        reduces the same list. Collective.
+        """
         for parameter in self.parameters() if self.source.may_leave_unused else ():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -314,8 +325,9 @@ class Engine:
 
 
 class _Modes:
-    """Switches modules between training and evaluation. Those inside `models` that these keep from
-    training when they are given, such as frozen layers with dropout, stay in evaluation."""
+    """Switches modules between training and evaluation mode. Modules inside `models` that were in
+    evaluation mode at the start while the model itself was in training mode, such as a user's
+    frozen layers with dropout, always stay in evaluation."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         trained = [model for model in models if model.training]
@@ -331,9 +343,9 @@ class _Modes:
 
 
 class SingleStage:
-    """Runs a model without pipeline parallelism, by the same methods as `Pipeline`. `wrapped` has
-    one entry, the module that trains: `stage_module`, or DDP around it. Evaluation calls
-    `stage_module`."""
+    """Trains and evaluates a model without pipeline parallelism. It has the methods of `Pipeline`,
+    so that the Engine calls either alike. `wrapped` has one entry, the module that training calls:
+    `stage_module`, or DDP around it. Evaluation calls `stage_module`."""
 
     def __init__(
         self, stage_module: StageModule, wrapped: Mapping[int, nn.Module], plan: Plan
@@ -346,9 +358,15 @@ class SingleStage:
         self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
         """Run forward and backward for one micro-batch after another. Inputs and targets are
-        (B, …), this rank's rows; dropout `keys` are (B, …) or None. Returns the summed loss in
-        nats, (). The gradients of that loss times `factor`, a number or 0-dim tensor, are added to
-        the parameters' `.grad`, reduced over data-parallel ranks."""
+        (B, …), this rank's rows; dropout `keys` are (B, …), or None for no dropout. Returns the
+        summed loss in nats, ().
+
+        The gradients of that loss times `factor`, a number or 0-dim tensor, are added to the
+        parameters' `.grad`, and so are those of the model's auxiliary losses, which have a factor
+        of their own. After the last micro-batch they are summed over data-parallel ranks if DDP or
+        FSDP does so. Under tensor or expert parallelism without ZeRO neither does:
+        `Engine._reduce_gradients` follows.
+        """
         losses = []
         n_rows = len(leaves(inputs)[0])
         for rows in micro_batches(n_rows, self._plan.micro_batch_size):
@@ -356,6 +374,7 @@ class SingleStage:
             with micro_batch(self._trained, self._plan.rules, is_last=is_last):
                 x, y = (map_leaves(itemgetter(rows), each) for each in (inputs, targets))
                 own_keys = None if keys is None else keys[rows]
+                # (1,): `StageModule.forward` gives the model's 0-dim loss a dimension.
                 loss = self._trained(x, y, own_keys)
                 (loss.sum() * factor).backward()
             losses.append(loss.detach())
@@ -464,8 +483,8 @@ class BatchShard:
 
     def gather_rows(self, own: Tensor) -> np.ndarray:
         """Return every row's loss in a full batch, float64 (n_batch_shards · B,), in row order,
-        given this rank's `own` (B,). Context-parallel ranks' partial losses are added.
-        Collective."""
+        given the losses of this rank's rows, `own` (B,). Each context-parallel rank has the loss of
+        its own positions only; these are added. Collective."""
         if self.mesh.world.size == 1:
             return on_host(own)
         layout = self.plan.layout
@@ -487,10 +506,10 @@ class BatchShard:
 
 
 def _rounded_weights(modules: Sequence[StageModule], plan: Plan) -> RoundedWeights:
-    """Return the context manager in which a step computes with weights rounded to the matmul dtype
-    once, for the units in this rank's stages. It does nothing unless `plan.rounds_once` (several
-    micro-batches per step, with tensor or pipeline parallelism, without a grid or ZeRO) and
-    autocast rounds."""
+    """Return the context manager for a step's passes, in which weights are rounded to the matmul
+    dtype once per step, for the units in this rank's stages. It does nothing unless
+    `plan.rounds_once`, which says for which layouts this pays, and unless autocast rounds at
+    all."""
     dtype = modules[0].arithmetic.autocast_dtype
     if not plan.rounds_once or dtype is None:
         return RoundedWeights()
@@ -506,7 +525,7 @@ def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
 
 
 def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
-    """Yield a slice for each micro-batch, in order, into a tensor with `n_rows` batch rows on this
+    """Yield one slice per micro-batch, in order, into a tensor with `n_rows` batch rows on this
     rank. The last micro-batch has fewer rows if `micro_batch_size` does not divide `n_rows`; its
     slice may then end beyond them."""
     for start in range(0, n_rows, micro_batch_size):
@@ -515,8 +534,8 @@ def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
 
 def _loss_factor(loss_scale: float, n_targets: Tensor | int, dtype: torch.dtype) -> Tensor | float:
     """Return loss_scale / n_targets, by which a summed loss is multiplied before its backward pass;
-    0 targets count as 1. It is a float for a number `n_targets`, or 0-dim in `dtype` for a tensor
-    (float64 would spread to all that follows)."""
+    0 targets count as 1. For a number `n_targets` it is a float. For a tensor it is a 0-dim tensor
+    in `dtype`, as a float64 one would make all that follows float64."""
     if not isinstance(n_targets, Tensor):
         return loss_scale / max(1, n_targets)
     return (loss_scale / n_targets.clamp(min=1)).to(dtype)

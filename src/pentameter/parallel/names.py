@@ -1,4 +1,5 @@
-"""Names of a model's modules, parameters and groups, for messages about a rank that waits."""
+"""Names for the modules, parameters and groups in a local variable of a traceback's frame: a
+message about a rank that waits for another one says by them what it waited for."""
 
 from __future__ import annotations
 
@@ -16,20 +17,25 @@ from pentameter.parallel.stage_module import StageModule
 from pentameter.processes.failures.waiting import Naming
 
 MOST_NODES = 200
-"""Nodes of the autograd graph among which the nearest parameter is looked for."""
+"""Largest number of autograd nodes that `of_gradient` searches."""
 
 
 class Names(Naming):
-    """Names for what belongs to this rank's slices of a model: modules and parameters by the full
-    model's names, process groups by their mesh dimensions. `stages` are the slices by number; a
-    World that outlives its engine does not keep them."""
+    """The Naming of one engine: `processes/failures/waiting.py` asks it what the objects in a
+    traceback's local variables are called.
+
+    Modules and parameters have the full model's names, process groups those of their mesh
+    dimensions. `stages` maps stage numbers to this rank's slices. They are held by weak references,
+    so that a World that outlives its engine does not keep the model in memory.
+    """
 
     def __init__(self, stages: Mapping[int, StageModule], mesh: Mesh) -> None:
         self._stages, self._mesh = WeakValueDictionary(stages), mesh
 
     def of(self, local: object) -> str | None:
-        """Return the name of a module, of the modules of FSDP's unit, or of a pipeline's stages on
-        this rank; None for anything else, and for a whole slice."""
+        """Return the name of `local`: of a module inside a slice, of the first named module in a
+        unit of FSDP (for the unit of all other parameters, words that say so), or of this rank's
+        pipeline stages. None for anything else, and for a slice's root."""
         if isinstance(local, nn.Module):
             return self._of_modules([local])
         if isinstance(local, Pipeline):
@@ -41,9 +47,13 @@ class Names(Naming):
         return self._of_modules(unit) or "the parameters outside of blocks"
 
     def of_gradient(self, local: object) -> str | None:
-        """Return the name of the module whose parameter the gradient of an autograd node reaches
-        first, by breadth, the node's last inputs, such as weights, first; None if there is none
-        near."""
+        """Return the name of the module nearest to an autograd node in the backward graph.
+
+        `local` is any object; only a `torch.autograd.graph.Node` gives a name. From it the graph is
+        searched breadth first for a leaf that is a parameter of this rank; the module that owns it
+        is named. Of a node's inputs the last ones, such as weights, are searched first. None if
+        `local` is not a node, or if no parameter is among the first MOST_NODES nodes.
+        """
         if not isinstance(local, Node):
             return None
         queue, seen = deque([local]), {local}
@@ -59,8 +69,9 @@ class Names(Naming):
         return None
 
     def group(self, local: object) -> tuple[str, list[int]] | None:
-        """Return a group's mesh dimension and ranks, if `local` holds the group, the name under
-        which `group_named` knows it, or a pipeline; None for anything else."""
+        """Return (mesh dimension, ranks) of a process group. `local` is the group, its name as
+        `group_named` knows it, or a Pipeline, which has one. The dimension is "" for a group along
+        none. None if `local` is anything else."""
         if isinstance(local, Pipeline):
             local = local.group
         if isinstance(local, str):
@@ -74,8 +85,9 @@ class Names(Naming):
         return self._dimension(local), ranks
 
     def summed(self) -> tuple[str, str, list[int]] | None:
-        """Return the first gradients whose all-reduce by DDP is not done: the names of the first
-        and the last parameter, the mesh dimension and the ranks; None if there are none."""
+        """Return (parameters, mesh dimension, ranks) for the first bucket of gradients whose
+        all-reduce by DDP is not done: the first and the last parameter's name in words, and the
+        group that reduces them. None if every all-reduce is done, or without DDP."""
         for stage in self._stages.values():
             sums = stage.bucket_sums
             parameters = () if sums is None else sums.first_not_done()
@@ -85,7 +97,7 @@ class Names(Naming):
         return None
 
     def _dimension(self, group: dist.ProcessGroup) -> str:
-        """Return the mesh dimension along which the group lies; "" if there is none."""
+        """Return the mesh dimension that the group lies along; "" if there is none."""
         named = self._mesh.named_groups.items()
         return next((dimension for dimension, each in named if each is group), "")
 
@@ -95,7 +107,8 @@ class Names(Naming):
         return next((name for name, module in named if name and id(module) in wanted), None)
 
     def _of_parameters(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return `A`, or `A to B` for the first and the last of several; None for unknown ones."""
+        """Return the names of parameters as `A`, or `A to B` for the first and the last of several;
+        None if this rank's slices have neither."""
         names = [name for each in (parameters[0], parameters[-1]) if (name := self._name(each))]
         return " to ".join(dict.fromkeys(names)) or None
 

@@ -13,15 +13,20 @@ from torch import Tensor
 
 
 def finish(work: dist.Work | None, collective: str, group: dist.ProcessGroup | None) -> None:
-    """Wait for a collective or message over `group` that was started asynchronously; `collective`
-    says in words which one. If it fails, a message is made of these arguments, which it finds in
-    the traceback (`processes/failures/waiting.py`)."""
+    """Wait for a collective or message over `group` that was started asynchronously.
+
+    `collective` says in words which one it is, such as `all-gather`. Neither it nor `group` is used
+    here: if the wait fails, `processes/failures/waiting.py` reads both out of this frame in the
+    traceback, and names them in its message. `group` None means all ranks.
+    """
     assert work is not None  # this rank is a member
     work.wait()
 
 
 class Arriving(NamedTuple):
-    """A tensor that is being received, and the one that is being sent at the same time."""
+    """An exchange with both neighbours in a group that is still under way; `pass_on` starts it.
+    While it lasts the caller computes something else, then calls `wait` for the tensor that
+    arrives. `received` must not be read, nor `sent` freed or written, before that."""
 
     received: Tensor
     sent: Tensor
@@ -29,15 +34,16 @@ class Arriving(NamedTuple):
     group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
-        """Wait for both messages, and return the received tensor."""
+        """Wait for both messages, and return the received tensor, now complete."""
         for each in self.work:
             finish(each, "messages", self.group)
         return self.received
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start to send a tensor to the next rank in the group, and to receive one with the same shape
-    from the previous one; `wait` on the result returns the received one. Collective."""
+    """Start to send a tensor to the next rank in the group, and to receive one of the same shape
+    and dtype from the previous one. Returns the exchange under way, whose `wait` returns the
+    received tensor. Collective."""
     after, before = (
         dist.get_global_rank(group, (group.rank() + hop) % group.size()) for hop in (1, -1)
     )
@@ -53,8 +59,9 @@ def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Arriving:
 
 
 class BucketSums:
-    """DDP's communication hook over `group`: all-reduces each bucket of gradients without
-    averaging, and knows which of them are not done."""
+    """State of DDP's communication hook. Registered with `start` as the hook, it replaces DDP's
+    mean by a sum: each bucket of gradients is all-reduced over `group` and not divided. It also
+    remembers which all-reduces are not done, for a message about a rank that waits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -76,8 +83,8 @@ class BucketSums:
         return future
 
     def first_not_done(self) -> Sequence[Tensor]:
-        """Return the parameters in the first bucket of this step whose all-reduce failed or is not
-        done; none if all are done."""
+        """Return the parameters in the first of this step's buckets whose all-reduce failed or is
+        not done; an empty sequence if all are done."""
         for key, future in self._started:
             with suppress(RuntimeError):
                 if future.done():

@@ -10,8 +10,11 @@ values go round once more, together with their gradients.
 The forward and backward passes are PyTorch custom operations (`torch.library`), which a compiled
 model calls as they are.
 
-Shapes: B batch rows, H heads, G key and value heads, K head size; T this rank's tokens, C tokens in
-a chunk; Q queries and S keys in a block.
+A block is the attention of some of this rank's queries to some of the keys that it holds in a step:
+a rectangle of the sequence's T × T attention matrix.
+
+Shapes: B batch rows, H heads, G key and value heads, K head size (never keys); T this rank's
+tokens, C tokens in a chunk; Q queries and S keys in a block.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ from pentameter.parallel.mesh import group_named
 from pentameter.parallel.waits import Arriving, pass_on
 
 TILE = 1024
-"""Tokens per block, in queries and in keys, when attention weights are materialized."""
+"""Largest number of queries, and of keys, in a block whose attention weights are materialized."""
 
 
 class RingAttention(DotProductAttention):
-    """Causal attention over a group whose ranks each have some chunks of the sequence.
+    """The DotProductAttention of ring mode: causal attention over a group whose ranks each have
+    some chunks of the sequence.
 
     `chunk_starts` are the positions at which chunks start, rank after rank; all chunks have the
     same size.
@@ -59,19 +63,19 @@ class RingAttention(DotProductAttention):
 
 
 class _Block(NamedTuple):
-    """A block of queries and keys, as local slices and as the positions that these start at. Each
-    query sees all the keys, or only its own and earlier ones, back to the start of its window if
-    there is one."""
+    """One rectangle of the attention matrix: Q queries and S keys, by their slices in the rank's
+    local tokens and by the position in the sequence of the first of each. A query sees the keys at
+    or before its own position that its window reaches."""
 
     queries: slice
     keys: slice
     first_query: int
     first_key: int
     window: int
-    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+    """How many tokens a query sees, itself included; 0 for no window."""
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions of queries (Q,) and keys (S,)."""
+        """Return the positions in the sequence of the queries (Q,) and the keys (S,)."""
         sides = ((self.first_query, self.queries), (self.first_key, self.keys))
         query, key = (
             torch.arange(first, first + each.stop - each.start, device=device)
@@ -85,7 +89,8 @@ class _Block(NamedTuple):
         return self.first_query == self.first_key
 
     def hidden(self, device: torch.device) -> Tensor | None:
-        """Return the mask, bool (Q, S), true if a query does not see a key; None if all see all."""
+        """Return the mask, bool (Q, S), true where a query does not see a key; None if every query
+        sees every key."""
         last_query = self.first_query + self.queries.stop - self.queries.start - 1
         reaches_back = not self.window or last_query - self.first_key < self.window
         if reaches_back and not self.is_causal:
@@ -242,9 +247,9 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _Ring:
-    """Lists the blocks that this rank of a ring computes. `chunk_starts` are the positions at which
-    the sequence's chunks start, rank after rank; `window` is how many tokens a query sees, 0 for
-    all."""
+    """The schedule of one rank's ring: which blocks it computes in which step. `chunk_starts` are
+    the positions at which the sequence's chunks start, rank after rank; `window` is how many tokens
+    a query sees, 0 for all."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
         self._window = window
@@ -274,8 +279,9 @@ class _Ring:
 
 
 def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, slice]]:
-    """Yield each tile's first position and its slice into the local tokens. Tiles have up to `tile`
-    tokens and cover chunks with `size` tokens, which start at the positions `starts`."""
+    """Yield (first position, slice) for each tile, the slice being into the rank's local tokens.
+    Tiles have up to `tile` tokens, and cover chunks of `size` tokens that start at the positions
+    `starts`."""
     for number, start in enumerate(starts):
         for offset in range(0, size, tile):
             n_tokens = min(tile, size - offset)
@@ -284,8 +290,9 @@ def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, s
 
 
 def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums: Tensor) -> None:
-    """Merge a further block's output `added` (B, H, Q, K) and log-sum-exps `added_sums` (B, H, Q)
-    into `out` and `sums` at the slice `queries`, in place."""
+    """Merge another block's result into the running one, in place. `added` (B, H, Q, K) is that
+    block's output and `added_sums` (B, H, Q) its log-sum-exps; `out` (B, H, T, K) and `sums`
+    (B, H, T) are the running output and log-sum-exps, of which the slice `queries` changes."""
     old = sums[:, :, queries]
     new = torch.logaddexp(old, added_sums.to(old.dtype))
     finite = new.clamp(min=torch.finfo(new.dtype).min)  # a query that has seen no key yet: -inf
@@ -296,16 +303,21 @@ def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums:
 
 
 def _is_explicit(q: Tensor, dropout: WeightsDropout | None, window: int) -> bool:
-    """Return whether to materialize attention weights: with dropout, with a window, or on any
-    device but a CPU, whose fused operation returns log-sum-exps and takes them back."""
+    """Return whether attention weights must be materialized: with dropout, with a window, or on any
+    device but a CPU. PyTorch's fused operation for CPUs alone returns log-sum-exps and takes them
+    back."""
     return dropout is not None or window > 0 or q.device.type != "cpu"
 
 
 def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: WeightsDropout | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's output (B, H, Q, K), normalized within the block, and its log-sum-exps
-    (B, H, Q), given q (B, H, Q, K), k and v (B, G, S, K)."""
+    """Return a block's attention output (B, H, Q, K) and its scores' log-sum-exps (B, H, Q), for
+    queries q (B, H, Q, K), and keys k and values v (B, G, S, K); K is the head size. `block` says
+    where in the sequence they are, which decides what a query sees. The output is normalized over
+    this block's keys alone; `_merge` combines blocks by the log-sum-exps. `dropout` drops attention
+    weights after the normalization, so that the log-sum-exps include the dropped ones; None drops
+    none."""
     with torch.autocast(q.device.type, enabled=False):
         k, v = for_each_head(k, q), for_each_head(v, q)
         if not _is_explicit(q, dropout, block.window):
@@ -330,9 +342,12 @@ def _differentiate_block(
     dropout: WeightsDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's contributions to the gradients for q (B, H, Q, K), k and v (B, G, S, K),
-    given the output gradient `grad` (B, H, Q, K). `out` (B, H, Q, K) and the log-sum-exps `sums`
-    (B, H, Q) span the full context, not the block alone: a weight is exp(score - sum) in any
-    block."""
+    given `grad`, the gradient for the output (B, H, Q, K); K is the head size.
+
+    `out` (B, H, Q, K) and the log-sum-exps `sums` (B, H, Q) are those of these queries over the
+    full context, not the block alone: an attention weight is exp(score - sum) in any block.
+    `dropout` is the forward pass's, whose mask is computed again.
+    """
     n_kv_heads = k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         k, v = for_each_head(k, q), for_each_head(v, q)
@@ -365,8 +380,8 @@ def _over_query_heads(gradient: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def _weights(scores: Tensor, sums: Tensor) -> Tensor:
-    """Return exp(score - sum) for scores (B, H, Q, S) and sums (B, H, Q); 0 if a query sees no key
-    at all."""
+    """Return the attention weights exp(score - sum) for scores (B, H, Q, S) and log-sum-exps `sums`
+    (B, H, Q); 0 for a query that sees no key at all."""
     return (scores - sums.clamp(min=torch.finfo(sums.dtype).min)[..., None]).exp()
 
 
@@ -386,6 +401,6 @@ def _precise(tensor: Tensor) -> torch.dtype:
 def _dropout(
     row_keys: Tensor | None, p: float, head_offset: int, context_length: int
 ) -> WeightsDropout | None:
-    """Return the attention dropout for batch-row keys `row_keys`, int32 (B, 2); None without
-    keys."""
+    """Return the dropout on attention weights for one site's keys `row_keys`, int32 (B, 2), drop
+    rate `p`, the first local head's number and the context length; None if `row_keys` is None."""
     return None if row_keys is None else WeightsDropout(row_keys, p, head_offset, context_length)

@@ -24,15 +24,18 @@ from pentameter.planning.layouts.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
 
 N_SUMS = 3
-"""Columns behind the experts' in `ExpertLoads.total`."""
+"""Columns of `ExpertLoads.total` after those of the E experts: two sums over logits, and bytes."""
 
 
 def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Have each router in `model` all-reduce its token counts over `groups`, whose ranks hold parts
-    of the same sequences; in place. Nothing changes without groups."""
+    """Have each router in `model` count tokens of whole sequences where ranks hold parts of them:
+    set its `count_sequence`, in place, to a function that all-reduces the counts over `groups`, one
+    group after another. These groups' ranks hold parts of the same sequences. With no groups,
+    nothing is set."""
 
     def summed(counts: Tensor) -> Tensor:
-        """All-reduce this rank's token counts (B, E) over each group, in place, and return them."""
+        """All-reduce this rank's token counts per sequence and expert (B, E), in place, over every
+        group in turn, and return them."""
         for group in groups:
             dist.all_reduce(counts, group=group)
         return counts
@@ -43,9 +46,10 @@ def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup])
 
 
 class ExpertLoads:
-    """The number of a step's tokens that chose each expert, sums over their logits, and the bytes
-    exchanged. `models` are this rank's slices of the model, whose routers count during the backward
-    pass; nothing is sent until `total` is called."""
+    """Record of a step's routing: the number of tokens that chose each expert, sums over their
+    logits, and the bytes exchanged. `models` are this rank's slices, whose routers count during the
+    backward pass. Call `start_step` before a step; `total` after it all-reduces what the ranks have
+    counted."""
 
     def __init__(
         self, models: Sequence[nn.Module], plan: Plan, mesh: Mesh, device: torch.device
@@ -100,8 +104,8 @@ class ExpertLoads:
 
 
 class RouterBalance:
-    """Updates the balance state (E,) of each router in `models`, this rank's slices. Routers
-    without such a state are left alone, and with adapters (LoRA) so are all. `plan` has the
+    """Updates the balance state (E,) of each router in `models`, this rank's slices, after a step.
+    Routers without such a state are left alone; with adapters (LoRA) all are. `plan` has the
     configuration and each parameter's placement; `mesh` is the parameters' DeviceMesh, None in a
     single process."""
 
@@ -136,10 +140,10 @@ class RouterBalance:
             router.balance.add_(change)
 
     def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
-        """Return the number to add to each element in a router's `balance` (E,), with the same
-        DTensor placements, for the step's token counts (E,), all ranks' together. Mode `bias`:
-        `balance_rate`, positive for an expert with fewer tokens than the mean, negative for one
-        with more. Mode `batch`: counts ÷ their mean, minus the present state."""
+        """Return what to add to a router's `balance` (E,), in its shape and DTensor placements,
+        given the step's token counts (E,) over all ranks. Mode `bias`: plus `balance_rate` for an
+        expert with fewer tokens than the mean, minus it for one with more. Mode `batch`: counts ÷
+        their mean, minus the present state, which this replaces."""
         model = self._plan.config.model
         change = counts.mean() - counts
         match model.router.balance:

@@ -68,7 +68,8 @@ def recomputed(
 
 
 def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]:
-    """Return the options of `checkpoint` that say which results it keeps of a block."""
+    """Return the arguments for `torch.utils.checkpoint` that say which results of a block it keeps;
+    {} to keep only the block's input."""
     has_router = any(isinstance(module, Router) for module in block.modules())
     match how:
         case "full":
@@ -87,14 +88,15 @@ def _kept(block: nn.Module, how: Literal["selective", "full"]) -> dict[str, Any]
 def _contexts_with_experts(
     block: nn.Module, policy: Callable[..., CheckpointPolicy]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a block's first and second forward pass, for `checkpoint`; `policy`
-    says which results are kept. Router, experts and what stands beside them are FSDP units within
-    the block, with ZeRO.
+    """Return two context managers, for a block's first and second forward pass: the `context_fn` of
+    `torch.utils.checkpoint` for a block that has a router. `policy` says for an operation whether
+    its result is kept.
 
-    PyTorch's pair of contexts, which alone can be compiled, counts every operation, and refuses one
-    more in the second pass. Among them are those of FSDP's hooks, which a unit runs where its state
-    says so: that depends on what was prefetched, and on the micro-batch before. These hooks cannot
-    be compiled, so that a block with units runs eagerly, and a pair that counts nothing will do.
+    By default they are PyTorch's own selective checkpointing, which alone can be compiled. It
+    counts every operation, and refuses one more in the second pass. With ZeRO, router, experts and
+    what stands beside them are FSDP units within the block, and their hooks run operations or not,
+    depending on what was prefetched and on the micro-batch before. Such a block runs eagerly, as
+    hooks cannot be compiled, and gets `_Keeping` and `_Giving`, which count nothing.
     """
     if any(isinstance(module, FSDPModule) for module in block.modules()):
         results: _Results = defaultdict(deque)
@@ -104,18 +106,20 @@ def _contexts_with_experts(
 
 
 _Results = dict[Any, deque[Any]]
-"""Results that are kept, by operation, in the order in which it ran."""
+"""Kept results: maps an operation to the queue of its results, in the order in which it ran."""
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps the results of operations that a policy names."""
+    """Dispatch mode for a block's first forward pass: runs every operation, and puts the results of
+    those that `policy` says to save into `results`. `_Giving` takes them out in the second pass."""
 
     def __init__(self, policy: Callable[..., CheckpointPolicy], results: _Results) -> None:
         super().__init__()
         self._policy, self._results = policy, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and keep its result, without what autograd will attach to it."""
+        """Run the operation and return its result. If the policy says so, also keep the result,
+        detached, without the history that autograd will attach to it."""
         result = func(*args, **(kwargs or {}))
         if self._policy(None, func) is CheckpointPolicy.MUST_SAVE:
             self._results[func].append(map_leaves(_detached, result))
@@ -123,14 +127,17 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Giving(TorchDispatchMode):
-    """Returns results that were kept instead of computing them again."""
+    """Dispatch mode for a block's second forward pass, in recomputation: an operation whose results
+    `_Keeping` has put into `results` is not run again but returns the next of them. All others
+    run."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operation's next kept result, or run it if none is kept of its kind."""
+        """Return the operation's next kept result; run it if results of this operation were not
+        kept."""
         if func in self._results:
             return self._results[func].popleft()
         return func(*args, **(kwargs or {}))
@@ -142,26 +149,27 @@ def _detached(result: Any) -> Any:
 
 
 def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
-    """Run a block's `forward` on `arguments` and `named` under `torch.utils.checkpoint`, with its
-    `options`; without gradients, run it plainly. Tensors keep the block's own shapes, (B, T, D) for
-    the GPT."""
+    """Run a block under `torch.utils.checkpoint`, and return its output. `forward` is the block's
+    own, `arguments` and `named` are its arguments, `options` those of `checkpoint`. Without
+    gradients, nothing is checkpointed. Shapes are the block's, (B, T, D) for the GPT."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
     return checkpoint(forward, *arguments, **options, **named)
 
 
 def _keep_routing(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Keep which experts a token gets, and recompute everything else."""
+    """Policy of selective checkpointing: save the results that decide which experts a token gets,
+    and recompute everything else."""
     if any(name in str(op) for name in _ROUTING_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_matmuls(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Decide whether selective recomputation keeps an operation's output: it keeps those of
-    matmuls, attention and routing. Attention has a name for each device (flash, efficient, cuDNN
-    …); ring attention, attention that drops weights in kernels, and matmuls with sharded matrices
-    are custom operations."""
+    """Policy of selective checkpointing: save the outputs of matmuls, attention and routing, and
+    recompute everything else. Attention is matched by name, as it has one for each device (flash,
+    efficient, cuDNN …); ring attention, attention that drops weights in kernels, and matmuls with
+    sharded matrices are custom operations."""
     names = (*_SAVED_NAMES, *_ROUTING_NAMES)
     if op in _SAVED_MATMULS or any(name in str(op) for name in names):
         return CheckpointPolicy.MUST_SAVE

@@ -29,17 +29,17 @@ from pentameter.parallel.tensor.collectives import all_gather
 from pentameter.parallel.waits import finish
 
 Order = Literal["whole", "by_time", "by_process"]
-"""The layout in which a matmul gets all tokens. `whole`: the stream is replicated on each rank.
-Otherwise it is sequence-parallel and all-gathered: `by_time` as (B, T) in sequence order, or
-`by_process` as (n · B, t) in rank order, which copies nothing in memory and is as good for modules
-that take each token independently."""
+"""The layout in which a matmul gets the tokens of all ranks. `whole`: the stream is replicated on
+each rank. Otherwise the stream is sequence-parallel and has been all-gathered: `by_time` as (B, T)
+in sequence order, or `by_process` as (n · B, t) in rank order. The latter copies nothing in memory,
+and is as good for modules that take each token independently."""
 Wait = Callable[[], Tensor]
 """Waits for a collective, and returns its result."""
 
 
 def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
-    """Start to all-gather x (B, t, D) from all ranks. The returned function waits, and returns all
-    tokens: (n · B, t, D) if `order` is `by_process`, else (B, T, D)."""
+    """Start to all-gather x (B, t, D) from all ranks, and return a function. Called, it waits, and
+    returns all tokens: (n · B, t, D) if `order` is `by_process`, else (B, T, D)."""
     shards = x.new_empty((group.size() * len(x), *x.shape[1:]))
     work = all_gather(shards, x.contiguous(), group=group, async_op=True)
 
@@ -54,9 +54,10 @@ def _start_gather(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
-    """Start to sum x over the group's n ranks: each rank's contribution for all tokens, (B, T, D),
-    or (n · B, t, D) if `order` is `by_process`. The returned function waits, and returns this
-    rank's tokens (B, t, D). With `whole`, x itself is overwritten by the sum, and t = T.
+    """Start to sum x over the group's n ranks, and return a function. Called, it waits, and returns
+    this rank's tokens of the sum, (B, t, D). x has this rank's contribution for all tokens:
+    (B, T, D), or (n · B, t, D) if `order` is `by_process`. If `order` is `whole`, x itself is
+    overwritten by the sum, and t = T.
 
     With sequence parallelism (t = T / n) each rank sends the others their shards and sums its own
     in float32 at least. A reduce-scatter would send as much, but sums in the message's dtype, and
@@ -86,17 +87,23 @@ def _start_sum(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def gathered(x: Tensor, dtype: torch.dtype, order: str, group_name: str) -> Tensor:
-    """All-gather the residual stream x (B, t, D), cast to `dtype`, over the group's n ranks, in the
-    layout `order`: (B, T, D) for `by_time`, t = T / n; (n · B, t, D) for `by_process`; `whole` only
-    copies x, with t = T. Collective unless `order` is `whole`."""
+    """All-gather the residual stream x (B, t, D) over the group's n ranks, cast to `dtype`, and
+    return all tokens: (B, T, D) in sequence order for `order` `by_time`, (n · B, t, D) in rank
+    order for `by_process`. For `whole` every rank has all tokens already, and x is only copied.
+    Collective unless `order` is `whole`."""
     if order == "whole":
         return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return _start_gather(x.to(dtype), order, group_named(group_name))()
 
 
 def summed(x: Tensor, order: str, group_name: str) -> Tensor:
-    """Sum x over the group's n ranks, (B, T, D), or (n · B, t, D) if `order` is `by_process`, and
-    return this rank's tokens (B, t, D): t = T / n, or T if `order` is `whole`. Collective."""
+    """Sum x over the group's n ranks, and return this rank's tokens of the sum, (B, t, D).
+    Collective.
+
+    x has this rank's contribution for all tokens: (B, T, D), or (n · B, t, D) if `order` is
+    `by_process`. t is T / n; if `order` is `whole`, t = T, and every rank gets all tokens (an
+    all-reduce).
+    """
     contribution = x.clone(memory_format=torch.contiguous_format) if order == "whole" else x
     return _start_sum(contribution, order, group_named(group_name))()
 
@@ -142,7 +149,8 @@ def _sum(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 def _gather(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-    """Backward of the sum: all-gather the gradient (B, t, D) to all tokens; as it is if `whole`."""
+    """Backward of the sum: all-gather the gradient (B, t, D) to all tokens; if the order is
+    `whole`, it already has them, and is returned unchanged."""
     if ctx.order != "whole":
         g = gather_stream(g, g.dtype, ctx.order, ctx.group_name)
     return g, None, None

@@ -40,8 +40,8 @@ class Naming:
         return None
 
     def of_gradient(self, local: object) -> str | None:
-        """Return the name of the module whose gradients an autograd node computes; None if `local`
-        holds none."""
+        """Return the name of the module whose gradients `local` computes, if it is an autograd
+        node. None if it is anything else, or a node with no module near."""
         return None
 
     def group(self, local: object) -> tuple[str, list[int]] | None:
