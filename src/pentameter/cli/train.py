@@ -209,8 +209,9 @@ def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Lau
 
 
 def _check_alone(parsed: TrainArguments, launched: LaunchedRank | None) -> None:
-    """Raise ConfigError if --nodes or --respawn is given beside an option, or in a process of a
-    launcher (`launched`), that starts and ends processes otherwise."""
+    """Raise ConfigError if two options exclude each other (EXCLUSIVE), or if --respawn is negative.
+    Also raise it if --nodes, --respawn or --sweep, which start processes by themselves, is given in
+    a process that a launcher such as torchrun has started (`launched`; None without one)."""
     for option, other in EXCLUSIVE:
         if getattr(parsed, option) and getattr(parsed, other):
             raise ConfigError(f"--{option} and --{other} exclude each other; leave one of them out")

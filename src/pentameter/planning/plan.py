@@ -38,8 +38,8 @@ AUTO_INTERVALS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run obeys: sharding, stages, batch sizes, steps. `config` is resolved: no
-    value in it remains to be derived.
+    """Everything that a run obeys: sharding, stages, batch sizes, steps. A frozen record, made by
+    `make_plan`. `config` is resolved: no value in it remains to be derived.
 
     `batch_size` is in sequences per step over all ranks, `micro_batch_size` in sequences per
     forward pass on one rank, and `n_micro_batches` counts those passes per rank and step. The
@@ -49,6 +49,8 @@ class Plan:
     config: Config
     layout: Layout
     table: tuple[ParameterSpec, ...]
+    """The parameter table: a spec (name, shape before sharding, axes) for each parameter of the
+    whole model, adapters included."""
     stages: tuple[range, ...]
     """The layer range in each pipeline stage, in stage order."""
     stage_names: tuple[frozenset[str], ...]

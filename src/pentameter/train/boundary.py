@@ -25,12 +25,9 @@ from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 @dataclass
 class Boundary:
-    """The actions between two steps. Methods are collective (every rank calls them), in this order:
-    evaluate, sample, end, save, test.
-
-    `checkpoints` saves the run, `hooks` are called with the results, `signals` tells whether a stop
-    signal came to any rank.
-    """
+    """The actions between two steps: evaluate, sample, end, save, test. Call the methods in this
+    order; all are collective. `checkpoints` saves the run, `hooks` are called with the results, and
+    `signals` says whether a stop signal came to any rank."""
 
     run: TrainingRun
     checkpoints: RunCheckpoints
@@ -40,13 +37,13 @@ class Boundary:
     """True if the evaluation at this boundary found a new best model."""
     _has_lost_a_sample: bool = field(default=False, init=False)
     _last_saved: int | None = field(default=None, init=False)
-    """The step of the newest checkpoint at the boundary before."""
+    """Step of the newest checkpoint at the previous boundary."""
     _looked_at: float = field(default=0.0, init=False)
-    """When the run folder's lock was looked at last, in monotonic seconds."""
+    """Time at which the run folder's lock was last checked, in monotonic seconds."""
 
     def check_ours_if_due(self) -> None:
-        """On rank 0, as often as the lock beats, raise RunFolderInUseError if another process has
-        taken over the run folder."""
+        """Check on rank 0, as often as the lock's time stamp is renewed, that no other process has
+        taken over the run folder. Raises RunFolderInUseError if one has."""
         now = time.monotonic()
         if self.run.world.is_main and now >= self._looked_at + BEAT_SECONDS:
             self._looked_at = now
@@ -115,13 +112,14 @@ class Boundary:
         self.hooks.call("on_sample", run, SampledText(state.step, text))
 
     def end_if_due(self, step_seconds: float, beside: Sequence[int] = ()) -> RunEnd | None:
-        """Return the end of the run if it ends at this step, else None: after a stop signal on any
-        rank, the last step, `train.patience` evaluations in a row without a new best, or a hook's
-        call to `run.stop`.
+        """Return the end of the run if it ends at this step, else None. It ends after a stop signal
+        on any rank, the last step, `train.patience` evaluations in a row without a new best, or a
+        hook's call to `run.stop`.
 
-        `step_seconds` is the latest step's time (0: unknown). It sets how many steps may pass until
-        the ranks compare signals again: those that take about PROMPT_SECONDS. `beside` are numbers
-        whose maxima over ranks are wanted: they travel in the same message (`StopSignals.maxima`).
+        step_seconds: the latest step's time, 0 if unknown. The ranks compare signals again after
+            the steps that take about PROMPT_SECONDS.
+        beside: further numbers whose maxima over ranks are wanted (`StopSignals.maxima`); the same
+            message carries them.
         """
         run, state, patience = self.run, self.run.state, self.run.config.train.patience
         end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
@@ -179,7 +177,7 @@ class Boundary:
 
     def _refuse_failed_copy(self) -> None:
         """Raise StorageError on every rank if the latest copy has failed and `checkpoint.on_error`
-        says that this ends the run. A checkpoint was just committed; a pending one is, too."""
+        says that this ends the run. A pending save is committed before it is raised."""
         run = self.run
         if run.config.checkpoint.copy_to is None or not failure_ends_run(run.config):
             return
@@ -201,9 +199,10 @@ class Boundary:
 
 
 def _sampled(run: TrainingRun) -> str | None:
-    """Return a sample after the latest step, whose number keys the draws beside the seed; None
-    except on rank 0. The answer to a question is the likeliest one, with a drawn one below it: a
-    single draw may be unlucky. Collective. Raises CorruptError if logits are not finite."""
+    """Return a sample after the latest step on rank 0, None on other ranks. Its random draws are a
+    function of seed and step. A question is answered twice, greedily and below that by a random
+    draw, since a single draw may be unlucky. Collective. Raises CorruptError if logits are not
+    finite."""
     train = run.config.train
 
     def ask(temperature: float) -> str | None:

@@ -42,10 +42,9 @@ from pentameter.processes.group.world import World
 
 @dataclass(frozen=True)
 class Compute:
-    """The device, precision (`bf16`, `fp32`, …), compilation and kernels chosen for one run, with
-    the reasons in words. `ceiling_flops`, per device and second, is the rate that MFU is measured
-    against: a GPU's published dense peak, else the best matmul rate ever measured on this
-    machine."""
+    """Device, precision (`bf16`, `fp32`, …), compilation and kernels chosen for one run, with the
+    reasons in words. `ceiling_flops` is the FLOP/s of one device that count as an MFU of 1: a GPU's
+    published dense peak, else the best matmul rate ever measured on this machine."""
 
     device: torch.device
     device_name: str
@@ -233,9 +232,9 @@ def _dropout_obstacle(
 
 
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
-    """Raise ConfigError, naming settings that fit, if the run's predicted peak exceeds the device's
-    memory, or its offloaded tensors the host's. On a CPU, `local_size` processes share the memory.
-    For a custom model only weights, gradients and optimizer state are counted."""
+    """Raise ConfigError if a rank's predicted peak exceeds the device's memory, or its offloaded
+    tensors the host's; the message names settings that fit. On a CPU, `local_size` processes share
+    the memory. For a custom model only weights, gradients and optimizer state are counted."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
     precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
     state = plan_state_bytes(plan).state_bytes

@@ -73,8 +73,8 @@ def splits_to_evaluate(
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
-    """Return True if this process evaluates before it makes a step, so that the evaluation is
-    compiled first."""
+    """Return True if this process evaluates before its first step, so that the evaluation is what
+    is compiled first."""
     state, interval = run.state, run.config.train.eval_interval
     assert not isinstance(interval, str)  # resolved by the plan
     return bool(run.evaluations) and state.is_due(interval, state.last_eval_step, run.plan.steps)
@@ -135,8 +135,8 @@ def _evaluate(
 
 
 def _last_and_best(run: TrainingRun) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """Return the checkpoint saved at the run's current step, and the one with the best validation
-    loss, else the newest; None for one that is not there or not complete."""
+    """Return two checkpoints: the one saved at the run's current step, and the one with the best
+    validation loss, else the newest. Either is None if it is missing or incomplete."""
     store, last, best = run.folder.store, None, None
     with suppress(CorruptError):
         last = store.at(run.state.step)

@@ -1,7 +1,10 @@
-"""The training loop: next batch, forward-backward, clip, step, log, maybe evaluate, maybe save.
+"""The training loop. Between two steps it evaluates, samples, looks whether the run ends, and
+saves, each if it is due. A step reads its batch, runs forward and backward, and updates the weights
+(`update.py`: unscale, norm, clip, optimizer step).
 
-The loop does not know the number of devices: it drives an Engine (the sharded model's passes). It
-keeps no state except `TrainState`: batches, dropout and learning rate are functions of the step.
+The loop does not know the number of devices: it drives an Engine, which runs the sharded model.
+Batches, dropout and learning rate are functions of the step's number, so a resumed loop needs
+nothing but the weights, the optimizer's state and `TrainState`.
 """
 
 from __future__ import annotations
@@ -51,18 +54,19 @@ from pentameter.train.update import Update, may_read_late, read, update_weights
 from pentameter.train.user_components import BatchFunction, OptimizerFunction, UserComponents
 
 AWAITING_TOKENS = "awaiting tokens"
-"""The action that a process reports while its text is still being tokenized."""
+"""Name of the activity that a process reports while the tokens of its batch are not tokenized
+yet."""
 
 
 class Trainer:
-    """Train a configuration in its run folder, resuming from the last checkpoint there; `fit` runs
-    it.
+    """Trains a configuration in its run folder, from the last checkpoint there on if there is one.
+    `fit` runs it.
 
-    config: a configuration, the name of a preset or a TOML file, or a text to train on, as `train`
+    config: a configuration, the name of a preset, a TOML file, or a text to train on, as `train`
         takes it.
     overrides: values on top of it, as `load_config` takes them.
-    time: how long the run may take, such as "30m": what is left open is chosen for it by a trial,
-        here, as by `train --time`; or the TimedRun that has chosen `config`.
+    time: how long the run may take, such as "30m": settings that are left open are then chosen by a
+        short trial on this machine, as by `train --time`. Or the TimedRun that has chosen `config`.
     run_dir: the run folder; runs/NAME by default, with the configuration's name.
     resume: auto, never, must, extend, or the path to a checkpoint to branch off from (see
         `RunRequest`).
@@ -77,9 +81,9 @@ class Trainer:
     world: the ranks that train together; by default this process alone (an error under a launcher).
     force: try a run that is predicted to exceed the memory.
 
-    Without a `model`, `optimizer`, `batches` or `schedule` it is built from the configuration. Each
-    rank has its own Trainer and runs the same loop; rank 0 prints and writes the run folder. Raises
-    TypeError for other arguments, and for an object that is not a hook.
+    Model, optimizer, batches and schedule are built from the configuration where they are not
+    given. Each rank has its own Trainer and runs the same loop; rank 0 prints and writes the run
+    folder. Raises TypeError for other arguments, and for an object that is not a hook.
     """
 
     def __init__(
@@ -227,8 +231,8 @@ class Trainer:
 
 
 def run_folder_path(run_dir: Path | str | None, config: Config) -> Path:
-    """Return the path of the run folder that is asked for, None for runs/NAME. Raises ConfigError
-    for a URL, and for a path that cannot be."""
+    """Return the path of the run folder: `run_dir`, or runs/NAME with the configuration's name if
+    `run_dir` is None. Raises ConfigError if `run_dir` is a URL or holds a NUL character."""
     if run_dir is None:
         return Path("runs") / config.name
     path = Path(given_path(str(run_dir)))
@@ -244,9 +248,9 @@ def run_folder_path(run_dir: Path | str | None, config: Config) -> Path:
 
 
 def reads_late(run: TrainingRun, hooks: Sequence[object]) -> bool:
-    """Return True if loss and gradient norm may stay on the device while the next step is launched:
-    the update does not need them on the host, and no user hook has `on_step` or `on_skip`. The same
-    on every rank. Collective."""
+    """Return True if the host may launch the next step before it knows this one's loss and gradient
+    norm: the device decides about the update by itself (`may_read_late`), and no user hook has
+    `on_step` or `on_skip`. The same on every rank. Collective."""
     are_told = any(hasattr(hook, name) for hook in hooks for name in ("on_step", "on_skip"))
     may = may_read_late(run.engine, run.optimizer) and not are_told
     return not run.world.all_reduce_max(not may)
@@ -264,9 +268,9 @@ class _Step:
 class _Loop:
     """The loop of one run. `rate` maps the step, 0-based, to its learning rate.
 
-    With `late`, several steps are launched before the host copies their losses and norms from the
-    device (`_must_read` says when). No other action (log, evaluate, save) is done between those
-    steps.
+    late: True to launch several steps before the host copies their losses and norms from the device
+        (`_must_read` says when it does). The device then leaves out bad updates by itself, which
+        `reads_late` must allow. Nothing else (log, evaluate, save) is done between those steps.
     """
 
     def __init__(
@@ -290,8 +294,9 @@ class _Loop:
             tokens.waiting = lambda: run.world.activity.note(AWAITING_TOKENS, run.state.step + 1)
 
     def _new_guard(self) -> Guard | None:
-        """Return a guard that goes on from the run's state; None if no update can be left out but
-        for a number that is not finite, and the host sees that in time."""
+        """Return a guard that begins with the run's state, or None if none is needed: spikes are
+        not looked for, and the host sees a number that is not finite before it launches another
+        step, or never rolls back."""
         run, settings = self._run, self._run.config.guard
         rolls_back = settings.rollback_interval is not None
         if settings.spike_factor is None and not (self._late and rolls_back):
@@ -440,8 +445,8 @@ class _Loop:
 
 
 def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:
-    """Return the metrics of each layer whose experts' loads were counted; none if `update`, read to
-    the host, has no loads."""
+    """Return the metrics of each layer with experts, for an `update` whose numbers are on the host.
+    The list is empty if the update has no loads; a layer without any load is left out."""
     if not isinstance(update.loads, list):
         return []
     rows = zip(run.engine.expert_loads.layers, update.loads, strict=True)

@@ -17,20 +17,22 @@ from pentameter.parallel.stage_module import StageModule
 from pentameter.train.user_components import CustomBatches
 
 SMALL_GRADIENT = 1 / 8
-"""Size of a gradient, of the largest one, below which its errors are those of this size. That of a
-bias before batch norm, or of the keys of attention, is 0 but for rounding: two correct forms have
-nothing in common there, and differed by 10⁻⁷ of the largest."""
+"""A parameter's gradient whose size is below this fraction of the largest gradient is compared as
+if it had that size. The gradient of a bias before batch norm, or of attention's keys, is 0 but for
+rounding: two correct computations have nothing in common there, and differed by 10⁻⁷ of the
+largest."""
 
 
 def refuse_wrong_graphs(
     engine: Engine, batches: TrainingBatches | CustomBatches, step: int
 ) -> str | None:
-    """Compute loss and gradients of a micro-batch of `step` by the engine's graphs and, on a CPU,
-    eagerly. If a graph cannot be made on any rank, or they differ by more than rounding, all ranks
-    train eagerly from now on, and a phrase says why; else None is returned, as without a graph and
-    for a run that is complete, which has no batch of `step`. Collective.
+    """Compute loss and gradients of a micro-batch of `step` with the engine's compiled graphs and,
+    on a CPU, eagerly. If a graph cannot be made on any rank, or the results differ by more than
+    rounding, all ranks train eagerly from now on.
 
-    Nothing is kept of it but what is compiled, so it costs a micro-batch or two at each start.
+    Return a phrase that says why the graphs are refused, or None: they are right, there are none,
+    or the run is complete and has no batch of `step`. Collective. Results are dropped, so it costs
+    a micro-batch or two at each start; the compiled code is kept.
     """
     graphs = [each for each in engine.stage_modules if each.has_graph]
     plan, rows = engine.plan, engine.rows
@@ -71,7 +73,8 @@ def refuse_wrong_graphs(
 
 
 def _eager(modules: Sequence[StageModule], why: str) -> str:
-    """Have the modules train eagerly from now on. Return the phrase that says so, and why."""
+    """Have the modules train eagerly from now on. Return a phrase that says so, with the reason
+    `why`."""
     for module in modules:
         module.run_plain()
     return f"torch.compile {why}, so this run is not compiled"

@@ -52,7 +52,7 @@ class TrainingRun:
     copies: CheckpointCopies
     """The copies of this run's checkpoints in `checkpoint.copy_to`."""
     stop_reason: str | None = field(default=None, init=False)
-    """The reason given by a hook on this rank that asked the run to end; None if none did."""
+    """The reason that a hook on this rank gave to `stop`; None if none has called it."""
 
     @property
     def config(self) -> Config:
@@ -85,13 +85,13 @@ def is_logged(step: int, config: Config) -> bool:
 
 
 MOST_LOADS = 200
-"""Times that a run's expert loads are recorded, about, at most: as many as a picture shows. A model
-with 48 layers of 128 experts takes some 50 kB each time."""
+"""Number of times, about, that a long run records its experts' loads, which is as many as a figure
+shows. A model with 48 layers of 128 experts takes some 50 kB each time."""
 
 
 def records_loads(step: int, config: Config) -> bool:
-    """Return True if the loads of the experts are recorded at step `step`, counted from 1: at the
-    logged steps, or in a long run at every so many of them, with the first and the last."""
+    """Return True if the experts' loads are recorded at step `step`, counted from 1: at the logged
+    steps, or in a long run at evenly spaced ones of them, always with the first and the last."""
     if config.model.experts.count is None or not is_logged(step, config):
         return False
     n_steps, interval = config.train.steps, config.log.interval

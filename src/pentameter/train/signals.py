@@ -22,8 +22,8 @@ PROMPT_SECONDS = 2.0
 step that takes longer ends first."""
 
 SETTLE_SECONDS = 0.2
-"""Seconds from the agreement on a pause until it begins: what a rank sends to the others must be on
-its way, and the request, sent to all, must have reached it."""
+"""Seconds from the ranks' agreement on a pause until it begins. By then, messages under way have
+left each rank, and the request has reached all of them."""
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # codes between ranks (0: nothing): a reason, a signal's number + 2
 
@@ -34,14 +34,15 @@ class _StopNow(BaseException):
 
 
 class StopSignals:
-    """A context manager that handles STOP_SIGNALS: the first asks the run to stop, the next exits
+    """Context manager that handles STOP_SIGNALS: the first asks the run to stop, the second exits
     with code 75.
 
-    While `nothing_to_lose` is true (preparing data, loading, compiling) the first signal stops at
-    once, and leaves the block as InterruptedRunError. Afterwards its name is in `received`, and the
-    loop stops after the current step, once all ranks know (`agree`). The second may exit at any
-    moment: checkpoints on disk are always complete. Python delivers signals only to the main
-    thread; in another thread this class does nothing.
+    While `nothing_to_lose` is true (preparing data, loading, compiling), the first signal ends the
+    block at once with InterruptedRunError. Otherwise `received` becomes its name, and the loop
+    stops after the current step, once all ranks know (`agree`). The second may exit at any moment:
+    checkpoints on disk are always complete.
+
+    Python delivers signals only to the main thread; in another thread this class does nothing.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class StopSignals:
         self.agreed: str | None = None
         self.nothing_to_lose = True
         self.maxima: Sequence[int] = ()
-        """The largest of each number in `beside` that a rank gave to the latest `agree`."""
+        """The maximum over all ranks of each number in `beside` at the latest `agree`."""
         self.steps_unasked = 1
         """Number of steps that may pass before the next `agree`, about PROMPT_SECONDS long; the
         same on every rank. 1 until a step's time is known."""
@@ -78,13 +79,13 @@ class StopSignals:
         step_seconds: float = PROMPT_SECONDS,
         beside: Sequence[int] = (),
     ) -> str | None:
-        """Return the reason to stop, the same on every rank; None to go on. Collective. If a rank
-        was asked to pause, all do so before.
+        """Return the reason to stop, the same on every rank, or None to go on. Collective. If a
+        launcher asked any rank to pause, all ranks pause here first.
 
-        A signal that any rank received comes before a hook's reason (`word`, which may be given on
-        some ranks alone), and its name is in `agreed` afterwards. `step_seconds` is this rank's
-        latest step time: the slowest rank's sets `steps_unasked`. `beside` are numbers that travel
-        in the same message, as many on each rank, for `maxima`.
+        word: a hook's reason to stop, which may differ between ranks. A signal that any rank
+            received has precedence; its name is then in `agreed`.
+        step_seconds: this rank's latest step time; the slowest rank's sets `steps_unasked`.
+        beside: numbers sent in the same message, as many on each rank, for `maxima`.
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
         code = number or (_HAS_WORD if word is not None else 0)

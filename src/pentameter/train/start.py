@@ -124,9 +124,10 @@ def start_run(
 def _with_batches(
     request: RunRequest, dataset: Dataset
 ) -> tuple[RunRequest, TrainingBatches | CustomBatches]:
-    """Return the request and the batches that it trains on, from the user's function if there is
-    one. For conversations, the returned request has `data.order` = `documents` instead of windows,
-    and packing if they are enough to fill a row, and on average fit into one."""
+    """Return the request, and the batches to train on; a user's function makes them if there is
+    one. For conversations, the returned request has `data.order` = `documents` in place of windows.
+    It also has packing if there are enough of them to fill a row, and an average one fits into a
+    row."""
     config, supplied = request.config, request.supplied
     if supplied.batches is not None:
         own = CustomBatches(supplied.batches, config, dataset.vocab_size, supplied.source)
@@ -142,15 +143,16 @@ def _as_begun(
     dataset: Dataset,
     folder: RunFolder,
 ) -> TrainingBatches | CustomBatches:
-    """Return the batches as the run in the folder began to read them."""
+    """Return the batches in the order in which the run in the folder began to read them: an earlier
+    version drew from a mixture in another way."""
     if folder.own_keys or not (isinstance(batches, TrainingBatches) and batches.mixture):
         return batches
     return training_batches(request.config, dataset.split("train"), own_keys=False)
 
 
 def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | CustomBatches) -> Plan:
-    """Derive the run's Plan (sizes, layout, schedule, everything that a run obeys); `gives_logits`
-    is False if batches are not tokens, so that nothing is sampled."""
+    """Return the run's Plan: sizes, layout, schedule, everything that a run obeys. If batches are
+    not tokens, its `gives_logits` is False, so that no text is sampled."""
     plan_of = partial(
         make_plan,
         vocab_size=dataset.vocab_size,
@@ -221,9 +223,9 @@ def build_engine(
 def _build(
     request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
 ) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """Build the engine and the optimizer, load the initial weights or the checkpoint to resume
-    from, and return both with the saved state (a fresh one without a checkpoint). Each rank reads
-    its own shards, whichever layout wrote the checkpoint. Collective."""
+    """Build the engine and the optimizer, and load the checkpoint to resume from, or the initial
+    weights. Return both, and the saved state; a new one without a checkpoint. Each rank reads its
+    own shards, whichever layout wrote the checkpoint. Collective."""
     world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
     if checkpoint is not None:
         start_step = plan.config.schedule.start_step

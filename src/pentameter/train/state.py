@@ -24,8 +24,8 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 @dataclass
 class EpochSums:
-    """Sums over the current epoch's steps, skipped updates excluded: `loss` in nats, added up over
-    all target tokens; `n_targets` target tokens; `n_steps` steps; `seconds` spent in them."""
+    """Sums over the current epoch's steps whose update was made: `loss` in nats, summed over target
+    tokens; `n_targets`, target tokens; `n_steps`, steps; `seconds`, their time."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -42,9 +42,9 @@ class EpochSums:
 
 @dataclass
 class GuardState:
-    """The guard's record, from which a resumed run decides as an undisturbed one would (see
-    `guard.py` and `skipping.py`). Without `guard.spike_factor` the first two stay empty, without
-    `guard.rollback_interval` the others."""
+    """What the guard remembers of earlier steps, so that a resumed run decides as an undisturbed
+    one (see `guard.py` and `skipping.py`). `losses` and `norms` stay empty without
+    `guard.spike_factor`, the rest without `guard.rollback_interval`."""
 
     losses: list[Finite] = field(default_factory=list)
     """Loss of each of the last `guard.window` updates, oldest first."""
@@ -53,8 +53,8 @@ class GuardState:
     rollback_steps: list[NonNegative] = field(default_factory=list)
     """Steps whose checkpoints the run may roll back to, oldest first."""
     undone: list[tuple[NonNegative, NonNegative]] = field(default_factory=list)
-    """The first and the last step of each window that a rollback has undone. The batch of a step
-    has its number - 1; those of these steps are skipped."""
+    """(First step, last step) of each stretch that a rollback has undone. The batches of these
+    steps are not read again: step n reads batch n - 1."""
 
     def add(self, loss: float, norm: float, window: int) -> None:
         """Add a step whose update was made, and forget all but the last `window`."""
@@ -65,10 +65,13 @@ class GuardState:
 
 @dataclass
 class TrainState:
-    """Everything that a run keeps from step to step except tensors; nothing else survives a resume.
-    Steps are counts of completed steps, -1 for never. `best_step` and `best_loss` are those with
-    the lowest validation loss, None before the first evaluation; `evals_without_best` counts
-    evaluations since then, `consecutive_skips` the latest steps in a row without an update."""
+    """All that a run keeps from step to step besides tensors (weights and optimizer state); a
+    resume restores both. Steps are counts of completed steps, -1 for never.
+
+    `best_step` and `best_loss` belong to the lowest validation loss, None before the first
+    evaluation. `evals_without_best` counts the evaluations since then, `consecutive_skips` the
+    latest steps in a row without an update.
+    """
 
     step: NonNegative = 0
     """Optimizer steps completed."""
@@ -92,10 +95,10 @@ class TrainState:
     guard: GuardState = field(default_factory=GuardState)
 
     def for_branch(self) -> TrainState:
-        """Return the state with which another run begins at this checkpoint. What belongs to its
-        weights is kept: step, tokens, time, loss scale, and what the latest steps were like. What
-        belongs to the other run's folder, aims and limits begins anew: its best and its patience,
-        the checkpoints to return to, what is done at this step already."""
+        """Return the state with which another run begins from this checkpoint. It keeps what
+        belongs to the weights: step, tokens, time, loss scale, and the history of losses and norms.
+        It resets what belongs to this run's folder and aims: best loss and patience, checkpoints to
+        return to, what was already done at this step."""
         return TrainState(
             step=self.step,
             tokens=self.tokens,
@@ -141,9 +144,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's record of its run's logs and data: log sizes in bytes, metrics lines that the
-    disk had refused, the sha256 of the tokens read so far (None if not recorded), and whether each
-    data set of a mixture is drawn by keys of its own, as `TrainingBatches` says."""
+    """What a checkpoint records of its run's logs and data: sizes of the logs in bytes, metrics
+    lines that the disk had refused, the sha256 of the tokens read so far (None if not recorded),
+    and whether each data set of a mixture is drawn with its own random keys (see
+    `TrainingBatches`)."""
 
     metrics_bytes: Count = 0
     log_bytes: Count = 0
@@ -157,7 +161,7 @@ _LATER = (
     "epoch", "guard", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash",
     "own_keys",
 )  # fmt: skip
-"""Keys that checkpoints from earlier versions lack; they then have their defaults."""
+"""Keys that checkpoints by earlier versions lack; their defaults are used then."""
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, SavedRun]:

@@ -20,15 +20,15 @@ from pentameter.train.faults.guard import Guard
 @dataclass(frozen=True)
 class Update:
     """A step's loss, summed over all ranks, its gradient's norm before clipping, and its experts'
-    loads: tensors on the device until `read` makes them numbers, and the same on every rank."""
+    loads. They may be tensors on the device; `read` makes them numbers. The same on every rank."""
 
     loss: LossSum
     grad_norm: Tensor | float
     loads: Tensor | list[list[float]] | None = None
-    """The totals from `ExpertLoads.total`, a row for each layer with experts; None if not asked
-    for."""
+    """Load of each expert and statistics of its router, as `ExpertLoads.total` returns them, a row
+    for each layer with experts; None if not asked for."""
     left_out: Tensor | float = 0.0
-    """1 if the guard left the update out, else 0."""
+    """1 if the guard left the update out, else 0; always 0 without a guard."""
 
     @property
     def made(self) -> bool:
@@ -43,8 +43,8 @@ class Update:
         return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm)
 
     def not_finite(self) -> Tensor:
-        """Return whether loss or gradient norm is not finite, without waiting for the device,
-        float32 (): 1 or 0."""
+        """Return 1 if loss or gradient norm is not finite, else 0, as float32 () on their device.
+        The host does not wait."""
         loss, norm = self.loss, torch.as_tensor(self.grad_norm)
         is_finite = torch.isfinite(loss.total / torch.as_tensor(loss.n_targets))
         return (~(is_finite & torch.isfinite(norm))).float()
@@ -72,8 +72,8 @@ def read(updates: Sequence[Update]) -> list[Update]:
 
 
 def _from_host(values: Iterator[float], tensor: Tensor) -> Any:
-    """Take from `values` what was copied of `tensor`: a number if it is 0-dim, the rows as lists if
-    it is a matrix."""
+    """Take the next numbers from `values`, as many as `tensor` has: one number for a 0-dim tensor,
+    a list of rows for a matrix."""
     if tensor.ndim == 0:
         return next(values)
     n_rows, n_columns = tensor.shape
@@ -81,9 +81,10 @@ def _from_host(values: Iterator[float], tensor: Tensor) -> Any:
 
 
 def may_read_late(engine: Engine, optimizer: AnyOptimizer) -> bool:
-    """Return True if `update_weights` may leave loss and norm on the device, so that the host need
-    not wait: the next step does not depend on them (as fp16's loss scale does), nothing is
-    offloaded, and the optimizer can itself skip a non-finite update (`can_step_unless`)."""
+    """Return True if the host need not know loss and norm before it launches the next step, so that
+    `update_weights` may be called with `at_once=False`. It is so on CUDA without fp16, whose next
+    loss scale depends on them, without offload, and with an optimizer that can skip an update on
+    the device (`can_step_unless`)."""
     return (
         engine.host_waits
         and engine.arithmetic.precision != "fp16"
@@ -105,19 +106,19 @@ def update_weights(
     guard: Guard | None = None,
 ) -> Update:
     """Make an optimizer step from the gradients in `engine`, unless loss or gradient norm is not
-    finite, or `guard` leaves the step out. Return both, the same on every rank. Collective.
+    finite, or `guard` leaves the step out. Return the Update (loss, norm, loads, whether it was
+    left out), the same on every rank. The gradients are zeroed afterwards. Collective.
 
     loss: the step's loss, summed over all ranks.
     rate: the learning rate.
     loss_scale: factor by which the gradients are too large.
-    clip_norm: largest gradient norm.
-    at_once: True to copy loss and norm to the host, which decides whether to step. False (only if
-        `may_read_late`) to leave them on the device, whose optimizer skips a non-finite update
-        itself.
+    clip_norm: largest gradient norm; 0 does not clip.
+    at_once: True: the host waits for loss and norm, and decides whether to step. False (only if
+        `may_read_late`): they stay on the device, and the optimizer's kernel skips the update
+        there.
     with_loads: also return the loads of the experts, if the model has any.
-    guard: decides whether loss or norm spikes; None if no step does.
-
-    The gradients are zeroed afterwards.
+    guard: judges whether to leave the step out, also for numbers that are not finite. None: only a
+        number that is not finite leaves it out.
     """
     engine.unscale_gradients(loss_scale)
     norm = engine.gradient_norm()

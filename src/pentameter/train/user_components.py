@@ -39,8 +39,9 @@ OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class UserComponents:
-    """The user's own model (`source`), optimizer, batches and learning rate of a step, 0-based. The
-    configured one is used for each that is absent: None, or GPTSource for the model."""
+    """The user's own model (`source`), optimizer, batches, and learning rate as a function of the
+    0-based step. For each that is not given (None, or GPTSource for the model), the configured one
+    is used."""
 
     source: ModelSource = field(default_factory=GPTSource)
     optimizer: OptimizerFunction | None = None
@@ -75,8 +76,8 @@ class UserComponents:
         return made
 
     def seed_update(self, seed: int, step: int) -> None:
-        """Seed PyTorch's generator before the update of a step, 0-based, by a user's optimizer,
-        which may round at random: the draws are the same in every process, and after a resume."""
+        """Seed PyTorch's generator before the update of a step, 0-based, since a user's optimizer
+        may round at random. So its draws are the same in every process, and after a resume."""
         if self.optimizer is not None:
             word = bits(make_key("update", seed, step), np.zeros(1, dtype=np.int32))[0]
             torch.manual_seed(int(word) & WORD)
@@ -94,10 +95,10 @@ class UserComponents:
     def check_same(
         self, checkpoint: Checkpoint, plan: Plan, *, with_schedule: bool = False
     ) -> None:
-        """Raise ConfigError if the checkpoint was made with the user's own model, optimizer or
-        batches and this run is not, or vice versa; `with_schedule` also if its learning rates were
-        the user's. Names are not compared: a function may move, and two may have the same name.
-        Checkpoints of earlier versions do not say of a schedule whose it was."""
+        """Raise ConfigError if only one of the checkpoint and this run uses the user's own model,
+        or optimizer, or batches; with `with_schedule` also learning rates. Names of functions are
+        not compared: a function may move, and two may have the same name. Schedules are not
+        compared for checkpoints of earlier versions, which do not record them."""
         is_asked = with_schedule and "schedule" in checkpoint.state
         for key, here in self.record(plan).items():
             if key == "schedule" and not is_asked:

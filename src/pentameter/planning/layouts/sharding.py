@@ -173,9 +173,10 @@ class Sharding:
         return self.local_shape((self.n_kv_heads,), ("kv_heads",))[0]
 
     def shards_messages(self, context_length: int) -> bool:
-        """Return whether each tensor-parallel rank holds the whole residual stream but sends only
-        its shard, an equal block of tokens, to the next pipeline stage: in a pipeline with tensor
-        mode 1d and without `sequence`, if the tokens on a rank are a multiple of `tensor`."""
+        """Return whether tensor-parallel ranks shard the activation that a pipeline stage sends to
+        the next one. Each rank then holds the whole residual stream, but sends only an equal block
+        of its tokens; the receiving ranks all-gather the blocks. So it is in a pipeline with tensor
+        mode 1d, without `sequence`, if `tensor` divides the tokens on a rank."""
         time, message = (
             self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
         )

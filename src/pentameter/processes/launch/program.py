@@ -88,16 +88,17 @@ class Preloaded:
 
 @dataclass(frozen=True)
 class Launched:
-    """A process to start: its rank among `world_size`, and among the `local_size` ones of this
-    machine (None: all are here)."""
+    """A process that a launcher starts: its rank, and how many the run has (`world_size`) and this
+    machine (`local_size`). `local_rank` and `local_size` are None if the whole run is on this
+    machine."""
 
     rank: int
     world_size: int
     local_rank: int | None = None
     local_size: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables; without any, the processes meet on this machine, through its
-    loopback interface."""
+    """Further environment variables, for a run on several machines. If there are none, the
+    processes meet on this machine over its loopback interface."""
 
 
 def worker_environment(

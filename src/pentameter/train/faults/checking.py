@@ -43,8 +43,8 @@ Hashes = tuple[int, ...]
 
 
 class FaultChecks:
-    """The checks of one run for silent corruption. `train.check_every` None leaves all but the
-    comparison of copies out."""
+    """The checks of one run for silent corruption. If `train.check_every` is None, only replicas
+    are compared."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -59,23 +59,24 @@ class FaultChecks:
         return step > 0 and any(each is not None and step % each == 0 for each in intervals)
 
     def before_update(self) -> None:
-        """Compare this rank's weights and optimizer state with what the last update left; a
-        difference is told by the next `fault`."""
+        """Compare this rank's weights and optimizer state with what the last update left. `fault`
+        reports a difference later."""
         if self._is_full:
             self._memory.compare()
 
     def after_update(self) -> None:
-        """Note the weights and the optimizer state that an update has left."""
+        """Record sums of the weights and optimizer state that an update has left."""
         if self._is_full:
             self._memory.note()
 
     def forget(self) -> None:
-        """Expect other weights and optimizer state from now on, as a checkpoint is loaded."""
+        """Drop the recorded sums: weights and optimizer state are about to be replaced by a
+        checkpoint's."""
         self._memory.forget()
 
     def fault(self) -> str | None:
-        """Make the checks, and return in words what is wrong, the same on every rank; None if
-        nothing is. Collective."""
+        """Make the checks. Return a description of the fault, the same on every rank, or None if
+        all is well. Collective."""
         run = self._run
         if not self._is_full:
             return _replicas_fault(run)
@@ -123,14 +124,15 @@ def _held(run: TrainingRun) -> Groups:
 
 
 def _state_hash(run: TrainingRun) -> str:
-    """Hash what this rank remembers of the run but times, which differ."""
+    """Return a hash of this rank's TrainState, without times, which differ between ranks."""
     record = run.state.to_json()
     record["train_seconds"] = record["epoch"]["seconds"] = None
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _odd(values: Sequence[object]) -> str:
-    """Return in words the ranks whose value is not that of most; all where there is no majority."""
+    """Return in words the ranks whose value differs from the majority's; all ranks if there is no
+    majority."""
     usual = max(values, key=values.count)
     if values.count(usual) * 2 <= len(values):
         return f"{spelled(range(len(values)))}, of which any may be wrong"
@@ -276,9 +278,9 @@ class GradientCheck:
         return tuple(map(int.from_bytes, run.world.all_gather(digest)))
 
     def _rows(self) -> np.ndarray:
-        """Return the row numbers in the global batch that are computed, int64 (B,): those that this
-        rank would compute in the first asked replica, a micro-batch of them, or with a pipeline,
-        which needs several to run, all."""
+        """Return numbers in the global batch, int64 (B,), of the rows to compute. They are the rows
+        that this rank would compute in the first of the compared replicas: one micro-batch of them,
+        or all in a pipeline, which needs several to run."""
         plan, layout = self._run.plan, self._layout
         rank = _counterpart(layout, self._run.world.rank, self._first)
         rows = layout.rows(rank, plan.batch_size)
@@ -293,12 +295,13 @@ class GradientCheck:
 
 
 def _odd_replicas(asked: Sequence[int], found: Sequence[Hashes]) -> list[int]:
-    """Return the replicas whose gradients are wrong, as far as it can be told. `found` holds what
-    each of `asked` computed, in order; the first two differ.
+    """Return the replicas whose gradients are wrong, as far as it can be told. `found` holds the
+    hashes that each replica in `asked` computed, in order; the first two differ.
 
-    What most computations gave is right; with two replicas, each asked twice, what was given three
-    times. Where there is no such majority, a replica that differs from itself is wrong; else any
-    may be."""
+    The gradients that most computations gave are right; with two replicas, asked twice each, those
+    given three times. Without such a majority, a replica that differs from itself is wrong, and if
+    none does, any may be.
+    """
     usual = max(found, key=found.count)
     if found.count(usual) * 2 > len(found):
         return [replica for replica, each in zip(asked, found, strict=True) if each != usual]
@@ -315,6 +318,7 @@ def _replica_of(layout: Layout, rank: int) -> int:
 
 
 def _counterpart(layout: Layout, rank: int, replica: int) -> int:
-    """Return the rank that is in `replica` what `rank` is in its own."""
+    """Return the rank in `replica` that has the same shards of the model as `rank` has in its own
+    replica."""
     data, shard = divmod(replica, layout.sizes["shard"])
     return layout.rank_of(**{**layout.coordinates(rank), "data": data, "shard": shard})

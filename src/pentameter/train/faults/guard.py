@@ -21,9 +21,9 @@ LEAST_SCATTER = 0.01
 
 
 def spike_limits(history: Tensor, factor: float) -> Tensor:
-    """Return the values (2,) from which on the next loss and gradient norm are spikes, by those of
-    the latest updates (2, window): median + `factor` × scatter. Infinity for a history that is not
-    full, whose oldest values are NaN."""
+    """Return limits (2,): a loss, or a gradient norm, at or above its limit is a spike. Each is
+    median + `factor` × scatter of the row of `history` (2, window), the values at the latest
+    updates. The limit is infinite until the history is full; before, its oldest values are NaN."""
     median = _median(history)
     scatter = NORMAL_SCATTER * _median((history - median[:, None]).abs())
     limits = median + factor * torch.maximum(scatter, LEAST_SCATTER * median.abs())
@@ -37,12 +37,13 @@ def _median(values: Tensor) -> Tensor:
 
 
 class Guard:
-    """Decides for each step in turn whether its update is left out, on `device`, on which losses
-    and norms lie (the host's numbers: the CPU).
+    """Decides for each step in turn whether its update is left out. `device` is where losses and
+    norms are computed: the GPU's, or the CPU if the host has them as numbers.
 
-    It begins with the history in `state`. With `halts`, it leaves out every further update after
-    more than `guard.skips` in a row: the device may be several steps ahead when the host reads that
-    the run must roll back or give up, and the weights must be those of that step.
+    The history of losses and norms begins with that in `state`. With `halts`, once more than
+    `guard.skips` updates in a row were left out, every further one is too. The device may be
+    several steps ahead of the host, which reads later that the run must roll back or give up; the
+    weights then still are those of that step.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Guard:
         self._n_skipped = torch.tensor(state.consecutive_skips, device=device)
 
     def judge(self, loss: LossSum, norm: Tensor | float) -> Tensor:
-        """Return whether a step's update is left out: its loss or gradient norm is not finite or a
-        spike, or too many were left out before; 1 or 0, float32 (). `loss` is summed over all
-        ranks, `norm` is that before clipping. A step that is not left out enters the history."""
+        """Return 1 to leave the step's update out, else 0, as float32 (). It is left out if loss or
+        gradient norm is not finite or a spike, or, with `halts`, if too many in a row were left out
+        before. `loss` is summed over all ranks, `norm` is that before clipping. A step that is not
+        left out enters the history."""
         if isinstance(norm, Tensor):
             total, norm = (torch.as_tensor(each).double() for each in (loss.total, norm))
             values = torch.stack([total / loss.n_targets, norm])

@@ -15,7 +15,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.links import measure_links
 
 OUTLIER = 2.0
-"""How many times as long as the others (their median) a rank takes that is warned of."""
+"""A rank is an outlier if it takes this many times the median of the others; a warning names it."""
 
 
 def check_health(engine: Engine) -> list[str]:

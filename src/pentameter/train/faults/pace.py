@@ -20,17 +20,19 @@ from pentameter.processes.group.world import World
 from pentameter.record.events import RankMetrics
 
 SLOW = 1.2
-"""A rank's own time ÷ the others' from which it counts as slow."""
+"""A rank counts as slow if its own time ÷ the others' is at least this."""
 SLOW_FOR_PLAN = 2.0
-"""The same for a rank that is compared with what the plan expects of its stage."""
+"""The same limit where a rank has no equals: for its own time ÷ what the plan expects of its
+stage."""
 SLOW_STEPS = 50
-"""Steps for which a rank is slow until a warning says so, and for which none is until a warning may
-be said again."""
+"""Steps in a row for which a rank is slow before a warning says so. After a warning, no rank may be
+slow for as many before another one."""
 
 
 @dataclass(frozen=True)
 class OwnTime:
-    """Mean seconds of a rank's latest `n_steps` steps: its own, and those of a whole step."""
+    """Times of a rank, means over its latest `n_steps` steps, in seconds: its own time (see above)
+    and that of a whole step."""
 
     own_seconds: float
     step_seconds: float
@@ -56,15 +58,16 @@ class RankPace:
         ]
 
     def numbers(self, own: OwnTime) -> list[int]:
-        """Return what this rank adds to a message whose maxima all ranks get: its own time in
-        nanoseconds, at its rank, and 0 for each other rank."""
+        """Return a number for each rank, to be all-reduced to their maxima: this rank's own time in
+        nanoseconds at its index, 0 elsewhere."""
         numbers = [0] * self._world.size
         numbers[self._world.rank] = max(1, round(1e9 * own.own_seconds))
         return numbers
 
     def metrics(self, step: int, maxima: Sequence[int], own: OwnTime) -> RankMetrics:
-        """Return the metrics of the slowest rank at `step`. `maxima` are the numbers of all ranks,
-        `own` is this rank's time, whose whole steps are the same on each."""
+        """Return the metrics of the slowest rank at `step`. `maxima` are the own times of all
+        ranks, from `numbers`. `own` holds this rank's times; a whole step takes equally long on
+        every rank."""
         relative = [
             nanoseconds / 1e9 / cost for nanoseconds, cost in zip(maxima, self._costs, strict=True)
         ]
@@ -86,8 +89,8 @@ class RankPace:
         )
 
     def _of_others(self, rank: int, relative: Sequence[float]) -> float:
-        """Return the median of the other ranks' values, of those in the same stage if there are
-        any."""
+        """Return the median of the other ranks' values; if other ranks run the same stage, the
+        median of theirs."""
         others = [other for other in range(len(relative)) if other != rank]
         alike = [other for other in others if self._stages[other] == self._stages[rank]]
         return median(relative[other] for other in alike or others)
@@ -102,8 +105,8 @@ class SlowRank:
         self._has_warned = False
 
     def warning(self, metrics: RankMetrics) -> str | None:
-        """Return a sentence about the slowest rank if it has been slow for long, else None; once,
-        and again only after no rank was for as long."""
+        """Return a sentence if the slowest rank has been slow for SLOW_STEPS steps, else None. It
+        is returned once, and again only after as many steps in which no rank was slow."""
         slow = SLOW if metrics.alike else SLOW_FOR_PLAN
         if metrics.own_seconds < slow * metrics.others_seconds:
             self._rank, self._slow_steps = None, 0

@@ -19,8 +19,8 @@ NAMED_ROWS = 3
 
 @dataclass(frozen=True)
 class HighestRows:
-    """The batch rows with the highest loss, that one first, each with its mean loss in nats per
-    target; `median` is the median over the whole batch."""
+    """The batch rows with the highest loss, the highest first, each with its mean loss in nats per
+    target. `median` is the median over the whole batch."""
 
     median: float
     rows: tuple[tuple[RowRead, float], ...]

@@ -29,11 +29,11 @@ from pentameter.train.update import Update
 
 
 def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Update) -> bool:
-    """Count and report the latest step, whose update (with its numbers on the host) was left out;
-    call `on_skip` hooks. Return True if the run has rolled back after it. Collective.
+    """Count and report the latest step, whose update was left out, and call `on_skip` hooks. Return
+    True if the run has rolled back after it. Collective. `update` has its numbers on the host.
 
     Raises TrainingFailedError after more than `guard.skips` such steps in a row if the run does not
-    roll back. Under fp16 the loss scale is found by overflow, so such steps count only once the
+    roll back. fp16 finds its loss scale by overflows, so under it such steps count only once the
     scale is 1.
     """
     state = run.state
@@ -75,9 +75,9 @@ def _fault(run: TrainingRun, update: Update) -> str:
 
 
 def _highest_rows(run: TrainingRun) -> str:
-    """Return a clause that names the rows with the highest loss in the batch of the first of the
-    latest skipped steps, and where they are from; "" for a user's batches. Their losses are those
-    of the present weights, which have not changed since. Collective."""
+    """Return a clause about the first of the latest skipped steps: the rows of its batch with the
+    highest loss, and the documents they are from. Empty if a user's function makes the batches. The
+    losses are those of the present weights, which have not changed since. Collective."""
     state, batches = run.state, run.batches
     if not isinstance(batches, TrainingBatches):
         return ""
@@ -91,9 +91,9 @@ def _highest_rows(run: TrainingRun) -> str:
 
 
 def _roll_back(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, why: str) -> None:
-    """Undo the updates since the newest step in `guard.rollback_steps`, which is then taken off the
+    """Undo the updates since the newest step in `guard.rollback_steps`, take that step off the
     list, and call `on_rollback` hooks with the reason `why`. Collective. Gives up if no step is
-    left, its checkpoint is gone, or `guard.rollbacks` are made."""
+    left, its checkpoint is gone, or `guard.rollbacks` are used up."""
     state, guard = run.state, run.state.guard
     if len(guard.undone) >= run.config.guard.rollbacks:
         _give_up(run, checkpoints, f"{why}; {len(guard.undone)} rollbacks are made")

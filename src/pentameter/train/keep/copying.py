@@ -36,7 +36,8 @@ from pentameter.record.log_files import MAX_METRICS_BYTES
 from pentameter.train.keep.run_folder import RunFolder
 
 COPIED_FILES = ("plan.json", "environment.json", "metrics.jsonl", "log.txt", "config.toml")
-"""The run's own files that go with each copy. Its samples do, too, in one object: SAMPLES_NAME."""
+"""Files of the run that are copied along with each checkpoint. Its samples are too, packed into one
+object, SAMPLES_NAME."""
 SAMPLES_NAME = "samples.json"
 MOST_TIMES_SAVED = 5
 """Times that a checkpoint may be saved again at its step while it is copied."""
@@ -46,7 +47,8 @@ _GRACE_SECONDS = 1.0  # for the thread that copies to give up by itself
 
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint to copy, and the steps of those that a run resumed from it may return to."""
+    """A job for the copying thread: a checkpoint to copy, and the steps of the earlier ones that a
+    run resumed from it may return to."""
 
     step: int
     needs: tuple[int, ...]
@@ -55,12 +57,13 @@ class _Job:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps to copy, in this order: what is needed comes first."""
+        """The steps to copy, in order: first those that the newest checkpoint needs."""
         return *(need for need in self.needs if need != self.step), self.step
 
 
 def _not_copied(step: int | None, settings: CheckpointConfig) -> str:
-    """Return a clause that says which step is not copied; None if copies are to be removed only."""
+    """Return a clause that says which step is not copied. `step` is None for a job that only
+    removes copies."""
     url = shown_url(settings.copy_to or "")
     return f"{url} is not tidied up" if step is None else f"step {step} is not copied to {url}"
 
@@ -72,7 +75,7 @@ class _Copier:
         self._settings, self._folder, self._remote = settings, folder, remote
         self._damaged: set[int] = set()  # steps that others need and cannot be copied
         self.words: deque[str] = deque()
-        """Lines about them that are not told yet."""
+        """Warnings about checkpoints left out, not yet printed."""
 
     def copy(self, job: _Job) -> int:
         """Copy a job's checkpoints, and return the bytes that were written. A damaged one that the
@@ -94,8 +97,8 @@ class _Copier:
         return n_bytes
 
     def _add(self, path: Path, job: _Job) -> int:
-        """Copy the checkpoint at `path`, and return the bytes that were written. One that is saved
-        again at its step meanwhile is copied as it is then."""
+        """Copy the checkpoint at `path`, and return the bytes that were written. If it is saved
+        again at its step meanwhile, the newer content is copied."""
         for n_left in reversed(range(MOST_TIMES_SAVED)):
             before = _content(path)
             try:
@@ -113,11 +116,11 @@ class _Copier:
 
 
 class CheckpointCopies:
-    """The copies of the checkpoints of the run in `folder`. Without `checkpoint.copy_to`, and on
-    other ranks than 0 (`remote` is None there), its methods do nothing.
+    """The copies of the checkpoints of the run in `folder`, made by rank 0. The methods do nothing
+    without `checkpoint.copy_to`, and on other ranks (`remote` is None there).
 
-    A folder for a run is on a disk that all its machines see, so one process can copy all of it,
-    and no message between ranks decides which copy is complete.
+    A run folder is on a disk that all machines of the run see. So one process can copy all of it,
+    and ranks need not agree on which copy is complete.
     """
 
     def __init__(
@@ -146,8 +149,8 @@ class CheckpointCopies:
 
     def request(self, step: int, needs: Collection[int], *, at_end: bool = False) -> None:
         """Have the checkpoint at `step` copied, and before it those at the steps in `needs` that
-        exist. `at_end` says that the run ends there: the copy is begun by `finish`, so that what is
-        recorded until then goes with it."""
+        exist. `at_end` says that the run ends at `step`: its copy then waits for `finish`, so that
+        everything recorded until then is copied with it."""
         if self._remote is None:
             return
         job = _Job(step, tuple(needs), time.perf_counter())
@@ -159,7 +162,8 @@ class CheckpointCopies:
             self._start()
 
     def discard_after(self, step: int) -> None:
-        """Remove the copies of steps after `step`, which a run that gave up has removed."""
+        """Remove the copies of steps after `step`: the run gave up, and has removed these
+        checkpoints."""
         if self._remote is None:
             return
         with self._changed:
@@ -177,10 +181,10 @@ class CheckpointCopies:
     def finish(
         self, world: World, is_stopping: Callable[[], bool], say: Callable[[str], None]
     ) -> str | None:
-        """Wait for all copies, and for `checkpoint.copy_wait_seconds` at most: of the time that a
-        failing store takes, and of all time once `is_stopping` returns True. Call `say` with a line
-        when it takes long. Return a clause about what is not copied, the same on every rank; None
-        if all is. Collective."""
+        """Wait for all copies. Return a clause about what is not copied, the same on every rank, or
+        None if all is. The wait ends after `checkpoint.copy_wait_seconds`, which count only while
+        the store fails or once `is_stopping` returns True. `say` is called with a line when it
+        takes long. Collective."""
         if self._settings.copy_to is None:
             return None
         self._release()
@@ -191,17 +195,17 @@ class CheckpointCopies:
     def finish_after_error(
         self, is_stopping: Callable[[], bool], say: Callable[[str], None]
     ) -> None:
-        """Wait for all copies, for `checkpoint.copy_wait_seconds` at most, and no longer once
-        `is_stopping` returns True: a launcher that ends the processes of a run that has lost one
-        wants to start them again. `say` as in `finish`. Not collective."""
+        """Wait for all copies, for `checkpoint.copy_wait_seconds` at most. The wait ends once
+        `is_stopping` returns True: a launcher that stops the other ranks after a loss wants to
+        start them again. `say` as in `finish`. Not collective."""
         self._release()
         wait = _Wait(self, lambda: True, self._settings.copy_wait_seconds, say)
         while not (wait.is_over() or is_stopping()):
             time.sleep(PAUSE_SECONDS)
 
     def take_word(self) -> str | None:
-        """Return a line about a damaged checkpoint that is left out, or about a store that fails
-        for some seconds, once each; else None."""
+        """Return a line that was not returned before, about a damaged checkpoint that is left out
+        or a store that has failed for some seconds; None if there is none."""
         if self._copier is not None and self._copier.words:
             return f"warning: {self._copier.words.popleft()}"
         word = self.attempts.take_word()
@@ -226,7 +230,7 @@ class CheckpointCopies:
 
     @property
     def missing(self) -> str:
-        """A clause that names the newest step that is to be copied, and is not yet."""
+        """A clause that names the newest step whose copy was asked for and is not made yet."""
         with self._changed:
             jobs = (self._held, self._next, self._now)
             steps = [job.step for job in jobs if job is not None]
@@ -267,7 +271,7 @@ class CheckpointCopies:
                 self._record(job)
 
     def _record(self, job: _Job) -> None:
-        """Make a copy, and keep what became of it for `take_done`."""
+        """Make a copy, and keep its result, or its error, for `take_done`."""
         assert self._copier is not None  # else nothing is requested
         n_bytes, failure = 0, None
         try:
@@ -321,8 +325,9 @@ def open_copies(
 
 
 def _content(path: Path) -> bytes | None:
-    """Return what the checkpoint folder at `path` holds, by its manifest; None if it cannot be
-    read, as between the two renames by which another one takes its place."""
+    """Return a value that identifies the content of the checkpoint folder at `path`, from its
+    manifest. None if it cannot be read, as for a moment while another checkpoint is renamed to its
+    place."""
     for _ in range(_READINGS):
         with suppress(PentameterError):
             return read_own_manifest(path).to_bytes()
@@ -331,9 +336,9 @@ def _content(path: Path) -> bytes | None:
 
 
 class _Wait:
-    """The wait for `copies` at the end of a run. It is limited to `seconds`: of the time that a
-    failing store takes, and of all time once `is_stopping` returns True. `say` is called with a
-    line after SAY_AFTER_SECONDS: what the store has answered, or that a copy is under way."""
+    """The wait for `copies` at the end of a run. It ends after `seconds`, which count only while
+    the store fails or once `is_stopping` returns True. After SAY_AFTER_SECONDS, `say` is called
+    with a line: the store's answer, or that a copy is being made."""
 
     def __init__(
         self,
@@ -349,7 +354,7 @@ class _Wait:
         self._says_at = time.monotonic() + SAY_AFTER_SECONDS
 
     def is_over(self) -> bool:
-        """Return True once nothing is left to copy, or the time is over."""
+        """Return True once nothing is left to copy, or the time is up."""
         copies, now = self._copies, time.monotonic()
         if (word := copies.take_word()) is not None:
             self._say(word)

@@ -38,14 +38,15 @@ from pentameter.train.say.console import Console
 
 
 def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | None:
-    """If `checkpoint.copy_to` holds a newer checkpoint of the run than its folder, bring that back,
-    with those that it may return to and the run's history. Return, on rank 0, the copies that are
-    there; None on other ranks, and if nothing is to be copied.
+    """If `checkpoint.copy_to` holds a newer checkpoint of the run than its folder, restore it,
+    together with the earlier ones that the run may return to, and the run's history. Return the
+    copies in the store on rank 0; None on other ranks, and without `copy_to`. Collective; other
+    ranks wait for as long as it takes.
 
-    Collective; other ranks wait for as long as it takes. Raises ConfigError if the copies are of
-    another run, or `--resume never` was given and there are any; StorageError if the store does not
-    answer, unless `checkpoint.on_error` is `warn` and the folder has a checkpoint to go on from;
-    CorruptError if all copies are damaged.
+    Raises ConfigError if the copies are of another run, or if there are any and `--resume never`
+    was given. Raises StorageError if the store does not answer, unless `checkpoint.on_error` is
+    `warn` and the folder has a checkpoint to resume from. Raises CorruptError if all copies are
+    damaged.
     """
     settings, world = request.config.checkpoint, request.world
     if settings.copy_to is None:
@@ -63,16 +64,16 @@ def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | 
 
 
 def _newest_there(request: RunRequest) -> tuple[str, int] | None:
-    """Return the run's id and the step of its newest whole checkpoint in the run folder; None
-    without one."""
+    """Return the run's id and the step of its newest complete checkpoint in the run folder; None if
+    it has none."""
     with suppress(CorruptError):  # what is damaged here is no reason not to bring it back
         return newest_of_run(request.run_dir, request.verification.check)
     return None
 
 
 class _Restoring(threading.Thread):
-    """The work of rank 0, in a thread: meanwhile this rank tells the others to wait. Daemonic, as a
-    request that hangs must not keep a process that is stopped by a signal."""
+    """A thread that restores copies on rank 0, which meanwhile keeps the other ranks waiting. It is
+    a daemon, since a request that hangs must not keep alive a process that a signal stops."""
 
     def __init__(
         self, request: RunRequest, url: str, console: Console, there: tuple[str, int] | None
@@ -83,10 +84,10 @@ class _Restoring(threading.Thread):
         self._warnings: list[str] = []
         self._error: BaseException | None = None
         self.copies: RemoteCopies | None = None
-        """The copies that are there, as far as the store has answered."""
+        """The copies in the store, once it has listed them."""
 
     def run(self) -> None:
-        """Do the work, and keep what it raises for `outcome`."""
+        """Restore, and keep an exception for `outcome` to raise."""
         try:
             self.copies = RemoteCopies(RemoteFolder(self._url), self._warnings)
             self._restore(self.copies)
@@ -101,7 +102,7 @@ class _Restoring(threading.Thread):
         return self.is_alive()
 
     def outcome(self) -> list[str]:
-        """Return the warnings; raise the error that stopped the work."""
+        """Return the warnings, or raise the error that stopped the thread."""
         if self._error is not None:
             raise self._error
         return self._warnings
@@ -125,8 +126,8 @@ class _Restoring(threading.Thread):
                 self._bring_back(copies, newer, lock.fence)
 
     def _refuse_other_run(self, copies: RemoteCopies, run_id: str | None) -> None:
-        """Raise ConfigError if the copies are not to be gone on from: `run_id` is that of the
-        checkpoints in the run folder, None if there are none."""
+        """Raise ConfigError if the run may not resume from the copies. `run_id` is the id in the
+        run folder's checkpoints, None if there are none."""
         resume, url = self._request.resume, copies.folder
         if resume == "never":
             raise ConfigError(
@@ -145,7 +146,8 @@ class _Restoring(threading.Thread):
             )
 
     def _bring_back(self, copies: RemoteCopies, newer: list[Copy], fence: Fence) -> None:
-        """Restore the newest of the copies in `newer` (newest first) that is whole."""
+        """Restore the newest copy that is complete. `newer` lists those newer than the run folder,
+        newest first."""
         assert copies.run_id is not None  # there are copies
         refuse_symlinks(self._path)
         refuse_foreign(self._path, RunIdentity(copies.run_id))
@@ -174,8 +176,8 @@ class _Restoring(threading.Thread):
     def _fetch(
         self, copies: RemoteCopies, copy: Copy, store: CheckpointStore, fence: Fence
     ) -> None:
-        """Bring back one copy. The run folder counts as one only once config.toml is there, which
-        is removed first and written last."""
+        """Restore one copy. config.toml marks a run folder, so it is removed first and written
+        last: a half restored folder is no run."""
         files = {
             name: read_run_file(copies.folder, copy, name) for name in (*COPIED_FILES, SAMPLES_NAME)
         }
@@ -207,9 +209,9 @@ class _Restoring(threading.Thread):
 
 @contextmanager
 def _unmarked(path: Path, fence: Fence) -> Iterator[None]:
-    """Take away config.toml, which marks the run folder `path`, for the body of a `with`, which
-    writes another one; an error brings it back, unless `fence` says that another process has taken
-    over the folder."""
+    """Context manager: remove config.toml, which marks the run folder `path`. The block writes a
+    new one. After an error the old one is put back, unless `fence` says that another process has
+    taken over the folder."""
     marker = path / "config.toml"
     before = None
     with suppress(CorruptError):
@@ -229,7 +231,8 @@ def _unmarked(path: Path, fence: Fence) -> Iterator[None]:
 
 
 def _write_run_files(path: Path, files: dict[str, bytes]) -> None:
-    """Write a run's own files into its folder: those that are not empty, config.toml last."""
+    """Write a run's own files (name → content) into its folder, config.toml last; remove those
+    whose content is empty."""
     samples = files.pop(SAMPLES_NAME)
     make_folder(path / "samples")
     for name, text in (decode_json(samples, path / SAMPLES_NAME) if samples else {}).items():

@@ -63,16 +63,16 @@ class RunRequest:
 
 
 def step_folders(path: Path) -> list[str]:
-    """Return the names in `path`/checkpoints that complete checkpoints can have (step-…),
-    sorted."""
+    """Return the names of the folders in `path`/checkpoints that may hold complete checkpoints
+    (step-…), sorted."""
     names = (entry.name for entry in (path / "checkpoints").glob("step-*"))
     return sorted(name for name in names if step_of(name) is not None)
 
 
 def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:
-    """Raise ConfigError if `path` holds checkpoints of another run than `identity`, the record that
-    `read_identity(path)` returns. If it is None (no config.toml, which marks a run folder), raise
-    ConfigError for any checkpoint, and for a plan.json next to metrics."""
+    """Raise ConfigError if `path` holds checkpoints of another run than `identity`, as
+    `read_identity(path)` returned it. `identity` is None for a folder without config.toml, which is
+    no run folder; any checkpoint in it is then refused, and also a plan.json next to metrics."""
     names = step_folders(path)
     branch = f"--run-dir NEW --resume {path}/checkpoints/step-…"
     if identity is None:
@@ -109,8 +109,8 @@ def refuse_foreign(path: Path, identity: RunIdentity | None) -> None:
 
 
 def newest_of_run(path: Path, check: Check) -> tuple[str, int] | None:
-    """Return the id of the run in the folder `path`, and the step of its newest checkpoint that is
-    whole by `check`; None without one. Raises CorruptError if plan.json is damaged."""
+    """Return the id of the run in the folder `path`, and the step of its newest checkpoint that
+    passes `check`; None if there is none. Raises CorruptError if plan.json is damaged."""
     identity = read_identity(path)
     if identity is None:
         return None
@@ -130,13 +130,13 @@ def no_checkpoint(request: RunRequest) -> ConfigError:
 
 
 def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
-    """Raise ConfigError, listing the differences, if a run resumed from `checkpoint` would have
-    made other steps so far.
+    """Raise ConfigError, listing the differences, unless a run resumed from `checkpoint` would have
+    made the same steps up to it. The configuration in `plan` is compared with config.toml in the
+    run folder `path` and with the one in the checkpoint. Only [schedule] may differ, and no
+    learning rate up to the checkpoint may. `asked` is the user's configuration, from which `plan`
+    was derived; the message names its keys.
 
-    The config.toml in the run folder `path` and the one in the checkpoint are compared with the
-    configuration in `plan`: only [schedule] may differ, and no learning rate up to the checkpoint.
-    `asked` is the user's configuration, from which `plan` was derived; the message names its keys.
-    Raises ConfigError, too, if the plan has fewer steps than the checkpoint, and CorruptError for a
+    Also raises ConfigError if the plan has fewer steps than the checkpoint, and CorruptError for a
     damaged checkpoint.
     """
     saved_layout(checkpoint)  # raises if the layout is unknown
@@ -201,9 +201,13 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """Return the error message for a run in `path` whose configuration differs: the differences, by
-    the keys that the user sets, and the remedy. `found` was read from `source`, a config.toml;
-    `asked` is the user's configuration, from which `plan` was derived; `n_steps` steps are made."""
+    """Return the error message for a run in `path` that was made with another configuration: the
+    differences, by the keys that the user sets, and a remedy.
+
+    source, found: a config.toml and the configuration in it.
+    plan, asked: the new plan, and the user's configuration that it was derived from.
+    n_steps: the steps that the run has made.
+    """
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""
@@ -257,13 +261,13 @@ def _from_length(config: Config) -> set[str]:
 
 
 def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
-    """Plan the requested run with `plan_of`, which makes a Plan for a configuration. Its schedule
-    begins at the step at which the run in the folder was extended, or, for `--resume extend`, at
-    that run's last checkpoint. Collective.
+    """Return the Plan of the requested run. `plan_of` makes a Plan from a configuration.
+    Collective.
 
-    An interrupted extension is recognised from the folder's config.toml, and not made again. Raises
-    ConfigError if there is nothing to extend, or if train.steps is not beyond the last checkpoint;
-    and any error from `plan_of`.
+    If the run was extended, its schedule begins at that step; with `--resume extend` it begins at
+    the last checkpoint. An extension that was interrupted is found in the folder's config.toml, and
+    not begun again. Raises ConfigError if there is nothing to extend, or if train.steps is not
+    beyond the last checkpoint; and any error from `plan_of`.
     """
     path, config, world = request.run_dir, request.config, request.world
     extends = request.resume == "extend"

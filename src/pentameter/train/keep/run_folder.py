@@ -81,7 +81,7 @@ WRITTEN_FOLDERS = (
 @dataclass(frozen=True)
 class RunFolder:
     """An open run folder: its `path`, the run's id, and the `store` that saves its checkpoints.
-    `checkpoint` is the one to resume from, None for a new run."""
+    `checkpoint` is the one to resume from; None for a new run."""
 
     path: Path
     run_id: str
@@ -90,22 +90,23 @@ class RunFolder:
     initial_weights: InitialWeights | None = None
     """Another model's weights, for a new run that begins with them; else None."""
     base_model: str | None = None
-    """The Hugging Face name of the model that the run's weights came from; None if they did not."""
+    """The Hugging Face name of the model that the run began with; None if it began with none of
+    these."""
     reached: Reached | None = None
-    """The last step that was recorded before this start, and when; None for a new run, and
-    where no event says its time."""
+    """The last step that an earlier start recorded, and when. None for a new run, and if no event
+    has a time."""
     own_keys: bool = True
-    """Whether each data set of a mixture is drawn by keys of its own; False for a run that an
-    earlier version began, which goes on as it was."""
+    """Whether random keys for drawing batch rows differ between the data sets of a mixture. False
+    only for a run that an earlier version began, which keeps its old order."""
     opened: HeldFolder | None = None
-    """The folder as this rank sees it."""
+    """The folder, held open by this rank, to notice if another one takes its place."""
     fence: Fence | None = None
-    """Tells whether this run, by rank 0's process, still holds the folder's lock."""
+    """Tells whether rank 0's process still holds the folder's lock."""
 
     @property
     def holds_checkpoint(self) -> bool:
-        """True if `checkpoint` is one of this folder, False for none and for one elsewhere from
-        which the run branches off, be it in a folder below this one."""
+        """True if `checkpoint` is in this folder. False if there is none, or if the run branches
+        off from one elsewhere, even in a folder below this one."""
         found = self.checkpoint
         return found is not None and found.path.parent == self.path.resolve() / "checkpoints"
 
@@ -115,19 +116,20 @@ class RunFolder:
             self.opened.check(lambda: _holds(self.path, self.run_id))
 
     def check_ours(self) -> None:
-        """Raise StorageError unless `path` still leads to this run's folder, RunFolderInUseError
-        if another process has taken it over; called before anything is written there."""
+        """Call before anything is written into the folder. Raises StorageError unless `path` still
+        leads to this run's folder, RunFolderInUseError if another process has taken it over."""
         self.check_there()
         if self.fence is not None:
             self.fence.check()
 
     def check_not_taken(self) -> None:
-        """Do what `check_ours` does once the run has let its lock go: nobody need hold it."""
+        """Make the same check as `check_ours` after the run has released its lock, when no process
+        need hold it."""
         replace(self, fence=self.fence and replace(self.fence, is_owner=False)).check_ours()
 
     def check_not_replaced(self) -> None:
         """Raise RunFolderInUseError if another process has taken the folder over. A folder that is
-        not there, which may come back, says nothing."""
+        missing at the moment is no error: its disk may come back."""
         with suppress(StorageError):
             self.check_ours()
 
@@ -154,8 +156,8 @@ class RunFolder:
         write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Write environment.json: `environment` (versions and devices) for this start, and those of
-        earlier starts, which the file held before. Raises StorageError."""
+        """Write environment.json: `environment` (versions and devices) of this start, after those
+        of earlier starts. Raises StorageError."""
         self.check_ours()
         path = self.path / "environment.json"
         record = {**environment, "earlier_starts": _earlier_starts(path)}
@@ -177,12 +179,12 @@ def open_run_folder(
     request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None = None
 ) -> RunFolder:
     """Create the run folder, or rewind it to the checkpoint to resume from, and return it open.
+    Collective: rank 0 does it and broadcasts the result; all ranks help to hash what is verified.
+    The caller holds the folder's lock; from then on its `fence` is asked before each write.
 
-    Collective: rank 0 does it and broadcasts the result; all ranks hash what it verifies. The
-    caller holds the folder's lock, whose `fence` is asked from then on before anything is written.
-    Raises ConfigError, with the differences, if the folder holds another run or one on other data;
-    nothing has been changed then. It also raises ConfigError if a rank does not see the folder,
-    since each rank writes its shards of a checkpoint there.
+    Raises ConfigError, with the differences, if the folder holds another run or one on other data,
+    before anything is changed. Also raises ConfigError if a rank does not see the folder, since
+    each rank writes its shards of a checkpoint there.
     """
     world, verification = request.world, request.verification
     folder, begins_with = verification.on_main(
@@ -203,8 +205,7 @@ def open_run_folder(
 
 
 def hash_of_read(dataset: Dataset, plan: Plan, step: int) -> str:
-    """Return the sha256, in hex, of the tokens that a run can have read in its first `step`
-    steps."""
+    """Return the sha256, in hex, of all tokens that the first `step` steps may have read."""
     return dataset.hash_of(tokens_for(step * plan.batch_size, plan.config.model.context_length))
 
 
@@ -251,9 +252,9 @@ def refuse_symlinks(path: Path) -> None:
 def _open(
     request: RunRequest, plan: Plan, dataset: Dataset, fence: Fence | None
 ) -> tuple[RunFolder, Path | None]:
-    """Create or rewind the folder, on rank 0: first make every check that may refuse it, then
-    change it. Return it, and the model that a new run begins with, as it was found; None if it
-    begins with none."""
+    """Create or rewind the folder on rank 0. All checks that may refuse it come before any change.
+    Return the open folder, and the path of the model whose weights a new run begins with; None if
+    it begins without one, or resumes."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
     check, begins_with = request.verification.check, None
     refuse_symlinks(path)
@@ -310,8 +311,8 @@ def _open(
 
 
 def _check_data(path: Path, dataset: Dataset, plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError if the tokens that the run in `path` has read up to its `checkpoint` are
-    others now."""
+    """Raise ConfigError if the tokens that the run in `path` has read up to `checkpoint` have
+    changed."""
     data_hash = saved_state(checkpoint)[1].data_hash
     now = hash_of_read(dataset, plan, checkpoint.step)
     if data_hash not in (None, now):
@@ -326,9 +327,9 @@ def _check_data(path: Path, dataset: Dataset, plan: Plan, checkpoint: Checkpoint
 def _check_resumes(
     request: RunRequest, identity: RunIdentity, parent: Mapping[str, Any] | None
 ) -> None:
-    """Raise ConfigError if the run in the folder, identified by `identity`, may not resume:
-    `--resume never` was given, or the run began from other weights, or `parent` (the checkpoint to
-    branch off from; None for none) is not the one that it began from."""
+    """Raise ConfigError if the run in the folder, given by `identity`, may not resume: `--resume
+    never` was given, it began from other weights, or it branched off from another checkpoint than
+    `parent` (None: from no checkpoint)."""
     path = request.run_dir
     if request.resume == "never":
         raise ConfigError(
@@ -412,9 +413,10 @@ def _remove_unfinished(path: Path, warnings: list[str]) -> None:
 
 
 def _rewind(folder: RunFolder, record: SavedRun | None) -> Reached | None:
-    """Truncate the logs to their sizes when the checkpoint was saved (`record`), and remove samples
-    of later steps. Without a checkpoint in this folder, empty the logs and remove those of other
-    ranks. Return the last step that was recorded; None without a checkpoint in this folder."""
+    """Truncate the logs to their sizes in `record`, from when the checkpoint was saved, and remove
+    samples of later steps. If this folder has no checkpoint, empty the logs and remove those of
+    other ranks. Return the last step that was recorded and when, or None if this folder has no
+    checkpoint."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not folder.holds_checkpoint:
         last_step, record, event = -1, None, None

@@ -72,14 +72,14 @@ from pentameter.train.keep.run_folder import hash_of_read
 from pentameter.train.run import TrainingRun
 
 ROLLBACK_CHECKPOINTS = 2
-"""Checkpoints that are kept for rollbacks: of a run that fails again at once the first of them was
-saved too late."""
+"""Number of checkpoints kept for rollbacks. If a run fails again at once after a rollback to the
+newer one, that one was saved too late, and it goes back to the older."""
 
 
 @dataclass
 class _PendingSave:
-    """A save that is planned or being written, and not committed yet. `save` is the store's record;
-    `is_best` says that the step's evaluation was the best so far."""
+    """A save that is planned or being written, and not committed yet. `save` is the checkpoint
+    store's part of it; `is_best` says that the step's evaluation was the best so far."""
 
     save: Save
     is_best: bool
@@ -96,7 +96,8 @@ class _PendingSave:
         return not self.save.world.all_reduce_max(self.save.is_writing)
 
     def why_not_saved(self) -> object:
-        """Wait until this rank has written its files, and return why they are not committed."""
+        """Wait until this rank has written its files, and return the reason that the save is not
+        committed."""
         try:
             self.save.written()
         except Exception as error:
@@ -122,13 +123,13 @@ class _PendingSave:
 
 
 class RunCheckpoints:
-    """A run's checkpoints: saved when one is due and every rank's tensors are finite and alike, and
-    removed when newer ones replace them, but never the newest known good one, by the rules at the
-    head of this file. Methods are collective.
+    """A run's checkpoints. They are saved when one is due and every rank's tensors are finite and
+    replicas equal, and removed when newer ones replace them, but never the newest known good one.
+    The rules are at the head of this file. Methods are collective.
 
-    `log_ends` is called on rank 0 at each save; it syncs the logs and returns the sizes, in bytes,
-    to which a resumed run truncates them. `on_saved` is called on every rank for each checkpoint
-    that is now on disk.
+    log_ends: called on rank 0 at each save; it syncs the logs and returns the sizes, in bytes, to
+        which a resumed run truncates them.
+    on_saved: called on every rank for each checkpoint that is now on disk.
     """
 
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
@@ -151,13 +152,15 @@ class RunCheckpoints:
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
     def save_if_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> None:
-        """Between two steps: commit an overlapped save that every rank has written by now, and save
-        if one is due.
+        """Commit a pending save that every rank has written by now, then save if a save is due.
+        Call it between two steps.
 
-        `complete` and `interrupted` say that the run ends at this step, with all its steps or by a
-        signal; `new_best` that its evaluation was the best. Raises TrainingFailedError if weights
-        or optimizer state are not finite or replicas differ. Raises StorageError if a save fails
-        and the run ends here, or `checkpoint.on_error` asks for it; earlier checkpoints stay.
+        complete, interrupted: the run ends at this step, with all its steps made or by a signal.
+        new_best: the evaluation at this step was the best.
+
+        Raises TrainingFailedError if weights or optimizer state are not finite or replicas differ.
+        Raises StorageError if a save fails and the run ends here or `checkpoint.on_error` asks for
+        it; earlier checkpoints stay.
         """
         ends = complete or interrupted
         _note_rollback_step(self.run, self._begun_step)
@@ -204,11 +207,12 @@ class RunCheckpoints:
         return not self._is_owed
 
     def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
-        """Wait for the pending save, if any, commit it, and remove old checkpoints; with `beside`
-        these are removed in a thread while training goes on. Collective.
+        """Wait for the pending save, if any, commit it, and remove old checkpoints. Collective.
 
-        On failure, raise StorageError if `must_not_fail` is True, or if `checkpoint.on_error` ends
-        the run and `may_fail` is False; in every other case print a warning.
+        may_fail: a failure only prints a warning, even if `checkpoint.on_error` ends the run.
+        must_not_fail: a failure always raises StorageError. With neither, it does so if
+            `checkpoint.on_error` ends the run.
+        beside: remove old checkpoints in a thread while training goes on.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -236,9 +240,9 @@ class RunCheckpoints:
         return _overlaps_saves(self.run)
 
     def close(self) -> None:
-        """Finish the pending save after an error has ended the run. A single process commits it. If
-        there are more ranks, print that it is not saved, as all of them would have to take part.
-        Not collective."""
+        """Finish the pending save after an error has ended the run. In a run with one process,
+        commit it. With several ranks a commit would need them all, so print that the step is not
+        saved. Not collective."""
         self.old.await_own_removals()
         if self._pending is None:
             return
@@ -268,8 +272,8 @@ class RunCheckpoints:
             self.old.prune(beside=self._is_asynchronous)
 
     def leave_for(self, step: int) -> Checkpoint | None:
-        """Return this run's checkpoint at `step`, to roll back to; None if it is gone. A pending
-        save is committed first. Collective."""
+        """Commit a pending save, and return this run's checkpoint at `step`, for a rollback; None
+        if it is gone. Collective."""
         self.commit_pending()
         self._left_step = self.last_step
         self.checks.forget()
@@ -317,7 +321,7 @@ class RunCheckpoints:
 
     def _plan(self, doing: str) -> _PendingSave:
         """Check that every tensor is finite and replicas are equal, then plan this step's save.
-        `doing` names the action in what ranks note of their activity. Raises TrainingFailedError.
+        `doing` names the action in this rank's activity notes. Raises TrainingFailedError.
         Collective."""
         start = time.perf_counter()
         run, world = self.run, self.run.world
@@ -339,8 +343,8 @@ def _say_not_saved(run: TrainingRun, step: int, error: object) -> None:
 
 def _note_rollback_step(run: TrainingRun, begun_step: int) -> None:
     """Add this step to those that the run may roll back to, if it is a multiple of
-    `guard.rollback_interval` and its own update stands. `begun_step` is that at which this start
-    began. Whether this step can be saved plays no part: what a run does must not depend on its
+    `guard.rollback_interval` and its update was made. `begun_step` is the step at which this start
+    began. Whether the step can be saved does not count: what a run does must not depend on its
     disk."""
     state, interval = run.state, run.config.guard.rollback_interval
     if interval is None or state.step % interval or state.consecutive_skips:
@@ -366,16 +370,17 @@ class OldCheckpoints:
         self._removals: list[Future[None]] = []
 
     def begin(self) -> None:
-        """As the run starts: remove the checkpoints that a kill between a save and its pruning
-        left, and have the one that it resumes from copied, if it is not."""
+        """As the run starts, remove old checkpoints that a killed process should still have
+        removed. If the checkpoint to resume from has no copy in `checkpoint.copy_to`, ask for
+        one."""
         self.prune()
         if self.run.folder.holds_checkpoint:
             self.run.copies.request(self.run.state.step, self.returned_to)
 
     @property
     def returned_to(self) -> list[int]:
-        """The steps that a run resumed from the newest checkpoint may return to: its best, and
-        those to roll back to. Not all of them need be on disk."""
+        """Steps that a run resumed from the newest checkpoint may return to: its best, and those to
+        roll back to. Some of them may have no checkpoint on disk."""
         state = self.run.state
         # The best may be unsaved because the disk was full: then the best before it is kept.
         best = (state.best_step, state.saved_best_step)
@@ -383,10 +388,10 @@ class OldCheckpoints:
         return [*(step for step in kept if step is not None), *self.rollback_steps]
 
     def prune(self, *, beside: bool = False) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep_last`, the best, the newest known
-        good one, those to roll back to and those being copied. With `beside`, a thread removes the
-        files while training goes on, which may take as long as writing them. A failure only
-        warns."""
+        """Remove all checkpoints but these: the newest `checkpoint.keep_last`, the best, the newest
+        known good one, those to roll back to and those being copied. With `beside`, a thread
+        removes the files while training goes on, since that may take as long as writing them. A
+        failure only warns."""
         state, settings = self.run.state, self.run.config.checkpoint
         keep = [*self.returned_to, *state.guard.rollback_steps, *self.run.copies.steps_in_use]
         keep += [] if state.proved_step is None else [state.proved_step]
@@ -406,14 +411,14 @@ class OldCheckpoints:
             self._say_not_removed(error)
 
     def await_removals(self) -> None:
-        """Wait until removed checkpoints are gone from disk: the next save counts on their space.
-        Collective."""
+        """Wait until removed checkpoints are gone from disk, since the next save counts on their
+        space. Collective."""
         step = self.run.state.step
         self.run.world.patiently(lambda _: self.await_own_removals(), "removing", step)
 
     def await_own_removals(self) -> None:
-        """Wait until the checkpoints that this rank removes are gone from disk, on rank 0 also what
-        is left of saves that failed."""
+        """Wait until the checkpoints that this rank removes are gone from disk; on rank 0 also the
+        remains of failed saves."""
         with suppress(StorageError):  # once the folder is there again
             self.run.folder.check_there()
             while self.unfinished:
@@ -515,8 +520,8 @@ def _planned(
 
 
 def tensors_to_save(engine: Engine, optimizer: AnyOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return this rank's tensors by group, `model` and `optimizer`, and name, without replicas of
-    tied parameters that another pipeline stage owns. Collective."""
+    """Return this rank's tensors, group (`model` or `optimizer`) → name → tensor. Left out are
+    replicas of tied parameters that another pipeline stage owns. Collective."""
     # First, as it shards what FSDP left gathered: `named` must hold the optimizer's parameters.
     model = model_state(engine.models)
     named = dict(engine.named_parameters())
@@ -545,9 +550,9 @@ def load_tensors(
 
 
 def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
-    """Return group, name and rank of a tensor with a NaN or an infinity, as a phrase that is the
-    same on every rank; None if all are finite. Each rank checks its own shards of `groups` (group →
-    name → tensor). Collective."""
+    """Return a phrase with group, name and rank of a tensor with a NaN or an infinity, the same on
+    every rank; None if all are finite. Each rank checks its own shards in `groups` (group → name →
+    tensor). Collective."""
     own = next(
         (
             f"{group} tensor {name}" + (f" on rank {world.rank}" if world.size > 1 else "")
@@ -563,7 +568,7 @@ def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: Wo
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if no element is NaN or infinite; both show in the extremes, which need no
+    """Return True if no element is NaN or infinite. Minimum and maximum show both, and need no
     copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True

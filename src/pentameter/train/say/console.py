@@ -34,16 +34,15 @@ from pentameter.record.log_files import LogFile
 REFRESH_SECONDS = 0.1
 
 BESIDE = "  │ "
-"""The margin of each line of a text."""
+"""Margin printed before each line of a text."""
 
 COLUMN = " │ "
 """The separator between two columns of a line."""
 
 
 class Console:
-    """One rank's terminal and log file, a context manager; everything that a run prints goes
-    through it. `world` None means a single process; with `quiet` nothing is printed, and the log is
-    still written."""
+    """Context manager: one rank's terminal and log file, through which everything is printed.
+    `world` None means a single process. With `quiet`, the log is written and nothing is printed."""
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
@@ -84,10 +83,8 @@ class Console:
         self.close_log()
 
     def open_log(self, path: Path, check_folder: Callable[[], None] = no_check) -> None:
-        """Begin to log to the file `path`, first with all lines printed so far.
-
-        `check_folder` is called before each write, as a LogFile does.
-        """
+        """Begin to log to the file `path`, with all lines printed so far first. `check_folder` is
+        called before each write, as in a LogFile."""
         with suppress(OSError):  # LogFile warns about it, once
             path.parent.mkdir(exist_ok=True)
         self._log = LogFile(path, self.say, check_folder)
@@ -97,8 +94,8 @@ class Console:
         self._tell_of_failure()
 
     def close_log(self, check_folder: Callable[[], None] | None = None) -> None:
-        """Close the log file; a later line opens it again, and calls `check_folder` instead, if it
-        is given."""
+        """Close the log file. A later line opens it again; from then on the given `check_folder`,
+        if any, is called before each write."""
         if self._log is not None:
             self._log.close(check_folder)
 
@@ -109,8 +106,8 @@ class Console:
         self.say_columns([text], of_machine=of_machine)
 
     def say_text(self, text: str) -> None:
-        """Log a text of several lines, "  │ " before each, and print it on rank 0. A line that a
-        terminal wraps has that before each of its lines."""
+        """Log a text of several lines, " │ " before each, and print it on rank 0. Where the
+        terminal wraps a line, each part has it too."""
         for line in text.splitlines():
             if self._world.is_main:
                 width = self._rich.width - cell_len(BESIDE) if self._rich.is_terminal else None
@@ -145,7 +142,8 @@ class Console:
         self._tell_of_failure()
 
     def _tell_of_failure(self) -> None:
-        """Once a log is there, tell it and stderr if stdout has failed; once."""
+        """If writing to stdout has failed, say so in the log, if one is open, and on stderr;
+        once."""
         if self._stream.failure is None or self._is_told or self._log is None:
             return
         self._is_told = True
@@ -155,8 +153,8 @@ class Console:
             print(f"pentameter: {told} {self._log.path} has all lines", file=sys.stderr, flush=True)
 
     def _fitted(self, columns: Sequence[str], n_taken: int = 0) -> str:
-        """Join the first columns that fit in one terminal line with `n_taken` cells taken already;
-        at least one, and all of them if the output is no terminal."""
+        """Join as many first columns as fit in one terminal line with `n_taken` cells taken
+        already, but at least one. All of them if the output is no terminal."""
         n = len(columns)
         if self._rich.is_terminal:
             room = self._rich.width - n_taken
@@ -178,9 +176,9 @@ class Console:
             self._last_refresh = now
 
     def show(self, text: str, below: str = "") -> None:
-        """Replace the live line at once by `text`, with `below` on the line under it; the next
-        `status` is also drawn at once. An empty `text` clears it, for a message that is over. Does
-        nothing without a terminal."""
+        """Replace the live line at once by `text`, with `below` on the line under it. An empty
+        `text` clears it. The next `status` is drawn at once, too. Does nothing without a
+        terminal."""
         self._last_refresh = 0.0
         if self._live is not None:
             line = Text(text, style="bold", no_wrap=True, overflow="ellipsis")

@@ -15,12 +15,10 @@ from pentameter.train.say.trackers import Trackers, open_trackers
 
 
 class EventLog:
-    """metrics.jsonl and the trackers of the run in `folder`. `config.log` names the trackers,
-    `console` prints warnings. On ranks other than 0 nothing is written.
-
-    `step` steps were completed before this start: trackers hide later ones that an earlier start
-    has sent, as they are made again.
-    """
+    """Writes events to metrics.jsonl and to the trackers of the run in `folder`, on rank 0 alone.
+    `config.log` names the trackers, `console` prints warnings. `step` steps were completed before
+    this start; trackers hide later ones that an earlier start has sent, since they are made
+    again."""
 
     def __init__(
         self, config: Config, folder: RunFolder, step: int, world: World, console: Console
@@ -57,6 +55,6 @@ class EventLog:
         self._trackers.finish(failed=failed)
 
     def close(self) -> None:
-        """Close metrics.jsonl, as the run lets its lock go. A later `write` opens it again, unless
+        """Close metrics.jsonl, as the run releases its lock. A later `write` opens it again, unless
         another process holds the lock by then."""
         self._log.close(self._folder.check_not_taken)

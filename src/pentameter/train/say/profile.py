@@ -190,7 +190,8 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
 
 
 def _record_allocations(**options: Any) -> None:
-    """Record a GPU's allocations as PyTorch's `options` say."""
+    """Record a GPU's allocations with PyTorch's `options` (of
+    `torch.cuda.memory._record_memory_history`)."""
     torch.cuda.memory._record_memory_history(**options)
 
 

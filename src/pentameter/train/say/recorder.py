@@ -22,9 +22,9 @@ class Recorder:
     """The hook that writes a run's events to metrics.jsonl and to trackers."""
 
     def on_start(self, run: TrainingRun) -> None:
-        """Write the event `start` for a new run, `resume` for a resumed one, with the run's id,
-        sizes, device and layout, and what was reached before. Nodes are counted by their ranks with
-        local rank 0. Collective."""
+        """Write the event `start` for a new run, `resume` for a resumed one: its id, sizes, device,
+        layout, and the last step that an earlier start recorded. The number of nodes is the number
+        of ranks with local rank 0. Collective."""
         plan, compute, data = run.plan, run.compute, run.config.data
         reached = run.folder.reached
         # The lowest loss that any model can reach, known for one corpus only.

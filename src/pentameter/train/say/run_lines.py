@@ -27,10 +27,11 @@ from pentameter.train.faults.pace import SlowRank
 from pentameter.train.run import TrainingRun, is_logged
 
 SLOW_STEP_SECONDS = 0.5
-"""Seconds of a step from which its line shows them, next to the tokens per second."""
+"""Seconds per step above which a step's line shows them, next to the tokens per second."""
 
 LONG_IDLE_STEPS, LONG_IDLE_RECORDS = 100, 5
-"""Steps, and recorded steps in a row, without a token from which an expert is said to be idle."""
+"""An expert is reported as idle if no token chose it for so many steps, and in so many recorded
+steps in a row."""
 
 SPARKLINE_POINTS = 48
 """Largest number of bars in the live line's curve."""
@@ -212,8 +213,8 @@ class _IdleExperts:
         self._has_found = False
 
     def first_found(self, metrics: ExpertMetrics) -> dict[int, int]:
-        """Return the layer's experts that are idle for long, each with the step since which it is;
-        empty if there are none, or if this has returned any before."""
+        """Return the layer's idle experts, each with the step since which it has been idle. Empty
+        if there are none, and after a call that found some."""
         found = {}
         for expert, load in enumerate(metrics.loads):
             key = metrics.layer, expert
@@ -232,8 +233,8 @@ class _IdleExperts:
 
 
 def _idle_words(metrics: ExpertMetrics, idle: Mapping[int, int], balance: str) -> str:
-    """Return a sentence about experts that are `idle`, each with the step since which it is, and
-    what `model.router.balance` can do about it."""
+    """Return a sentence about the `idle` experts (number → step since which it has been idle), and
+    what `model.router.balance` can do about them. `balance` is its present value."""
     numbers = ", ".join(map(str, [*idle][:8])) + (f" and {len(idle) - 8} more" * (len(idle) > 8))
     which = f"experts {numbers}" if len(idle) > 1 else f"expert {numbers}"
     remedy = (

@@ -27,10 +27,11 @@ FEW_WINDOWS = 8
 """Least length of a reliable validation split, in contexts (model.context_length tokens)."""
 
 MOSTLY_PADDING = 0.5
-"""Fraction of a batch row's tokens that are not padding, below which a run warns."""
+"""A run warns if less than this fraction of its batch rows' tokens is not padding."""
 
 MANY_PASSES = 10
-"""Passes over the text from which a run without dropout or patience warns about overfitting."""
+"""A run that makes this many passes over its text, without dropout or patience, warns about
+overfitting."""
 
 
 def evaluation_warnings(plan: Plan, batches: TrainingBatches | CustomBatches) -> list[str]:
@@ -128,9 +129,9 @@ def settings_warnings(
 
 
 def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
-    """Return a warning if the disk with the folder `checkpoints` lacks room for those that the run
-    will keep, and for the one that is written before an older one goes: training would end, or go
-    unsaved, in the middle."""
+    """Return a warning if the disk with the folder `checkpoints` is too small for the checkpoints
+    that the run keeps, and one more, since a new one is written before an old one is removed.
+    Training would end, or go unsaved, in the middle."""
     settings, steps = plan.config.checkpoint, plan.steps
     saved = state_bytes(Step(plan.config, Layout()), [plan.table]).snapshot_bytes
     n_saves = 1 + steps // (settings.interval or steps)
@@ -154,7 +155,7 @@ def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
 
 
 def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:
-    """Return a warning if the first answer that a source has holds no token that ends one."""
+    """Return a warning if the first answer in a data source has no token that ends it."""
     train, tokenizer = dataset.split("train"), dataset.tokenizer
     ends = {*tokenizer.special_tokens.values(), tokenizer.end_of_text}
     first_answers = [

@@ -33,12 +33,10 @@ SETTLING_STEPS, COMPARED_STEPS = 5, 20
 
 
 class Throughput:
-    """A timer for steps: run each within `with throughput:`, then call `end_steps`. It uses the
-    monotonic clock, so no rate is negative.
-
-    A host may launch several steps before it waits for its device; one `end_steps` then ends them
-    all, and each counts with their mean time.
-    """
+    """Context manager that times steps: run each step within `with throughput:`, then call
+    `end_steps`. Its clock is monotonic, so no rate is negative. A host may launch several steps
+    before it waits for its device: one `end_steps` then ends them all, and each counts with their
+    mean time."""
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
         self._tokens_per_step = plan.tokens_per_step
@@ -73,8 +71,8 @@ class Throughput:
 
     @contextmanager
     def reading_batch(self) -> Iterator[None]:
-        """A context manager, used inside `with throughput:`, that counts its block's time as
-        `input_seconds`, too."""
+        """Context manager, used inside `with throughput:`, around reading a batch: its time also
+        counts as `input_seconds`."""
         start = time.perf_counter()
         yield
         self._reading_seconds += time.perf_counter() - start
@@ -96,9 +94,9 @@ class Throughput:
         self._recent.extend([self.step_seconds] * n_steps)
 
     def take_own_time(self) -> OwnTime | None:
-        """Return this rank's mean times in the steps since the last call; None if there were none,
-        or they are not measured: in a single process, and on a GPU, whose kernels wait inside a
-        collective."""
+        """Return this rank's mean times over the steps since the last call. None if there were
+        none, and where they are not measured: in a single process, and on a GPU, whose kernels wait
+        inside a collective."""
         n, own, whole = self._n_untold, self._own_seconds, self._all_seconds
         self._n_untold, self._own_seconds, self._all_seconds = 0, 0.0, 0.0
         return OwnTime(own / n, whole / n, n) if n and self._busy is not None else None
@@ -142,11 +140,9 @@ class Throughput:
 
 
 class _Countdown:
-    """Predicts the time left, smoothed, or a busy moment of the machine would move it by hours.
-
-    Each step is expected to take the latest median. Evaluations, samples and saves are expected to
-    take as much per step as they took so far in this process.
-    """
+    """Predicts the time left. The prediction is smoothed, since a busy moment of the machine would
+    move it by hours. Each step is expected to take the latest median; evaluations, samples and
+    saves as much per step as they took so far in this process."""
 
     def __init__(self) -> None:
         self._first_step: int | None = None

@@ -75,7 +75,7 @@ own settings take precedence."""
 FEWEST_STEPS = 20
 """Steps below which a run is refused: it would hardly begin to learn."""
 TRIAL_SHARE, LONGEST_TRIAL_SECONDS = 0.03, 20.0
-"""Length of a trial: this fraction of the time asked for, but at most so many seconds."""
+"""Length of a trial: this fraction of the run's time, at most so many seconds."""
 SECOND_TRIAL_SHARE = 0.1
 """Largest fraction of the time for a second trial, with a model size that suits the measured speed
 better."""
@@ -84,7 +84,8 @@ EVALUATIONS_SHARE = 0.05
 COOL_DOWN_SHARE, WARM_UP_SHARE = 0.4, 0.05
 """Fractions of a run in which the learning rate falls to zero, and in which it rises."""
 CPU_SHARE, GPU_SHARE = 0.25, 0.3
-"""Fractions of the matmul peak that training is expected to reach, before it is measured."""
+"""Fraction of the matmul peak that training is expected to reach on a CPU, and on a GPU, before it
+is measured."""
 CLOSING_SECONDS = 4.0
 """CPU seconds for the last checkpoint, a sample and the report."""
 MOST_WAITING = 5.0
@@ -106,8 +107,8 @@ wsd schedule, whose end can still be moved until the learning rate falls."""
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """The seconds asked for (`seconds`), and the moment from which they count (`started`), in
-    seconds on the monotonic clock."""
+    """The time for a run: `seconds`, counted from `started`, a moment in seconds on the monotonic
+    clock."""
 
     seconds: float
     started: float
@@ -193,7 +194,7 @@ class _LengthChooser:
         )
 
     def _obeying(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `settings` (dotted path → value) without those that the user set."""
+        """Return `settings` (dotted path → value) without the keys that the user has set."""
         return {path: value for path, value in settings.items() if path not in self._given}
 
     def _with_steps(self, config: Config, steps: int) -> Config:

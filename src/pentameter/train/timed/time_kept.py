@@ -22,7 +22,7 @@ from pentameter.train.timed.time_budget import TimeBudget
 TOLERANCE = 0.06
 """Fraction of the time by which a run may miss it before its end is moved."""
 LEAST_COOL_DOWN = 20
-"""The learning rate falls for at least one step in so many of those made, however late it is."""
+"""The cool-down, however late it begins, lasts at least 1 step in this many of those made."""
 WINDOW_STEPS = 50
 """Number of latest steps whose median time predicts the next ones."""
 
@@ -37,12 +37,9 @@ class MovedEnd:
 
 
 class TimeKept:
-    """The hook that compares a run with its time budget, and may stop it once to change its length:
-    `moved` is then the new length to resume with, else None.
-
-    `is_moved` says that the end was moved already, so it is not moved again. Nor is it if an
-    earlier command began the run, as the time that one used is unknown.
-    """
+    """The hook that compares a run with its time budget. It may stop the run once to change its
+    length; `moved` is then the length to resume with, else None. It does not if `is_moved` says
+    that the end was moved before, or if an earlier command began the run, whose time is unknown."""
 
     def __init__(self, budget: TimeBudget, *, is_moved: bool = False) -> None:
         self._budget, self._is_moved = budget, is_moved

@@ -35,12 +35,14 @@ DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
 class TimedRun:
     """A run of a given time, and the settings chosen for it.
 
-    source, overrides: what to train, as `configuration_of` takes it. What the overrides set stays
-        as it is. For a text and for the quickstart, without `init_from`, the model and all that
-        suits it is chosen; for another preset or configuration only the length.
-    time: `90s`, `30m`, `2h` or `1h30m`. It counts from `started`, in seconds of the monotonic
-        clock; None: from this process's start.
-    run_dir: the run folder; None for runs/NAME.
+    source, overrides: what to train, as `configuration_of` takes it. Settings in the overrides stay
+        as they are. For a text and for the quickstart, without `init_from`, model size and
+        everything that depends on it are chosen; for another preset or configuration only the
+        length.
+    time: `90s`, `30m`, `2h` or `1h30m`.
+    started: the moment from which it counts, in seconds on the monotonic clock; by default this
+        process's start.
+    run_dir: the run folder; runs/NAME by default.
     init_from: the model that the run begins with; None for random weights.
 
     Raises ConfigError for another form of time, and for overrides that decide the length.
@@ -146,8 +148,8 @@ class TimedRun:
 
 
 def check_timed(resume: str, n_processes: int) -> None:
-    """Raise ConfigError if a run that resumes as `resume` says, of so many processes, cannot be
-    given a time."""
+    """Raise ConfigError if a run with this `resume` and so many processes cannot be given a
+    time."""
     if n_processes > 1:
         raise ConfigError(
             "--time measures the steps of one process, and several were asked for; write the "
