@@ -1,4 +1,5 @@
-"""Opening on disk, or loading ready to run, a model that the command line names as MODEL.
+"""Functions that open the model which the command line calls MODEL: on disk, or loaded ready to
+run.
 
 `opening.py` selects a run's checkpoint; `pentameter.checkpoint.hugging_face` reads a Hugging Face
 folder.
@@ -53,13 +54,14 @@ def load_model(
     device: torch.device | str = "cpu",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
-    """Load a model from a run folder (its best checkpoint, else its last), a checkpoint folder, a
-    Hugging Face folder or `hf://OWNER/NAME`, whole and in evaluation mode on `device`.
+    """Load the model in `path` as a whole, in evaluation mode, on `device`. `path` is a run folder
+    (its best checkpoint is taken, else its last), a checkpoint folder, a Hugging Face folder or
+    `hf://OWNER/NAME`.
 
     Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
-    Hugging Face folder become fp32. A damaged checkpoint that is passed over and anything left out
-    add a line to `warnings`. Raises ConfigError if `path` is no model folder or has an unsupported
-    architecture, CorruptError if nothing in it is intact.
+    Hugging Face folder become fp32. `warnings` gets a line for each damaged checkpoint that was
+    skipped, and for anything left out. Raises ConfigError if `path` is no model folder or has an
+    unsupported architecture, CorruptError if nothing in it is intact.
 
     `model` is the argument that `Trainer` was given when a custom model was trained: a function
     that builds the module, or a ModelSource. None loads the built-in GPT. Raises ConfigError if it
@@ -91,15 +93,17 @@ def open_model(
     table_of: TableOf | None = training_table,
     check: Check = check_content,
 ) -> StoredModel:
-    """Open on disk, without reading its weights, the model that `load_model` loads from `path`.
-    Weights are memory-mapped, and LoRA adapters are added to the weights that they adapt, at
-    access. `warnings` gets a line for each damaged checkpoint passed over and for anything left
-    out.
+    """Open the model in `path` on disk, as a StoredModel: the same model that `load_model` loads,
+    but its weights are memory-mapped and not read yet. LoRA adapters are added to the weights that
+    they adapt, at access.
 
-    If training removes a checkpoint after it was found, the next one is taken; `check` verifies
-    each. `table_of` returns the parameters that a run saves, by its configuration; None if the
-    caller expects a custom model. Raises ConfigError if the folder holds a custom model and the
-    built-in one is expected, or vice versa; CorruptError if nothing in it is intact.
+    table_of: function from a configuration to the table of parameters that its run saves; pass None
+    if a custom model is expected. check: verifies the files of each checkpoint that is considered.
+    warnings: gets a line for each damaged checkpoint that was skipped, and for anything left out.
+
+    If training removes the checkpoint after it was found, the next one is taken. Raises ConfigError
+    if the folder holds a custom model and the built-in one is expected, or vice versa; CorruptError
+    if no checkpoint in it is intact.
     """
     from pentameter.checkpoint.hugging_face.hub import local_model
 
@@ -122,13 +126,13 @@ def open_model(
 def _stored_model(
     checkpoint: Checkpoint, weights: StoredTensors, table_of: TableOf | None
 ) -> StoredModel:
-    """Return a checkpoint, with its memory-mapped `weights`, as a StoredModel: adapters are added
-    to the weights that they adapt, and its configuration has none. `table_of` gives the built-in
-    model's parameters by its configuration; None expects a custom model.
+    """Return the StoredModel for a checkpoint and its memory-mapped `weights`. LoRA adapters are
+    added to the weights that they adapt, and the returned configuration has no adapters. `table_of`
+    returns the built-in model's parameters for a configuration; None expects a custom model.
 
     Raises ConfigError if a custom model is opened as the built-in one, or vice versa; CorruptError
-    unless a built-in model's tensors have exactly its configuration's names and shapes, adapters
-    included.
+    unless a built-in model's tensors have exactly the names and shapes that its configuration
+    gives, adapters included.
     """
     from pentameter.checkpoint.folders.model_folder import StoredModel
     from pentameter.config.files.load import load_config
@@ -188,8 +192,9 @@ def _add(
     target: torch.Tensor,
     region: tuple[slice, ...],
 ) -> None:
-    """Fill `target` with one region (row and column slices of the result): W + factor · B A, with W
-    (m, n), A (rank, n) and B (m, rank), computed in fp32 or higher and rounded to W's dtype."""
+    """Fill `target` with one region of W + factor · B A. W (m, n) is the weight, A (rank, n) and B
+    (m, rank) are its adapter; `region` has the rows and columns of the result. Computed in fp32 or
+    higher and rounded to W's dtype."""
     import torch
 
     rows, columns = region

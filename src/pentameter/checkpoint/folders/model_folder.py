@@ -46,8 +46,8 @@ class StoredModel:
     config: Config
     tokenizer: Tokenizer
     weights: Weights
-    """Keyed by pentameter's parameter names; shapes and dtypes are the configuration's, vocabulary
-    padding included."""
+    """Parameter name → tensor, by pentameter's names. Shapes and dtypes are those that the
+    configuration gives, with the rows that pad the vocabulary."""
     files: tuple[Path, ...]
     """The files that hold the weights."""
     checkpoint: Checkpoint | None
@@ -65,8 +65,8 @@ class StoredModel:
 
     @property
     def identity(self) -> str:
-        """The sha256, in hex, over the weight files: equal for equal files in any folder. The same
-        weights in another number of files, or of another format, have another one."""
+        """The sha256, in hex, over the weight files. Equal files give the same one in any folder;
+        equal weights in another number of files, or in another format, give a different one."""
         total = hashlib.sha256()
         for path in self.files:
             record = self.checkpoint.manifest.record(path.name) if self.checkpoint else None

@@ -1,5 +1,5 @@
-"""Finding and opening checkpoints: the one that a path denotes, a run's best, its newest. A folder
-counts only if its manifest and every file's hash verify."""
+"""Functions that find and open checkpoints: the one that a path denotes, a run's best, its newest.
+A folder counts only if its manifest and every file's hash are right."""
 
 from __future__ import annotations
 
@@ -63,33 +63,35 @@ class Checkpoint:
         return StoredTensors([self.path / name for name in self.manifest.groups[group]])
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file (`config.toml`), verified again; CorruptError if the
-        checkpoint has no such file or its bytes changed."""
+        """Return the content of a small file, such as `config.toml`, verified again. Raises
+        CorruptError if the checkpoint has no such file or its bytes have changed."""
         return read_checked(self.path, self.manifest.files, name, max_bytes=MAX_JSON_BYTES)
 
 
 def check_content(path: Path, manifest: Manifest) -> None:
     """Raise CorruptError, naming the file, unless the files at `path` have the sizes and hashes in
-    `manifest`. A run, whose ranks hash each their share, has a `Verification` for it."""
+    `manifest`. This process hashes all of them; in a run of several ranks, use a `Verification`,
+    which distributes them."""
     check_files(path, manifest.files)
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise CorruptError unless the files at `path` have the sizes in `manifest`: for a rank whose
-    rank 0 has verified them."""
+    """Raise CorruptError unless the files at `path` have the sizes in `manifest`; nothing is
+    hashed. For ranks that open a checkpoint after rank 0 has verified it."""
     check_files(path, manifest.files, hash_content=False)
 
 
 def find_model(
     path: Path, warnings: list[str] | None = None, check: Check = check_content
 ) -> Checkpoint | None:
-    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
-    in a run folder; None if `path` is a Hugging Face folder.
+    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best
+    checkpoint in a run folder. Return None if `path` is a Hugging Face folder.
 
-    The best is the one with the lowest validation loss; if it is absent or damaged, the best saved
-    before it, then the newest. Each damaged checkpoint that is passed over, as `check` says, adds a
-    line to `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model
-    folder or the run has no checkpoint yet; CorruptError if no checkpoint is intact.
+    The best is the one with the lowest validation loss. If it is absent or damaged, the one that
+    was best before it is taken, then the newest. `check` decides whether a checkpoint is intact;
+    each damaged one adds a line to `warnings`. Raises ConfigError, describing the folder's content,
+    if `path` is no model folder or the run has no checkpoint yet; CorruptError if no checkpoint is
+    intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -161,8 +163,8 @@ def best_checkpoint(
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
-    """Read, from the newest intact checkpoint that records any, the (run id, step) of its run's
-    best checkpoint and of the best one saved before it. Empty if no checkpoint records them. With a
+    """Return the (run id, step) of a run's best checkpoint, and of the one that was best before it,
+    as recorded in the newest intact checkpoint that records any. Empty if none does. With a
     `run_id`, checkpoints from other runs are ignored; None takes any."""
     for candidate in list_checkpoints(folder):
         with suppress(CorruptError):
@@ -221,13 +223,13 @@ def find_checkpoint(
     step: int | None = None,
     check: Check = check_content,
 ) -> Checkpoint | None:
-    """Find the checkpoint with the highest step in `folder` that `check` verifies, among those from
-    `run_id` and at `step` if these are given; None if there is none.
+    """Find the checkpoint with the highest step in `folder` that `check` verifies; None if there is
+    none. With `run_id` or `step`, only checkpoints from that run or at that step are considered.
 
-    The step comes from names and contents, never from file times. Each damaged folder that is
-    passed over adds a line to `warnings`; if all are damaged, or the one at `step` is, CorruptError
-    names the newest one's file. A folder that another process prunes meanwhile is not damage: the
-    search starts over, for 60 seconds and ten times at least, then StorageError.
+    The step is read from names and contents, never from file times. Each damaged checkpoint that is
+    skipped adds a line to `warnings`. Raises CorruptError, naming a file of the newest, if all of
+    them are damaged. A folder that another process removes during the search is not damage: the
+    search starts over, for 60 seconds and at least ten times, and then raises StorageError.
     """
     deadline, n_searches = time.monotonic() + _PATIENCE_SECONDS, 0
     while time.monotonic() < deadline or n_searches < _MIN_SEARCHES:

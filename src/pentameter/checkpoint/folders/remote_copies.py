@@ -1,15 +1,17 @@
-"""Copies of a run's checkpoints in an object store, kept by the rule of the run folder: what a
-manifest does not name is not there, and the manifest is written last.
+"""Copies of a run's checkpoints in an object store (`checkpoint.copy_to`).
 
     PREFIX/run.json                      the run, the process that copies, the steps that are copied
     PREFIX/step-00000500/manifest.json   the copy's manifest
     PREFIX/step-00000500/UUID/…          its files: the checkpoint's, and below run/ the run's own
 
-An object store has no rename and no lock, a listing may be old, and an object may be replaced while
-it is read. So each copy has a prefix of its own (UUID), whose objects are never written again, and
-a copy appears, or replaces that of its step, by one object: its manifest. What is looked for is
-known by name from run.json, as well as from a listing. A process that finds another one's name in
-run.json copies no more; the other may be found too late by one copy, which is whole all the same.
+As in a run folder, only files that a manifest names exist, and the manifest is written last. But an
+object store has no rename and no lock, its listing may be outdated, and an object may be replaced
+while it is read. So the files of each copy are below a prefix of their own (UUID) and never written
+again. Writing the manifest, a single object, makes a copy appear or replaces the one of its step.
+Copies are found by the names in run.json as well as by a listing.
+
+Only one process should copy: one that finds another's name in run.json stops. If it notices too
+late, it makes one copy more, and that copy is complete nevertheless.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from pentameter.record.checkpoints import step_folder_name
 RUN_NAME = "run.json"
 FORMAT_VERSION = 1
 READINGS = 3
-"""Times that an object is read before what arrives counts as damaged."""
+"""How often an object is read before its content counts as damaged."""
 
 _MANIFEST = re.compile(r"step-(\d{8,10})/manifest\.json")
 _FILE = re.compile(r"step-(\d{8,10})/([0-9a-f]{32})/.+")
@@ -56,32 +58,33 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a checkpoint: the manifest that makes it exist."""
+    """A copy of a checkpoint, as its manifest describes it. The copy exists once that manifest is
+    written."""
 
     run_id: str
     step: int
     folder: str
-    """The prefix of its files below that of its step: 32 hexadecimal digits."""
+    """The UUID, 32 hexadecimal digits, below whose prefix the copy's files are."""
     checkpoint: tuple[FileRecord, ...]
     """The checkpoint's files, its own manifest among them."""
     run: tuple[FileRecord, ...]
     """The run's files below `run/`, as they were when the copy was made."""
     needs: tuple[int, ...]
-    """Steps whose checkpoints a run resumed from this one may return to."""
+    """Steps of earlier checkpoints that a run resumed from this one may have to return to."""
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes of all files."""
+        """Size in bytes of all its files."""
         return sum(record.n_bytes for record in (*self.checkpoint, *self.run))
 
     @property
     def prefix(self) -> str:
-        """Prefix of its objects' names."""
+        """Prefix of the names of this copy's objects."""
         return f"{step_folder_name(self.step)}/{self.folder}"
 
     @property
     def names(self) -> list[str]:
-        """The names of all its objects, its manifest excluded."""
+        """The names of all objects of this copy except its manifest."""
         checkpoint = [f"{self.prefix}/{record.name}" for record in self.checkpoint]
         return [*checkpoint, *(f"{self.prefix}/run/{record.name}" for record in self.run)]
 
@@ -111,18 +114,20 @@ def parse_copy(data: bytes, where: str, step: int) -> Copy:
 
 @dataclass(frozen=True)
 class _Claim:
-    """The content of run.json."""
+    """The content of run.json: the run, and the process that alone copies its checkpoints to this
+    store."""
 
     run_id: str
     owner: Owner | None
     """The process that copies; None if the file does not say."""
     steps: tuple[int, ...]
-    """Steps that are copied."""
+    """Steps of which there is a copy."""
     coming: int | None = None
-    """A step whose manifest is about to be written, or was."""
+    """Step of the copy that is being published, whose manifest may or may not be written yet; None
+    if there is none."""
 
     def to_bytes(self) -> bytes:
-        """Encode it as JSON."""
+        """Return the content of run.json."""
         return encode_json({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
@@ -140,24 +145,27 @@ def _parse_claim(data: bytes, where: str) -> _Claim:
 
 
 class _Upload:
-    """The objects below `prefix` of a copy that is being made: one that fails takes them back."""
+    """The objects that were written for one copy, all below `prefix`. If the copy fails,
+    `take_back` removes them."""
 
     def __init__(self, folder: RemoteFolder, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
         self._names: list[str] = []
 
     def put_file(self, path: Path, record: FileRecord) -> None:
-        """Write the file of a checkpoint in the folder `path` (see `RemoteFolder.put_file`)."""
+        """Write the file `record.name` of the checkpoint in the folder `path` (see
+        `RemoteFolder.put_file`)."""
         self._names.append(f"{self._prefix}/{record.name}")
         self._folder.put_file(self._names[-1], path / record.name, record)
 
     def put(self, name: str, content: bytes) -> FileRecord:
-        """Write an object (see `RemoteFolder.put`)."""
+        """Write an object with this content (see `RemoteFolder.put`)."""
         self._names.append(f"{self._prefix}/{name}")
         return self._folder.put(self._names[-1], content)
 
     def take_back(self) -> bool:
-        """Remove all of them; return False if the store did not do it at once."""
+        """Remove all objects written so far, each tried once; return False if one of them could not
+        be removed."""
         try:
             for name in self._names:
                 self._folder.remove(name, pauses=())
@@ -167,8 +175,8 @@ class _Upload:
 
 
 class RemoteCopies:
-    """The copies of one run's checkpoints in `folder`. `warnings` collects a line for each that is
-    damaged. One process at a time writes there."""
+    """The copies of one run's checkpoints in the object store `folder`. Only one process at a time
+    may write there. `warnings` gets a line for each damaged copy."""
 
     def __init__(self, folder: RemoteFolder, warnings: list[str]) -> None:
         self.folder, self._warnings = folder, warnings
@@ -184,11 +192,12 @@ class RemoteCopies:
         self._is_ours = self._is_clean = False
 
     def read(self) -> None:
-        """Find the copies that are there: by the names in run.json, and those that a listing shows.
+        """Find the existing copies, by the names in run.json and by a listing, and keep them in
+        `copies`.
 
-        Raises StorageError if the store does not answer, or if run.json names copies none of which
-        is there (a run must not start from nothing then); ConfigError for copies of several runs;
-        CorruptError if run.json names copies that are all damaged.
+        Raises StorageError if the store does not answer, or if run.json names copies and none of
+        them is found (a run must not start from nothing then); ConfigError for copies of several
+        runs; CorruptError if all copies that run.json names are damaged.
         """
         claim = None
         try:
@@ -228,8 +237,8 @@ class RemoteCopies:
         self.is_read = True
 
     def claim(self, run_id: str) -> None:
-        """Make this process the one that copies there. Raises ConfigError if copies of another run
-        than `run_id` are there, StorageError if nothing can be written."""
+        """Write this process into run.json as the one that copies. Raises ConfigError if the store
+        holds copies of another run than `run_id`, StorageError if nothing can be written."""
         if not self.is_read:
             self.read()
         if self.run_id not in (None, run_id):
@@ -250,14 +259,16 @@ class RemoteCopies:
         needs: Collection[int],
         keep_last: int,
     ) -> int:
-        """Copy the checkpoint in the folder `path`, then remove older copies, and return the bytes
-        that were written (0 if that checkpoint is there already).
+        """Copy the checkpoint in the folder `path`, then remove older copies. Return the size of
+        the copy in bytes, or 0 if that checkpoint was copied before.
 
-        On return every object has been read back and is as its record says. `run_files` is called
-        for the run's own files, name → content. The newest `keep_last` copies stay, and those that
-        these need (`needs`: steps of checkpoints that this one's run may return to). Raises
-        StorageError after the last attempt, CorruptError if the checkpoint itself is damaged; all
-        earlier copies are there still.
+        run_files: returns the run's own files, name → content, when called. needs: steps of earlier
+        checkpoints that a run resumed from this one may have to return to. keep_last: number of
+        newest copies to keep; copies that these need are kept, too.
+
+        On return every object has been read back and matches its record. Raises StorageError once
+        the attempts are used up, CorruptError if the checkpoint itself is damaged; earlier copies
+        then still exist.
         """
         if not self._is_ours:
             self.claim(run_id)
@@ -289,7 +300,7 @@ class RemoteCopies:
         return copy.n_bytes
 
     def discard_after(self, step: int) -> None:
-        """Remove the copies of later steps than `step`, unless there are no others."""
+        """Remove the copies of steps after `step`. If there are no others, none is removed."""
         if all(each > step for each in self.copies):
             return
         for later in [each for each in self.copies if each > step]:
@@ -318,8 +329,9 @@ class RemoteCopies:
         self.folder.put(RUN_NAME, claim.to_bytes())
 
     def _refuse_other_owner(self) -> None:
-        """Raise StorageError if another process has begun to copy there. An old answer of the
-        store, which names who was there before us, is none."""
+        """Raise StorageError if run.json names another process, which has begun to copy since. The
+        process that was named there before this one began is no reason to stop: the store may have
+        returned an outdated run.json."""
         with suppress(CorruptError):
             claim = self._claim()
             if claim is not None and claim.owner not in (None, self._me, self._before):
@@ -330,7 +342,8 @@ class RemoteCopies:
                 )
 
     def _publish(self, copy: Copy) -> None:
-        """Make a copy exist whose files are all there, by its manifest."""
+        """Write the manifest of `copy`, whose files are all written: from then on the copy
+        exists."""
         self._refuse_other_owner()
         self._write_claim(coming=copy.step)
         self._unread.add(copy.step)  # until it is known whether the manifest was written
@@ -340,8 +353,8 @@ class RemoteCopies:
         self._write_claim()
 
     def _clean_once(self) -> None:
-        """Remove what a process left that was stopped while it copied or removed, before this one
-        writes anything. A listing names it; only what no manifest names is removed."""
+        """Remove, before the first write, objects of interrupted copies and removals: those in a
+        listing that belong to no copy."""
         if not self._is_clean:
             for name in self.folder.names():
                 if _is_left(name, self.copies, self._unread):
@@ -349,7 +362,8 @@ class RemoteCopies:
             self._is_clean = True
 
     def _prune(self, step: int, keep_last: int) -> None:
-        """Remove the copies before `step`, which is there and verified, but those to keep."""
+        """Remove the copies of steps before `step`, except the `keep_last` newest of all and those
+        that these need."""
         newest = sorted(self.copies, reverse=True)[: max(1, keep_last)]
         kept = {*newest, *(need for each in newest for need in self.copies[each].needs)}
         old = [each for each in self.copies if each < step and each not in kept]
@@ -359,7 +373,8 @@ class RemoteCopies:
             self._write_claim()
 
     def _remove(self, step: int) -> None:
-        """Remove a copy: first its manifest, so that it never appears half removed."""
+        """Remove the copy of `step`: its manifest first, so that readers never find a partial
+        copy."""
         self.folder.remove(f"{step_folder_name(step)}/{MANIFEST_NAME}")
         self._remove_files(self.copies.pop(step))
 
@@ -371,9 +386,9 @@ class RemoteCopies:
 def fetch_checkpoint(
     folder: RemoteFolder, copy: Copy, store: CheckpointStore, progress: Callable[[int], object]
 ) -> None:
-    """Bring a checkpoint that is copied in `folder` back into `store`, unless it is there;
-    `progress` is called with each number of bytes that has arrived. Raises CorruptError if an
-    object is missing or not what its record says."""
+    """Download a checkpoint from its `copy` in the object store `folder` into `store`, unless the
+    store has the same one. `progress` is called with the size in bytes of each block that arrives.
+    Raises CorruptError if an object is missing or does not match its record."""
     with suppress(CorruptError):
         there = store.at(copy.step)
         if there is not None and _own_record(there.manifest) in copy.checkpoint:
@@ -393,8 +408,8 @@ def fetch_checkpoint(
 
 
 def read_run_file(folder: RemoteFolder, copy: Copy, name: str) -> bytes:
-    """Return one of the run's files as it was when the copy in `folder` was made; empty if it was
-    not there. Raises CorruptError if it is missing or not what its record says."""
+    """Return the content of the run's file `name` at the time of the copy; empty if the copy has no
+    such file. Raises CorruptError if the object is missing or does not match its record."""
     record = next((each for each in copy.run if each.name == name), None)
     if record is None:
         return b""
@@ -409,8 +424,8 @@ def read_run_file(folder: RemoteFolder, copy: Copy, name: str) -> bytes:
 
 
 def _repeated(read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, called up to READINGS times while it raises CorruptError: what
-    has arrived wrong may be stored right."""
+    """Return the result of `read`. While it raises CorruptError it is called again, up to READINGS
+    times in all: an object may be intact in the store and damaged on the way."""
     for _ in range(READINGS - 1):
         with suppress(CorruptError):
             return read()
@@ -418,8 +433,9 @@ def _repeated(read: Callable[[], Result]) -> Result:
 
 
 def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> bool:
-    """Return True if the object `name` belongs to none of `copies` (step → copy), and has a name
-    that only a copy's object has. For the steps in `unread` nobody knows; they stay."""
+    """Return True if the object `name` is left over from an interrupted copy: its name is one that
+    only copies have, and none of `copies` (step → copy) uses it. Files of the steps in `unread`,
+    whose manifest could not be read, are never left over."""
     match = _FILE.fullmatch(name)
     if match is None or int(match[1]) in unread:
         return _TEMPORARY.fullmatch(name) is not None
@@ -428,7 +444,8 @@ def _is_left(name: str, copies: Mapping[int, Copy], unread: Collection[int]) -> 
 
 
 def _own_record(manifest: Manifest) -> FileRecord:
-    """Return the record of a checkpoint's manifest itself."""
+    """Return the record (name, size, sha256) of the manifest file itself, which the manifest cannot
+    list."""
     return FileRecord.of(MANIFEST_NAME, manifest.to_bytes())
 
 

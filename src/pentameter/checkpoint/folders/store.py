@@ -1,4 +1,5 @@
-"""The checkpoint store of one run: saves atomically, finds by step, prunes with care.
+"""The checkpoint store of one run: saves checkpoints atomically, finds them by step, removes old
+ones.
 
 A save writes into `step-N.tmp-<uuid>/`, syncs the files, then a manifest with every size and
 sha256, then renames the folder to `step-N` and syncs the parent. Each rank writes its own files and
@@ -67,11 +68,12 @@ class Saved:
 @dataclass
 class _StepFolders:
     """The step folders of one run: tells valid ones from damaged ones, and renames them so that
-    each appears and disappears whole.
+    each appears and disappears as a whole.
 
-    After a crash at any moment, readers and the next process find only whole checkpoints. What
-    this process wrote is known to be valid, and `verification` hashes the rest once. `warnings`
-    gets a line for each damaged checkpoint. `fence` is asked before a folder appears or disappears.
+    After a crash at any moment, readers and the next process find only complete checkpoints. A
+    checkpoint that this process wrote is known to be valid; `verification` hashes each other one
+    once. `warnings` gets a line for each damaged checkpoint. `fence` is checked before a folder
+    appears or disappears, and raises if another process has taken over the run.
     """
 
     folder: Path
@@ -80,18 +82,18 @@ class _StepFolders:
     verification: Verification
     fence: Fence | None
     _written: dict[Path, bytes] = field(default_factory=dict)
-    """The manifests of what this process has published."""
+    """Folder → manifest of each checkpoint that this process has published."""
     _told: set[str] = field(default_factory=set)
 
     def own(self) -> Iterator[Candidate]:
-        """Yield the checkpoints that this run wrote, highest step first, valid or not."""
+        """Yield this run's checkpoints, valid or not, highest step first."""
         for candidate in list_checkpoints(self.folder):
             with suppress(CorruptError):
                 if read_own_manifest(candidate.path).run_id == self.run_id:
                     yield candidate
 
     def is_valid(self, path: Path) -> bool:
-        """Return True if a folder verifies and belongs to this run."""
+        """Return True if the checkpoint in `path` is intact and belongs to this run."""
         try:
             manifest = read_own_manifest(path)
             if self._written.get(path) == manifest.to_bytes():
@@ -106,8 +108,8 @@ class _StepFolders:
         return manifest.run_id == self.run_id
 
     def ask_for(self, step: int) -> None:
-        """Have the checkpoint that a save at `step` replaces, if there is one, verified before
-        anything is changed: `publish` then knows."""
+        """Verify the checkpoint that a save at `step` would replace, if there is one. Call it
+        before anything is changed, so that `publish` knows the result."""
         target = self.folder / step_folder_name(step)
         if os.path.lexists(target):
             self.is_valid(target)
@@ -154,8 +156,9 @@ class _StepFolders:
             self.fence.check()
 
     def receive(self, step: int, fill: Callable[[Path], object]) -> None:
-        """Call `fill` with an empty temporary folder, verify what it wrote there, and publish
-        it. Raises CorruptError if that is no checkpoint of this run at `step`."""
+        """Call `fill` with an empty temporary folder, verify the files that it wrote there, and
+        publish the folder. Raises CorruptError if they are not an intact checkpoint of this run at
+        `step`."""
         temporary = self.folder / temporary_name(step_folder_name(step))
         try:
             with storage_errors(temporary, "create the folder"):
@@ -177,8 +180,8 @@ class _StepFolders:
             raise
 
     def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
-        """Remove the checkpoint in `folder`: rename it to a temporary name, so that it never
-        appears half removed, then call `remove` on that."""
+        """Remove the checkpoint in `folder`: rename the folder to a temporary name, so that readers
+        never find a partial one, then call `remove` with it."""
         self.check_ours()
         self._forget(folder)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
@@ -187,7 +190,8 @@ class _StepFolders:
         remove(temporary)
 
     def clean(self) -> list[str]:
-        """Do what `CheckpointStore.clean` promises."""
+        """Remove what interrupted saves and removals left; return the removed names. See
+        `CheckpointStore.clean`."""
         self.check_ours()
         replaced = {
             each.path: self.folder / step_folder_name(each.step)
@@ -221,7 +225,7 @@ class _StepFolders:
         self.verification.forget(path)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder that counts as none by its name. A failure only adds to the warnings."""
+        """Remove a folder whose name is not a checkpoint's. A failure only adds a warning."""
         try:
             remove_tree(folder)
         except StorageError as error:
@@ -230,14 +234,16 @@ class _StepFolders:
 
 @dataclass(eq=False)
 class CheckpointStore:
-    """The folder `checkpoints/` in a run: saves, finds and prunes its checkpoints. A process that
-    writes to it holds the run's lock, and gives its `fence`: once another one has taken over, no
-    checkpoint appears, is replaced or removed any more, but RunFolderInUseError is raised.
+    """The folder `checkpoints/` in a run: saves, finds and removes its checkpoints.
+
+    A process that writes to it holds the run's lock and passes its `fence`. Once another process
+    has taken over the run, everything that would make a checkpoint appear or disappear raises
+    RunFolderInUseError instead.
 
     Manifests record `run_id` and `config_hash`; checkpoints with another run id are never changed.
-    `warnings` collects one line for each damaged checkpoint that was passed over. In a run of
-    several ranks `verification` is theirs, and what finds or removes checkpoints is work for its
-    `on_main`.
+    `warnings` collects one line for each damaged checkpoint that was skipped. In a run of several
+    ranks, pass a `verification` for all of them, and call methods that find or remove checkpoints
+    within its `on_main`.
     """
 
     folder: Path
@@ -254,7 +260,8 @@ class CheckpointStore:
         )
 
     def with_verification(self, verification: Verification) -> CheckpointStore:
-        """Return this store, with its warnings so far, for the ranks of `verification`."""
+        """Return a store for the same folder that verifies by `verification`, with a copy of the
+        warnings so far."""
         return replace(self, verification=verification, warnings=[*self.warnings])
 
     def save(
@@ -344,9 +351,10 @@ class CheckpointStore:
         return Saved(self.folder / step_folder_name(save.step), save.step, n_bytes, seconds)
 
     def receive(self, step: int, fill: Callable[[Path], object]) -> None:
-        """Add this run's checkpoint at `step` from elsewhere: `fill` writes its files and its
-        manifest into the empty folder that it is called with. It appears once all of them verify,
-        and is durable then. Raises CorruptError if they do not, or are of another run or step."""
+        """Add this run's checkpoint at `step`, for example from a remote copy. `fill` is called
+        with an empty folder and writes the checkpoint's files and its manifest there. The
+        checkpoint appears once all files are verified, and is durable on return. Raises
+        CorruptError if one of them is damaged, or they belong to another run or step."""
         make_folder(self.folder)
         self._folders.receive(step, fill)
 
@@ -372,8 +380,8 @@ class CheckpointStore:
         return self.at(None)
 
     def at(self, step: int | None) -> Checkpoint | None:
-        """Open and verify this run's checkpoint at `step`; None if the run has none there. Raises
-        CorruptError if it is damaged. Without a step it is the `latest`."""
+        """Open and verify this run's checkpoint at `step`, or the `latest` one if `step` is None.
+        Return None if there is none. Raises CorruptError if it is damaged."""
         check = self.verification.check
         return find_checkpoint(
             self.folder, self.warnings, run_id=self.run_id, step=step, check=check
@@ -385,11 +393,11 @@ class CheckpointStore:
         return best_checkpoint(self.folder, self.warnings, self.run_id, self.verification.check)
 
     def clean(self) -> list[str]:
-        """Remove the folders of saves and removals that a dead process left unfinished; return
-        their names.
+        """Remove the folders that saves and removals of a process which has ended left unfinished;
+        return their names.
 
         Readers never look at these folders, so one that cannot be removed only adds a warning. A
-        checkpoint that was renamed for a new save at its step gets its name back if that save was
+        checkpoint that was set aside for a new save of its step gets its name back if that save was
         never committed.
         """
         return self._folders.clean()

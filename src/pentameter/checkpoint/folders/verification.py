@@ -1,8 +1,9 @@
-"""The verification of checkpoints: each is hashed once in a run's process, by all ranks together.
+"""Verification of checkpoints in a run of several ranks: each checkpoint is hashed once per
+process, by all ranks together.
 
-Rank 0 finds checkpoints and decides what becomes of them, and hashes none of them alone: terabytes
-take one process longer than others may wait in a collective. Where it has to know whether a
-checkpoint is whole, all ranks hash their shares of it.
+Rank 0 finds checkpoints and decides about them. If it hashed terabytes alone, the other ranks would
+wait in a collective for longer than a collective may take. So when it needs to know whether a
+checkpoint is intact, every rank hashes some of its files.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pentameter.processes.group.world import PAUSE_SECONDS, World
 Result = TypeVar("Result")
 
 VISIBLE_SECONDS = 30.0
-"""Longest time until a network file system shows what another machine has written."""
+"""How long to wait until files that another machine wrote appear on a network file system."""
 
 _HASH_THREADS = 8  # of all ranks on a machine together
 
 
 class _UnverifiedError(Exception):
-    """Rank 0 asks whether the files at `path` match `manifest`, and has to hash them first."""
+    """Raised on rank 0 by `check` to interrupt the work in `on_main`: the files at `path` have to
+    be hashed by all ranks first."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path, manifest)
@@ -34,8 +36,8 @@ class _UnverifiedError(Exception):
 
 
 class Verification:
-    """The checkpoints whose files the ranks of `world` have hashed since the start, and what they
-    found."""
+    """Results of hashing checkpoints' files, kept since the start, and the means to hash further
+    ones on all ranks of `world`."""
 
     def __init__(self, world: World | None = None) -> None:
         self.world = World() if world is None else world
@@ -46,14 +48,15 @@ class Verification:
         self._found[path.resolve()] = manifest.to_bytes(), None
 
     def forget(self, path: Path) -> None:
-        """Have the checkpoint at `path` hashed again when it is next asked for."""
+        """Forget the result for the checkpoint at `path`, so that the next `check` hashes it
+        again."""
         self._found.pop(path.resolve(), None)
 
     def check(self, path: Path, manifest: Manifest) -> None:
         """Raise CorruptError, naming the file, unless the files at `path` match `manifest`. Their
-        sizes are compared each time, their content once.
+        sizes are compared at each call, their content only at the first.
 
-        In a world of several ranks rank 0 alone calls it, in the work that it gave to `on_main`.
+        With several ranks, call it on rank 0 only, within the work that `on_main` runs.
         """
         check_files(path, manifest.files, hash_content=False)
         content, damage = self._found.get(path.resolve(), (b"", None))
@@ -65,12 +68,12 @@ class Verification:
             raise damage
 
     def on_main(self, work: Callable[[], Result], doing: str, step: int = 0) -> Result:
-        """Run `work` on rank 0, and return its result on every rank; an error is raised on all.
-        Collective, and as patient as a disk needs.
+        """Run `work` on rank 0 and return its result on every rank; an error is raised on every
+        rank. Collective; the other ranks wait without a time limit that a slow disk could exceed.
 
-        Where `work` calls `check` for a checkpoint that was not hashed yet, all ranks hash it, and
-        then `work` begins anew: what it changes it must change after all its checks. `doing` and
-        `step` are noted as the activity of all ranks.
+        When `work` calls `check` for a checkpoint that is not hashed yet, all ranks hash it and
+        `work` is started again from its beginning. So `work` must make all its checks before it
+        changes anything. `doing` and `step` are shown as the activity of all ranks.
         """
 
         def attempt() -> tuple[Result | None, tuple[Path, Manifest] | None]:
@@ -86,14 +89,15 @@ class Verification:
             self._hash(*asked)
 
     def among(self, world: World) -> Verification:
-        """Return one for the ranks of `world`, which shares what is known: of the default World,
-        for rank 0 at work while the others wait patiently."""
+        """Return a Verification for the ranks of another `world` that shares the results known so
+        far. With the default World, rank 0 can verify alone while the others wait."""
         shared = Verification(world)
         shared._found = self._found
         return shared
 
     def _hash(self, path: Path, manifest: Manifest) -> CorruptError | None:
-        """Hash this rank's share of the files, and note what the ranks have found. Collective."""
+        """Hash this rank's share of the files, record the result of all ranks and return it: the
+        first damage, None if there is none. Collective."""
         world = self.world
         records = hashed_by(manifest.files, world.rank, world.size)
         n_threads = max(1, _HASH_THREADS // world.local_size)
@@ -114,8 +118,8 @@ class Verification:
 
 
 def hashed_by(files: Sequence[FileRecord], rank: int, n_ranks: int) -> list[FileRecord]:
-    """Return the files that `rank` of `n_ranks` hashes: each file has one rank, and ranks get about
-    equally many bytes."""
+    """Return the files that `rank` hashes. Each file goes to one of the `n_ranks` ranks, so that
+    all get about equally many bytes."""
     loads, shares = [0] * n_ranks, [list[FileRecord]() for _ in range(n_ranks)]
     for record in sorted(files, key=lambda each: (-each.n_bytes, each.name)):
         least = loads.index(min(loads))
@@ -125,7 +129,9 @@ def hashed_by(files: Sequence[FileRecord], rank: int, n_ranks: int) -> list[File
 
 
 def _await_visible(path: Path, records: Sequence[FileRecord], go_on: Callable[[], None]) -> None:
-    """Return once this machine sees all files, or after VISIBLE_SECONDS: rank 0 sees them."""
+    """Wait until this machine sees all files in `records`, at most VISIBLE_SECONDS. Rank 0 sees
+    them already; a network file system may show them later here. `go_on` is called while
+    waiting."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     for record in records:
         while time.monotonic() < deadline:

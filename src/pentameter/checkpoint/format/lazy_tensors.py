@@ -1,5 +1,5 @@
-"""Tensors by name, stored or lazy (computed at each access, whole or one region): compared with
-those that a model expects, and copied."""
+"""Functions on tensors by name, where a tensor is a torch.Tensor or lazy (computed at each access,
+as a whole or one region): comparison with those that a model expects, and copying."""
 
 from __future__ import annotations
 
@@ -85,11 +85,9 @@ def copy_region(
     source: torch.Tensor | LazyTensor,
     region: tuple[slice, ...] | EllipsisType = ...,
 ) -> None:
-    """Fill `target`, in place, with one region from `source`, or with the whole (`...`); shapes
-    must be equal, and values are converted to the target's dtype.
-
-    `region` has one slice per dimension. A lazy source is computed directly into `target`.
-    """
+    """Fill `target`, in place, with one region of `source`: one slice per dimension, or `...` for
+    the whole. Shapes must be equal; values are converted to the target's dtype. A lazy source is
+    computed directly into `target`."""
     if isinstance(source, LazyTensor):
         source.fill(target, _bounds(source, region))
     else:
@@ -107,8 +105,8 @@ def check_fits(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise CorruptError, with the tensor's `name`, unless `found`, as a checkpoint stores it, has
-    the shape and dtype that the configuration asks for; None allows any dtype. Nothing is read."""
+    """Raise CorruptError, naming the tensor, unless a stored tensor `found` has the expected
+    `shape` and `dtype` (None: any dtype). Nothing is read."""
     if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
         raise CorruptError(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
@@ -119,8 +117,8 @@ def check_fits(
 def check_weights(
     weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
 ) -> None:
-    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the expected
-    names, name → shape and dtype (None: any)."""
+    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the names,
+    shapes and dtypes in `expected`: name → (shape, dtype), where None allows any dtype."""
     if differences := name_differences(expected, weights):
         raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
     for name, (shape, dtype) in expected.items():

@@ -39,7 +39,8 @@ class Manifest:
     step: int
     config_hash: str
     layout: Mapping[str, int]
-    """Degrees of parallelism in the layout that wrote it; an absent one is 1."""
+    """Dimension of the layout (`data`, `tensor`, …) → degree of parallelism of the run that wrote
+    it; 1 if absent."""
     groups: Mapping[str, tuple[str, ...]]
     """Tensor group (`model`, `optimizer`) → names of the files that hold its tensors."""
     files: tuple[FileRecord, ...]
@@ -50,7 +51,8 @@ class Manifest:
         return sum(record.n_bytes for record in self.files)
 
     def record(self, name: str) -> FileRecord | None:
-        """Return the record of the file `name`, None if the checkpoint has no such file."""
+        """Return the record (size, sha256) of the file `name`; None if the checkpoint has no such
+        file."""
         return next((record for record in self.files if record.name == name), None)
 
     def to_bytes(self) -> bytes:
@@ -67,8 +69,9 @@ def encode_json(content: Any) -> bytes:
 
 
 def sealed_json(content: dict[str, Any], *parts: str) -> bytes:
-    """Encode a manifest's content as JSON, with `manifest_sha256` over everything else in it. Each
-    of `parts` is a key of `content` whose records become a mapping from the file's name."""
+    """Encode a manifest's content as JSON and add `manifest_sha256`, the hash over all the rest.
+    `parts` names the keys of `content` that hold file records; each is written as an object from
+    file name to record."""
     for part in parts:
         content[part] = {record.pop("name"): record for record in content[part]}
     content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
@@ -76,8 +79,8 @@ def sealed_json(content: dict[str, Any], *parts: str) -> bytes:
 
 
 def decode_versioned(data: bytes, where: Path | str, newest: int) -> dict[str, Any]:
-    """Decode JSON, found at a path or URL, that has a `format_version`. Raises CorruptError if it
-    is malformed, or of a version above `newest`."""
+    """Decode JSON that has a `format_version`. `where` is its path or URL, for messages. Raises
+    CorruptError if it is malformed, or if its version is above `newest`."""
     content = decode_json(data, Path(where))
     version = content.get("format_version")
     if isinstance(version, int) and version > newest:
@@ -90,7 +93,9 @@ def decode_versioned(data: bytes, where: Path | str, newest: int) -> dict[str, A
 
 @contextmanager
 def well_formed(where: Path | str) -> Iterator[None]:
-    """Raise CorruptError if what is done here finds JSON, from a path or URL, of another form."""
+    """Context manager for code that takes parsed JSON apart: an error within it (a missing key, a
+    wrong type) is raised as CorruptError, saying that the JSON at `where`, a path or URL, is
+    malformed."""
     try:
         yield
     except (
@@ -100,7 +105,8 @@ def well_formed(where: Path | str) -> Iterator[None]:
 
 
 def checked_step(step: object) -> int:
-    """Return `step`, as JSON had it. Raises ValueError if no run has such a step."""
+    """Return the value `step` from JSON. Raises ValueError unless it is an integer in the range of
+    steps."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise ValueError(f"step={step!r} is not a step")
     return step
@@ -154,9 +160,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_records(entries: Mapping[str, Any]) -> tuple[FileRecord, ...]:
-    """Return the records in a manifest's JSON: file name → `n_bytes` and `sha256`. Raises
-    ValueError for a name that could lead out of the folder, and an impossible size or hash;
-    LookupError or TypeError for another form."""
+    """Return the file records in a manifest's JSON: file name → object with `n_bytes` and `sha256`.
+    Raises ValueError for a name that could lead out of the folder, or an impossible size or hash;
+    LookupError or TypeError if a key is missing or has another type."""
     files = []
     for name, entry in entries.items():
         n_bytes, sha256 = entry["n_bytes"], entry["sha256"]

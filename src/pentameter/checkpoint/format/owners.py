@@ -38,9 +38,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A region, or a whole tensor, that a rank holds: its group (`model`, `optimizer`), the whole
-    tensor's name and shape with the region's offset (`piece`), and the region's own shape
-    (`sizes`)."""
+    """A rectangular block of a tensor, or a whole tensor, that a rank holds. `group` is `model` or
+    `optimizer`, `piece` has the whole tensor's name and shape and the block's offset in it, `sizes`
+    is the block's own shape."""
 
     group: str
     piece: Piece
@@ -55,15 +55,16 @@ class Region:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The regions that this rank holds, with their elements (`tensors`), and all ranks that hold
-    each."""
+    """The regions that this rank holds, with their elements (`tensors`), and for each region all
+    ranks that hold it."""
 
     tensors: Mapping[Region, torch.Tensor | LazyTensor]
     ranks_of: Mapping[Region, Ranks]
-    """Region → all ranks with a replica; empty if placements do not determine it."""
+    """Region → all ranks that hold a replica of it; no ranks if placements do not determine
+    them."""
     view: bytes
-    """A hash over names, shapes, dtypes and sharding dimensions, equal on all ranks in a pipeline
-    stage if placements determine the holders; empty if they do not."""
+    """Hash over names, shapes, dtypes and sharding dimensions. If placements determine the holders,
+    it is equal on all ranks of a pipeline stage; if not, it is empty."""
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -95,13 +96,13 @@ def holdings(
     meshes: Sequence[DeviceMesh],
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Holdings:
-    """Return this rank's Holdings, with the other holders as far as `meshes` determine them.
+    """Return this rank's Holdings. Which other ranks hold a region is derived from `meshes`.
 
-    Each mesh is for the whole layout; all its dimensions are named, `pipeline` among them. A tensor
-    lies on the first one that has the dimensions which shard it. `stages_of` maps a parameter's
-    name to its coordinates along `pipeline` if it has several. Without a mesh, or for a tensor that
-    lies on none of them, the holders are left empty. Raises ValueError for a tensor whose local
-    region is unknown.
+    Each mesh covers the whole layout, and all its dimensions are named, `pipeline` among them. A
+    tensor belongs to the first mesh that has all the dimensions which shard it. `stages_of` maps a
+    parameter's name to its coordinates along `pipeline` if it is in several stages. The holders are
+    left empty without a mesh, or for a tensor that belongs to none. Raises ValueError for a tensor
+    whose local region is unknown.
     """
     held = held_regions(groups)
     if not meshes:
@@ -145,8 +146,8 @@ def _mesh_with(over: frozenset[str], meshes: Sequence[DeviceMesh]) -> DeviceMesh
 def _ranks_at(
     mesh: DeviceMesh | None, over: frozenset[str], stages: tuple[int, ...] | None
 ) -> Ranks:
-    """List the ranks with this rank's coordinates along the dimensions `over`, and along `pipeline`
-    with a coordinate in `stages`, or this rank's own if `stages` is None."""
+    """List the ranks that have this rank's coordinates along all mesh dimensions in `over`, and
+    along `pipeline` a coordinate in `stages`; if that is None, this rank's own."""
     assert mesh is not None
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # the mesh spans all ranks
@@ -162,9 +163,9 @@ def _ranks_at(
 
 
 def views_agree(views: Sequence[bytes], meshes: Sequence[DeviceMesh]) -> bool:
-    """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions,
-    judged from every rank's `Holdings.view`, in rank order. `meshes` are those given to `holdings`;
-    False without any. The result is the same on all ranks."""
+    """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions.
+    `views` has every rank's `Holdings.view`, in rank order; `meshes` are those given to `holdings`.
+    False if there are no meshes. The result is the same on all ranks."""
     if not meshes or meshes[0].mesh.numel() != len(views) or not all(views):
         return False
     mesh = meshes[0]
@@ -198,11 +199,11 @@ def exchange(held: Iterable[Region], world: World) -> dict[Region, Ranks]:
 
 
 def owned(ranks_of: Mapping[Region, Ranks], rank: int) -> set[Region]:
-    """Select the regions that `rank` writes: among regions held by the same ranks, the largest
-    first, each goes to the rank with the fewest bytes so far.
+    """Return the regions that `rank` writes. `ranks_of` maps each region to the ranks that hold it.
 
-    All holders compute the same owner, because each of them knows every region that the same ranks
-    hold. `ranks_of` maps each region to its holders.
+    Regions that the same ranks hold are shared out among them: the largest first, each to the rank
+    with the fewest bytes so far. All holders compute the same owner, because each of them knows
+    every region that the same ranks hold.
     """
     own = set()
     n_bytes: dict[Ranks, list[int]] = {}

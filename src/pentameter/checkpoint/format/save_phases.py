@@ -74,8 +74,9 @@ class Contents:
 
 @dataclass
 class Exchanged:
-    """The regions that ranks reported to each other because placements do not determine them. Kept
-    from save to save, and used again while every rank's regions stay the same."""
+    """Cache of the lists of regions that ranks sent each other, needed where placements do not
+    determine the holders. It is kept from save to save and used again while every rank's regions
+    stay the same."""
 
     fingerprints: Sequence[bytes] = ()
     """`Holdings.fingerprint` for each rank in order, from the exchange."""
@@ -134,8 +135,9 @@ def _host_buffer(n_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 @dataclass
 class Save:
-    """A save on one rank, from its plan to commit: the files to write, and the progress of writing.
-    `started_at` is the plan's time on the performance counter, `layout` goes into the manifest."""
+    """A save on one rank, from `plan` to `commit`: the files to write, and the thread that writes
+    them. `started_at` is the time of the plan on the performance counter (seconds); `layout` goes
+    into the manifest."""
 
     step: int
     folder: Path
@@ -171,7 +173,7 @@ class Save:
 
     @property
     def is_beside(self) -> bool:
-        """True if a thread was started to write the files while training goes on."""
+        """True if a thread writes, or has written, the files while training goes on."""
         return self._thread is not None
 
     @property
@@ -180,8 +182,9 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def written(self) -> Written:
-        """Return the records of this rank's files, once all are on disk: waits for the thread that
-        writes them, or writes them now without one. Raises the error that stopped the write."""
+        """Return the records of this rank's files once all are on disk. Waits for the thread that
+        writes them; if none was started, writes them now. Raises the error that stopped the
+        write."""
         if self._thread is None:
             self._write()
         else:
@@ -213,11 +216,11 @@ class Save:
 def plan_files(
     groups: Groups, world: World, meshes: Sequence[DeviceMesh], exchanged: Exchanged
 ) -> tuple[NamedFiles, int]:
-    """Plan the files that this rank writes: group → name and content, and the bytes that all ranks
-    together write.
+    """Plan the files that this rank writes: return group → (file name, content), and the number of
+    bytes that all ranks together write.
 
     Collective: each rank passes the same groups with the tensors it has, and the `meshes` of the
-    layout that placed them. `exchanged` is reused, and updated, if placements do not determine the
+    layout that placed them. `exchanged` is used, and updated, if placements do not determine the
     owners. Raises ValueError if the ranks together do not hold a whole tensor, TypeError for a
     tensor that cannot be saved; an error on one rank is raised on all.
     """
@@ -248,10 +251,12 @@ def plan_files(
 def _files_by_exchange(
     holds: Holdings, fingerprints: Sequence[bytes], world: World, exchanged: Exchanged
 ) -> tuple[dict[str, TensorFile], Sequence[Mapping[str, int]]]:
-    """Plan this rank's files (model, optimizer → TensorFile) and gather every rank's bytes,
-    if the Plan's placements do not say which ranks hold a tensor. Collective. The ranks exchange
-    their lists of tensor blocks, kept in `exchanged`, unless `fingerprints` (a hash of each rank's
-    list) are those of the last exchange."""
+    """Plan this rank's files when placements do not determine which ranks hold a tensor. Return
+    them, group (`model`, `optimizer`) → TensorFile, and each rank's bytes by group. Collective.
+
+    The ranks exchange their lists of regions and keep them in `exchanged`. Nothing is exchanged if
+    `fingerprints` (a hash of each rank's list) are those of the last exchange.
+    """
     if exchanged.fingerprints != fingerprints:
         exchanged.ranks_of = exchange(holds.tensors, world)
         exchanged.fingerprints = fingerprints

@@ -65,8 +65,9 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         return len(self.stored)
 
     def lazy(self, name: str) -> LazyTensor:
-        """Return a tensor of whose file nothing is read before an access, which reads its region
-        alone. (To map a tensor touches its first page: of a large mixture, thousands.)"""
+        """Return the tensor `name` as a LazyTensor: nothing is read from the file now, and each
+        access reads only its region. Indexing the mapping instead would memory-map the tensor and
+        read its first page, which is slow for thousands of them."""
         stored = self.stored[name]
         return LazyTensor(stored.shape, stored.dtype, partial(self._fill, stored))
 
