@@ -181,9 +181,9 @@ class RemoteCopies:
     def __init__(self, folder: RemoteFolder, warnings: list[str]) -> None:
         self.folder, self._warnings = folder, warnings
         self.run_id: str | None = None
-        """The run whose copies these are; None if there is none yet, or before `read`."""
+        """The run whose checkpoints are copied; None before `read`, or if there is no copy yet."""
         self.copies: dict[int, Copy] = {}
-        """Step → its copy, whose files are there unless somebody else removes them."""
+        """Step → its copy, as last read or written by this process."""
         self._unread: set[int] = set()  # steps whose manifest is there, and damaged
         self._me = current_owner()
         self._before: Owner | None = None  # who copied before us, as run.json said

@@ -81,11 +81,11 @@ def simplest(model: ModelConfig) -> ModelConfig:
 def to_their_config(
     name: str, model: ModelConfig, *, vocab_size: int, token_ids: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Build the content of config.json for a model in the family `name` (a `model_type`), which
-    must be able to express it, as `choose_family` finds. Nothing is written.
+    """Return the content of config.json for a model. `name` is the `model_type` of a family that
+    can express it, as `choose_family` returns. Nothing is written.
 
-    vocab_size: rows in the written embedding, without padding. token_ids: `bos_token_id` and
-    its kin. dtype: the weights' dtype (`float32`).
+    vocab_size: rows in the written embedding, without padding. token_ids: `bos_token_id`,
+    `eos_token_id` and `pad_token_id`. dtype: the weights' dtype (`float32`).
     """
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
@@ -118,8 +118,8 @@ def to_their_config(
 
 
 def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Translate config.json (`content`, its JSON object) to values for the `[model]` section, not
-    yet validated; `path` is for messages.
+    """Return the values for the `[model]` section, not yet validated, that config.json (`content`,
+    its JSON object) expresses. `path` is for messages.
 
     Raises ConfigError for an unsupported architecture, and for a setting that pentameter cannot
     express.
@@ -173,9 +173,9 @@ def _is_depth(n_layers: object) -> bool:
 
 
 def read_n_extra_layers(content: Mapping[str, Any], family: Family, path: Path) -> int:
-    """Return how many layers that predict further tokens a folder may hold after the model's, from
-    its config.json (`content`); 0 if the family has none. `path` is for messages. Raises
-    ConfigError if it is not a number of layers."""
+    """Return the number of layers for multi-token prediction that a folder may hold behind the
+    model's own, as config.json (`content`) says; 0 if the family has none. They are not read.
+    `path` is for messages. Raises ConfigError if the entry is not a number of layers."""
     if family.extra_layers is None:
         return 0
     key, default = family.extra_layers

@@ -1,6 +1,6 @@
-"""Conversion rules for keys of experts that config.json expresses in other words: which layers have
-them, how the chosen scores are normalised, how wide a shared expert is. `families.py` assigns rules
-to families."""
+"""Conversion rules for keys of experts that config.json expresses differently: which layers have
+experts, how the chosen scores are normalised, how wide a shared expert is. The files in `families/`
+assign rules to families."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ EXPERTS_IN_EVERY_LAYER = Rule(
 
 
 def _read_layers(content: Content, section: Content) -> dict[str, Any]:
-    """Return `dense_layers`, the layers without experts, from `decoder_sparse_step` and
-    `mlp_only_layers`: their number if they are the first ones, else a tuple with their indices."""
+    """Return `experts.dense_layers`, the layers without experts, from `decoder_sparse_step` and
+    `mlp_only_layers`. The value is their number if they are the first layers, else a tuple of their
+    indices."""
     n_layers = section["n_layers"]
     step, listed = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
     if type(step) is not int or step < 1:
@@ -62,7 +63,7 @@ LAYERS_WITH_EXPERTS = Rule(
 
 
 def _sums_to_one(model: ModelConfig) -> bool:
-    """Return whether a token's scores for its chosen experts sum to 1: they are divided by their
+    """Return True if a token's scores for its chosen experts sum to 1: they are divided by their
     sum, or are a softmax over the chosen logits alone, which is the same function."""
     return model.router.renormalize or model.router.top_k_first
 
@@ -112,8 +113,8 @@ def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
-    """Return the number of shared experts, from their width together and the width of one of the
-    others, of which it must be a multiple. Raises ValueError if it is not."""
+    """Return the number of shared experts: the width of all shared experts together ÷ the width of
+    one other expert. Raises ValueError if that is not a whole number."""
     key, width = "shared_expert_intermediate_size", section["experts.width"]
     shared = content.get(key, 5632)
     if type(width) is not int or width < 1:

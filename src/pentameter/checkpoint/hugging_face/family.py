@@ -1,9 +1,9 @@
 """The description of a Hugging Face architecture ("family"): its differences from a decoder like
 Llama. "Their" names are those in `transformers`.
 
-Anything a table cannot express (one key in config.json that several `[model]` keys decide) is a
-`Rule` in `rules.py` or `expert_rules.py`. The families themselves are in `families.py`;
-`config_json.py` and, for tensors, `tensor_map.py` apply their tables.
+Whatever a table cannot express (one key in config.json that several `[model]` keys decide) is a
+`Rule` in `rules.py`, `expert_rules.py` or `rotary_rules.py`. The families themselves are in
+`families/`; `config_json.py` and, for tensors, `tensor_map.py` apply their tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 @dataclass(frozen=True)
 class StoredForm:
-    """The tensors that a folder must have."""
+    """The names, shapes and kinds of all tensors that a model folder must have."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name → shape."""
@@ -43,15 +43,18 @@ class StoredForm:
 
 @dataclass(frozen=True)
 class Packing:
-    """Conversions for a family whose tensors are computed from those that its names tables
-    describe (its parameters), such as several of these in one, or numbers in 4 bits."""
+    """Three functions for a family whose folders do not store its parameters as they are, but
+    tensors computed from them: several parameters in one tensor, for example, or numbers in 4 bits.
+    "Parameters" are the tensors that the family's tables of names describe."""
 
     pack: Callable[[Mapping[str, LazyTensor]], dict[str, LazyTensor]]
-    """Parameters by name → the tensors of a folder."""
+    """Function from parameters, by name, to the tensors of a folder."""
     unpack: Callable[[Mapping[str, LazyTensor], Iterable[str]], dict[str, LazyTensor]]
-    """The tensors of a folder, and names of parameters → these."""
+    """Function from the tensors of a folder, and the names of the parameters wanted, to these
+    parameters."""
     form_of: Callable[[Mapping[str, tuple[int, ...]], Iterable[str]], StoredForm]
-    """Shapes of parameters, and the names that a folder has → the tensors that it must have."""
+    """Function from the parameters' shapes, and the names of the tensors that a folder has, to the
+    tensors that it must have."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class Projections:
 
     `apart`: three tensors, head by head. `parts`: one tensor, all queries, then all keys, then all
     values, rows (3, H, K) with H heads and K channels per head. `heads`: one tensor, head by head,
-    rows (H, 3, K). `latent`: the tensors of latent attention that compute rotated channels, which
-    are pairs of neighbors: queries from the stream, queries from a latent (a model has one of
-    both), and the keys' and values' latent with the rotated key.
+    rows (H, 3, K). `latent`: the three tensors of latent attention that compute rotated channels:
+    queries from the stream, queries from a latent (a model has one of these two), and the keys' and
+    values' latent with the rotated key. Rotated channels are pairs of neighbors there.
     """
 
     names: tuple[str, ...]
@@ -162,63 +165,67 @@ one's."""
 
 @dataclass(frozen=True)
 class Family:
-    """A Hugging Face architecture, described by its differences from a decoder like Llama, whose
-    tensor names are the defaults, and from NEUTRAL and NOT_WRITTEN."""
+    """Description of a Hugging Face architecture, as tables. What they do not mention is as in a
+    decoder like Llama: its tensor names are the defaults, and NEUTRAL and NOT_WRITTEN give the
+    other keys."""
 
     label: str
     """Its name in messages, such as `Llama`."""
     architecture: str
     """The class in `transformers`, such as `LlamaForCausalLM`."""
     written: Mapping[str, tuple[str, Any]]
-    """pentameter key → key in config.json, and its default there."""
+    """pentameter key → (key in config.json, its value there if the key is absent)."""
     rules: tuple[Rule, ...] = ()
     """Conversions for keys that no table can express."""
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Replacements for entries in NEUTRAL."""
     read: Mapping[str, bool | str] = field(default_factory=dict)
-    """pentameter key that only the weights express → its value for weights that are read. If a key
-    for biases has an entry, or `balance`, biases that a model lacks are written as zeros."""
+    """pentameter key that config.json lacks and only the weights express → the value it gets for
+    weights that are read. If it has an entry for a key about biases, or for `balance`, then biases
+    that a model lacks are written as zeros."""
     not_ours: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Key in config.json → its default, the only value that is accepted, and the reason for
-    refusing another."""
+    """Key in config.json that pentameter does not have → (the only value that is accepted, which is
+    its default; the reason for refusing another)."""
     activations: Mapping[str, str] = field(default_factory=GATED_ACTIVATIONS.copy)
     """Activation name in config.json → pentameter's."""
     body: str = "model."
-    """Prefix for every tensor name except the head's; absent in the model without a head."""
+    """Prefix of every tensor name except the head's. Folders of the model without its head lack
+    it."""
     layers: str = "layers."
-    """Prefix for a layer's number."""
+    """Prefix before a layer's number."""
     head: str = "lm_head.weight"
     """Name of the output projection's weight."""
     names: Mapping[str, str] = field(default_factory=NAMES.copy)
     """pentameter module (`attention.out`) → the family's (`self_attn.o_proj`), inside and outside a
-    layer, or a parameter → its tensor. `{expert}` stands for an expert's number: its matrix is a
-    tensor by itself; without it, all experts are in one, (E experts, outputs, inputs)."""
+    layer; or parameter → tensor. If a name contains `{expert}`, an expert's number, each expert's
+    matrix is a tensor by itself; if not, all experts of a layer are in one tensor, (E experts,
+    outputs, inputs)."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """`STACKED`, the second naming in which a folder may hold experts; empty if the family has
-    none."""
+    """Names as in `STACKED`, if folders of this family may also hold a layer's experts in common
+    tensors; else empty."""
     projections: Projections = Projections(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "apart"
     )
     """Tensors with the queries', keys' and values' rows."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Key in config.json → another name under which it is read."""
+    """Key in config.json → a second name under which it is read."""
     transposed: bool = False
     """True if a layer's matrices are stored as (n_in, n_out), the transpose of pentameter's."""
     extra_layers: tuple[str, int] | None = None
-    """Key in config.json, and its default there, with the number of layers that a folder may hold
-    after the model's, and that predict further tokens (multi-token prediction). They are passed
-    over. None if the family has none."""
+    """(Key in config.json, default) for the number of layers for multi-token prediction that a
+    folder may hold behind the model's own; they are not read. None if the family has none."""
     packing: Packing | None = None
-    """Computes a folder's tensors from those that `names` describes, and back; None if they are the
-    same."""
+    """Computes a folder's tensors from those that `names` describes, and back; None if folders
+    store exactly those."""
     quantizations: tuple[str, ...] = ("fp8",)
     """Values for `quant_method` in config.json that are read; weights are dequantised."""
     passed_over: str = r"layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq"
-    """Pattern for tensor names, without `body`, that old versions stored and no reader needs."""
+    """Pattern for names of tensors, without `body`, that old versions stored and that are not
+    read."""
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether `names` has one tensor for all experts of a layer."""
+        """True if `names` has one tensor for all experts of a layer."""
         return "{expert}" not in self.names["experts.gate"]
 
     @cached_property
@@ -229,8 +236,8 @@ class Family:
 
     @cached_property
     def fixed(self) -> Mapping[str, tuple[Any, str]]:
-        """pentameter key → the only value that the family can express, and the reason for refusing
-        another."""
+        """pentameter key → (the only value that the family can express, the reason for refusing
+        another)."""
         of_rules = {key for rule in self.rules for key in rule.keys}
         elsewhere = {*self.written, *self.not_needed, *of_rules}
         return {

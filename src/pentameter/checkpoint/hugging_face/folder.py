@@ -195,9 +195,9 @@ def _their_tensors(
     where: Path,
     warnings: list[str],
 ) -> dict[str, LazyTensor]:
-    """Return the tensors in the files, the family's full name → tensor, without those of the layers
-    numbered `passed_over`, of which `warnings` then gets a line. `where`, the file or folder, is
-    for messages. Raises CorruptError for a tensor that is there twice."""
+    """Return the tensors in the files by the family's full name, as lazy tensors. The layers
+    numbered `passed_over` are left out; `warnings` gets a line if there are any. `where`, the file
+    or folder, is for messages. Raises CorruptError for a tensor that occurs twice."""
     body = family.body
     extra = tuple(f"{family.layers}{number}." for number in passed_over)
     tensors: dict[str, LazyTensor] = {}
@@ -272,8 +272,8 @@ def _weights(
 
 def _map_of(family: Family, model: ModelConfig, names: Set[str]) -> TensorMap:
     """Return the map between the family's tensors and pentameter's for a folder whose tensors have
-    these `names`. Experts are taken as stacked (all of them in one tensor) if a name is there that
-    only such a folder has, otherwise as one tensor each."""
+    these `names`. If one of these occurs only in folders with stacked experts (all experts of a
+    layer in one tensor), stacked ones are expected, else a tensor for each expert."""
     published = TensorMap.of(family, model)
     stacked = TensorMap.of(family, model, is_stacked=True) if family.stacked else published
     is_stacked = not names.isdisjoint(stacked.their_shapes.keys() - published.their_shapes.keys())

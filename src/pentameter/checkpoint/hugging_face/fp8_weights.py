@@ -1,8 +1,9 @@
-"""FP8 weights with a scale for each block of a matrix, the form in which DeepSeek-V3 is published,
-read as fp32.
+"""Reading of FP8 weights that have a scale for each block of a matrix, as DeepSeek-V3 is published,
+as fp32.
 
-A matrix `NAME` of float8_e4m3fn has beside it `NAME_scale_inv`, one number for each block, by which
-the block's elements are multiplied. The last blocks of rows and columns may be smaller.
+Beside each float8_e4m3fn matrix `NAME` lies `NAME_scale_inv`, with one number for each block of the
+matrix. A weight is the stored element times its block's number. The last blocks of rows and columns
+may be smaller.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class HubAddress:
 
 
 def hub_address(model: Path | str, *, scheme: bool = True) -> HubAddress | None:
-    """Parse `hf://OWNER/NAME[@REVISION]`; None for anything else. A Path, in which `//` has become
-    `/`, is understood.
+    """Parse `hf://OWNER/NAME[@REVISION]`, also as a Path, in which `//` has become `/`. Return None
+    if `model` is no such address.
 
-    With `scheme` false, `OWNER/NAME[@REVISION]` is an address too, unless that path, or a folder
+    With `scheme` false, `OWNER/NAME[@REVISION]` is an address, too, unless that path, or a folder
     OWNER, exists in the working directory.
     """
     found = _ADDRESS.fullmatch(str(model))

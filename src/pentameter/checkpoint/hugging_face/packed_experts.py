@@ -1,8 +1,9 @@
-"""gpt-oss's form of tensors: all experts of a layer in common ones, transposed, gate and up row by
-row, and published in 4 bits (MXFP4).
+"""The tensors of gpt-oss's folders, computed from parameters and back: all experts of a layer are
+in common tensors, transposed; rows of gate and up alternate; matrices are published in 4 bits
+(MXFP4).
 
-`TensorMap` counts in rows of (E, outputs, inputs), and in names made of a module and a parameter.
-The functions here turn such tensors into those of a folder and back, region by region.
+Elsewhere, `TensorMap` counts rows of (E, outputs, inputs) and uses names made of a module and a
+parameter. The functions here convert region by region.
 
 Shapes: E experts, N outputs and K inputs of a matrix; a block is 32 inputs with a common scale.
 """
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
 
 _OF_EXPERTS = re.compile(r"(?P<path>.*\.experts\.)(?P<matrix>gate|up|down)_proj\.(?P<kind>\w+)")
 _BLOCK = 32
-"""Numbers that have a scale in common; two of them are in a byte, the first in its low half."""
+"""Numbers in a block, which have one scale. A byte holds two of them, the first in its low half."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of a number's three low bits (E2M1); the highest bit is its sign."""
 _EXPONENT_BIAS = 127
 
 
 def _matrix(name: str) -> tuple[str | None, str | None]:
-    """Return (`gate`, `up` or `down`; `weight` or `bias`) for a parameter of experts; (None, None)
-    for any other."""
+    """Return (matrix, kind) if `name` is a parameter of experts: `gate`, `up` or `down`, and
+    `weight` or `bias`. Return (None, None) for any other name."""
     found = _OF_EXPERTS.fullmatch(name)
     return (None, None) if found is None else (found["matrix"], found["kind"])
 
 
 def _their_name(name: str) -> str:
-    """Return the name in a folder of the tensor that holds the parameter `name`."""
+    """Return the name of the folder's tensor that holds the parameter `name`."""
     found = _OF_EXPERTS.fullmatch(name)
     if found is None:
         return name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
@@ -44,8 +45,9 @@ def _their_name(name: str) -> str:
 
 
 def pack(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a folder's tensors, by name, for `tensors` by parameter, in the order in which they
-    are given. Experts' matrices become (E, K, N); nothing is computed before an access."""
+    """Return the folder's tensors by name, in the order of `tensors`, which are all parameters by
+    name. Each expert's matrix (N, K) is transposed to (K, N), and gate and up become one tensor.
+    The results are lazy: nothing is computed before an access."""
     packed: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         matrix, kind = _matrix(name)
@@ -58,8 +60,9 @@ def pack(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def unpack(tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str, LazyTensor]:
-    """Return the parameters `names` from a folder's `tensors`, which hold all of them: the inverse
-    of `pack`, also for matrices in 4 bits."""
+    """Return the parameters `names` as lazy tensors, computed from a folder's `tensors`: the
+    inverse of `pack`. Matrices that the folder has in 4 bits (`NAME_blocks` and `NAME_scales`) are
+    dequantised. `tensors` must hold all that is needed."""
     unpacked: dict[str, LazyTensor] = {}
     for name in names:
         theirs, (matrix, kind) = _their_name(name), _matrix(name)
@@ -75,8 +78,9 @@ def unpack(tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str,
 
 
 def form_of(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> StoredForm:
-    """Return the tensors that a folder with these `names` must have, for parameters with `shapes`:
-    experts' matrices in 4 bits if a name says so."""
+    """Return the tensors that a folder must have for parameters with these `shapes`. `names` are
+    the tensors that it does have: if one ends in `_blocks`, experts' matrices are expected in 4
+    bits."""
     import torch
 
     def nothing(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -96,7 +100,7 @@ def form_of(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> Stor
 
 
 PACKED_EXPERTS = Packing(pack, unpack, form_of)
-"""For a family with gpt-oss's form of tensors."""
+"""The Packing for families whose folders have gpt-oss's tensors."""
 
 
 def _transposed(tensor: LazyTensor) -> LazyTensor:
@@ -111,7 +115,8 @@ def _transposed(tensor: LazyTensor) -> LazyTensor:
 
 
 def _interleaved(gate: LazyTensor, up: LazyTensor) -> LazyTensor:
-    """Return gate's and up's rows, (E, n, …) each, by turns: (E, 2 n, …)."""
+    """Return one tensor (E, 2 n, …) in which the rows of `gate` and `up`, (E, n, …) each,
+    alternate, gate's first."""
     n_experts, n, *others = gate.shape
 
     def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -126,15 +131,15 @@ def _interleaved(gate: LazyTensor, up: LazyTensor) -> LazyTensor:
 
 
 def _stack(both: list[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of two tensors (1, n, …) by turns: (2 n, …)."""
+    """Return a tensor (2 n, …) in which the rows of the two tensors (1, n, …) alternate."""
     import torch
 
     return torch.stack(both, dim=2).flatten(1, 2)[0]
 
 
 def _every_other(tensor: LazyTensor, *, first: int) -> LazyTensor:
-    """Return every other row of a tensor (E, 2 n, …) from row `first` on, 0 or 1: (E, n, …). The
-    rows between are read with them."""
+    """Return the even (`first` = 0) or odd (`first` = 1) rows of a tensor (E, 2 n, …) as (E, n, …).
+    The rows between them are read from the file, too."""
     n_experts, n_rows, *others = tensor.shape
 
     def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -147,9 +152,11 @@ def _every_other(tensor: LazyTensor, *, first: int) -> LazyTensor:
 
 
 def _dequantized(blocks: LazyTensor, scales: LazyTensor) -> LazyTensor:
-    """Return matrices (E, N, K), float32, from `blocks` (E, N, K / 32, 16), bytes of two numbers in
-    4 bits, and `scales` (E, N, K / 32), the exponents of 2 that blocks are multiplied by ("OCP
-    Microscaling Formats", 2023, MXFP4)."""
+    """Return matrices (E, N, K), float32, from MXFP4 ("OCP Microscaling Formats", 2023).
+
+    blocks: bytes (E, N, K / 32, 16), each with two 4-bit numbers. scales: bytes (E, N, K / 32), the
+    exponent e of the factor 2^(e - 127) for each block.
+    """
     import torch
 
     n_experts, n_out, n_blocks, n_bytes = blocks.shape
@@ -171,5 +178,6 @@ def _dequantized(blocks: LazyTensor, scales: LazyTensor) -> LazyTensor:
 
 
 def _one_by_one(experts: slice) -> list[slice]:
-    """List slices of a single expert each: no more than one is in memory at a time."""
+    """Split a slice of experts into slices of one expert each, so that only one is in memory at a
+    time."""
     return [slice(number, number + 1) for number in range(experts.start, experts.stop)]

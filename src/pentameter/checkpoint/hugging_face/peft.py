@@ -76,9 +76,9 @@ def export_peft(
 def _tensors(
     modules: Mapping[str, Sequence[Strip]], adapters: Adapters
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A (rank, n) and B (m, rank) for each `transformers` module (keys in `modules`), with
-    the tensor's PEFT name. Modules whose matrices are slices of one pentameter matrix have the same
-    A; rows in B follow the rows in their matrix."""
+    """Yield (PEFT name, tensor) for A (rank, n) and B (m, rank) of each `transformers` module, the
+    keys in `modules`. Where one pentameter matrix corresponds to several modules, all get the same
+    A, and each gets its rows of B, in its own order."""
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
         a, b = (tensor[...] for tensor in adapters.layers[path])
@@ -95,8 +95,9 @@ def _config(
     adapters: Adapters,
     base_model: str | None,
 ) -> dict[str, Any]:
-    """Return the content of adapter_config.json. `modules` has the adapted `transformers` modules
-    as keys; `base_model` is the name or folder that the run began with, None if not known."""
+    """Return the content of adapter_config.json. The keys in `modules` are the adapted
+    `transformers` modules; `base_model` is the name or folder of the model that the run began with,
+    None if it is not known."""
     lora = adapters.lora
     # The last two names: c_proj alone would match both attention and feed-forward.
     targets = {".".join(path.split(".")[-2:]) for path in modules}

@@ -1,5 +1,5 @@
 """Conversion rules for rotary positions: config.json has them in one object, `rope_parameters`, or
-in the keys of earlier versions. `families.py` assigns rules to families."""
+in the keys of earlier versions. The files in `families/` assign rules to families."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ to it, but for `_SHARPENING`."""
 
 
 def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
-    """Return the entries for rotary positions, in the form for transformers 5 (`rope_parameters`)
-    and the form for earlier versions. `partly`: the family turns only a fraction
-    (`rotary_fraction`) of each head."""
+    """Return the entries of config.json for rotary positions, twice: in the form for transformers 5
+    (`rope_parameters`) and for earlier versions. With `partly`, the family rotates only a fraction
+    of each head's channels (`rotary_fraction`)."""
     scaling = model.rope_scaling
     name, keys = next(
         (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
@@ -69,8 +69,8 @@ def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
 
 
 def _write_sharpening(scaling: RopeScalingConfig) -> dict[str, float]:
-    """Return YaRN's factors as config.json has them, where `mscale` acts beside `mscale_all_dim`
-    only, and an absent `attention_factor` follows from the rest."""
+    """Return YaRN's factors in config.json's form. There `mscale` acts only together with
+    `mscale_all_dim`, and `attention_factor` is left out if it follows from the other values."""
     values = {}
     if scaling.mscale_all_dim:
         values = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
@@ -89,13 +89,13 @@ def _read_rope(
     default: Content | None = None,
     scales_scores: bool = False,
 ) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and, if `partly`, `rotary_fraction` from config.json, in
-    the form for transformers 5 or an earlier one. Raises ValueError for a type or key that is not
-    supported.
+    """Return `rope_theta`, `rope_scaling` and, with `partly`, `rotary_fraction` from config.json,
+    in the form for transformers 5 or for an earlier version. Raises ValueError for a type or key
+    that is not supported.
 
-    partly: the family turns only a fraction of each head. default_theta: the base if config.json
-    gives none. default: `rope_parameters` if it gives none. scales_scores: in this family
-    `mscale_all_dim` multiplies attention scores, too.
+    partly: the family rotates only a fraction of each head's channels. default_theta: `rope_theta`
+    if config.json gives none. default: `rope_parameters` if config.json gives none. scales_scores:
+    `mscale_all_dim` also multiplies attention scores in this family.
     """
     where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     found = content.get(where) or default or {}
@@ -133,9 +133,10 @@ def _read_rope(
 
 
 def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict[str, float]:
-    """Return the keys in `_SHARPENING` from the object `found`, which is config.json's `where`.
-    Without `scales_scores`, `mscale_all_dim` acts on rotated queries and keys alone: its effect is
-    returned as an `attention_factor`. Raises ValueError for a value that is no number."""
+    """Return the keys in `_SHARPENING` from the object `found`, which config.json has under the key
+    `where`. Unless `scales_scores`, `mscale_all_dim` acts on rotated queries and keys only; its
+    effect is then returned as an `attention_factor`. Raises ValueError for a value that is no
+    number."""
     numbers = {}
     for key in ("factor", *_SHARPENING):
         value = found.get(key)

@@ -1,5 +1,5 @@
 """Conversion rules for keys in config.json that several `[model]` keys decide, or that must be
-computed: attention windows by layer, switches for biases. `families.py` assigns rules to
+computed: attention windows by layer, switches for biases. The files in `families/` assign rules to
 families."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """A conversion for some `[model]` keys (`keys`) between a model's configuration and
-    config.json, with functions to write and read them. Both raise ValueError, naming the keys and
-    values, for settings that the other side cannot express."""
+    """A conversion for some `[model]` keys (`keys`): `write` and `read` translate between a model's
+    configuration and config.json. Both raise ValueError, naming keys and values, for settings that
+    the other side cannot express."""
 
     keys: tuple[str, ...]
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _model: {}
-    """Model section → entries for config.json."""
+    """Function from the model section to entries for config.json."""
     read: Callable[[Content, Content], dict[str, Any]] = lambda _content, _section: {}
-    """The content of config.json, and the model section as far as the family's tables give it →
-    values for `keys`."""
+    """Function from config.json's content, and the model section as far as the family's tables give
+    it, to values for `keys`."""
 
 
 def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
@@ -55,10 +55,10 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 def _read_windows(
     content: Content, section: Content, *, has_window: Callable[[int, int], bool]
 ) -> dict[str, Any]:
-    """Return `sliding_window` and `sliding_window_pattern` from config.json. If it has no list of
-    layers (`layer_types`), `has_window(layer, number)` says whether a layer has a window, `number`
-    being its `max_window_layers`. Raises ValueError unless all layers have a window, or none, or
-    all but every nth."""
+    """Return `sliding_window` and `sliding_window_pattern` from config.json. If it does not list
+    each layer's kind (`layer_types`), `has_window(layer, max_window_layers)` decides whether a
+    layer has a window. Raises ValueError unless all layers have a window, or none, or all but every
+    nth."""
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
     n = content.get("max_window_layers", 28)
     if type(n) is not int:

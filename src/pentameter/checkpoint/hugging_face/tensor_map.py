@@ -72,9 +72,9 @@ class TensorMap:
 
     @staticmethod
     def of(family: Family, model: ModelConfig, *, is_stacked: bool = False) -> TensorMap:
-        """Build the map between the tensors of `model` and those of the family that expresses it.
-        With `is_stacked`, a layer's experts lie in common tensors, named by `family.stacked`;
-        otherwise each expert's matrix is a tensor by itself."""
+        """Build the map between the tensors of `model` and those of `family`, which must be able to
+        express it. With `is_stacked`, a layer's experts lie in common tensors, named by
+        `family.stacked`; otherwise each expert's matrix is a tensor by itself."""
         # The state of balancing is of training, unless the family says otherwise.
         whole = model.updated({"vocab_multiple": 1, "router.balance": "none", **family.read})
         table = parameter_table(whole)
@@ -127,9 +127,9 @@ class TensorMap:
         return self._assembled(self.our_shapes, sources, dtype)
 
     def _as_rows(self, name: str, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
-        """Return a tensor, ours or the family's, as the matrix in which strips count rows:
-        transposed if it is stored so, and experts' matrices (E, rows, columns) one below the other,
-        (E · rows, columns)."""
+        """Return a tensor as the matrix in which strips count rows. A tensor that is stored
+        transposed is transposed back, and experts' matrices (E, rows, columns) are put one below
+        the other, (E · rows, columns)."""
         if name in self.n_experts:
             return tensor.flatten(0, 1)
         return tensor.t() if name in self.transposed else tensor
@@ -188,7 +188,7 @@ def _copy_rows(
 
 
 def _has_experts(spec: ParameterSpec) -> bool:
-    """Return whether a parameter has a matrix, or a bias, for each expert: its first axis is
+    """Return True if a parameter has a matrix, or a bias, for each expert: its first axis is
     experts."""
     return spec.axes[0] == "experts"
 
@@ -245,10 +245,13 @@ def _same_rows(spec: ParameterSpec, name: str) -> Strip:
 def _latent_strips(
     family: Family, model: ModelConfig, spec: ParameterSpec, module: str, prefix: str
 ) -> Iterator[Strip]:
-    """Yield the strips for `module`, one of latent attention's two projections with rotated
-    channels: `latent_attention.q`, whose rows are those of each head, or
-    `latent_attention.kv_down`. The last R rows, of each head or of all, are rotated in pairs: (i, i
-    + R / 2) here, neighbors in the family's tensor."""
+    """Yield the strips for `module`, a projection of latent attention with rotated channels:
+    `latent_attention.q`, where each head has its rows, or `latent_attention.kv_down`, which is like
+    a single head.
+
+    The last R rows of each head are rotated in pairs: rows i and i + R / 2 here, neighbors in the
+    family's tensor.
+    """
     from_stream, from_latent, kv_down = family.projections.names
     if module == "latent_attention.q":
         name, n_plain = (

@@ -1,4 +1,5 @@
-"""Tokenizers written to the files that `transformers` opens, and read from such files.
+"""Functions that write tokenizers to the files that `transformers` opens, and read them from such
+files.
 
 Each tokenizer class writes and reads its own tokenizer.json; the files around it are here.
 """
@@ -29,13 +30,13 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
-    """Return name → content for the files that `transformers.AutoTokenizer` reads; empty for a word
-    tokenizer, which they cannot express. `context_length` (tokens) becomes `model_max_length`.
+    """Return file name → content for the files that `transformers.AutoTokenizer` reads; empty for a
+    word tokenizer, which they cannot express. `context_length` (tokens) becomes `model_max_length`.
 
-    BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer with
-    one token per character, which refuses an unknown character. A library tokenizer gives its own
-    content. What was published with the tokenizer is written as it was, but for a chat template
-    that is another by now.
+    A BPE tokenizer becomes GPT-2's, in the old files and the new one. A character tokenizer becomes
+    one with a token per character, which refuses unknown characters. A library tokenizer keeps its
+    own content. Files that were published with the tokenizer are returned unchanged, except that a
+    chat template which was replaced since is written as it is now.
     """
     whole = tokenizer.to_tokenizer_json()
     if whole is None:
@@ -86,8 +87,8 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
 
 
 def has_published_chat(tokenizer: Tokenizer) -> bool:
-    """Return True unless the tokenizer has another chat template than the one it was published
-    with."""
+    """Return True if the tokenizer's chat template is the one that it was published with, or if it
+    has none and was published without."""
     published = tokenizer.published
     settings = json.loads(published.get(SETTINGS, "{}"))
     source = published.get(TEMPLATE_FILE, default_source(settings, Path(SETTINGS)))
@@ -95,8 +96,8 @@ def has_published_chat(tokenizer: Tokenizer) -> bool:
 
 
 def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return `bos_token_id` and its kin as config.json has them: those that were published, else by
-    the tokenizer's prefix and end of text."""
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` for config.json: the published ones
+    if there are any, else the tokenizer's prefix and end of text."""
     if CONFIG in tokenizer.published:
         found: dict[str, Any] = json.loads(tokenizer.published[CONFIG])
         return found
@@ -107,9 +108,13 @@ def their_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> bytes:
-    """Return the content of generation_config.json: as published, else made of config.json's
-    `token_ids`. Texts end where answers end here, too: by the chat template if it is another than
-    was published, else beside what was published."""
+    """Return the content of generation_config.json: the published one, else one made from
+    config.json's `token_ids`.
+
+    `eos_token_id` also gets the tokens that end an answer in the chat template. If that template is
+    still the published one, they are added to the published ids; if it was replaced, they replace
+    those.
+    """
     published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
     content = {"_from_model_config": True, **ids} if published is None else json.loads(published)
@@ -191,9 +196,9 @@ def read_tokenizer(
 
 
 def _prefix(content: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that `tokenizer(text)` puts before a text in transformers: those of the
+    """Return the ids that `tokenizer(text)` puts before a text in transformers. They come from the
     post-processor in tokenizer.json (`content`), whatever tokenizer_config.json says. Raises
-    CorruptError for a malformed one, and for an id outside the vocabulary."""
+    CorruptError if that is malformed, or for an id outside the vocabulary."""
     try:
         ids = _ids_before(content.get("post_processor"))
     except (TypeError, LookupError) as error:
@@ -204,7 +209,8 @@ def _prefix(content: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 
 def _text(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json; None for anything else."""
+    """Return the text of a token as tokenizer_config.json describes it; None if it is not the
+    description of a token."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

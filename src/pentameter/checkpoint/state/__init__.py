@@ -1,1 +1,1 @@
-"""The state of a run as tensors with names."""
+"""The state of a run (weights, optimizer) as named tensors, and as values that JSON holds."""

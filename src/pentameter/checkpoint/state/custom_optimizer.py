@@ -1,13 +1,16 @@
-"""The state of a custom optimizer, so that it goes on to the bit: tensors by name, and everything
-else in a checkpoint's optimizer.json.
+"""The state of a custom optimizer (a class from the user's code) in a checkpoint: tensors by name,
+and all other values in optimizer.json. A resumed run computes the same bits as one that was never
+interrupted.
 
-Kept are the state of each parameter, what the optimizer has changed in its parameter groups, and
-what it has changed in attributes of its own, all since it was made; and the same of optimizers that
-it holds. What it was made with is the user's code's to say. Learning rates are left out: they are
-set before every step. Attributes that are objects of other classes, and no containers, are
-taken for helpers of the code. What is one object in all groups comes back as one, and equal tensors
-of several groups as several. What is kept must be the same on all ranks that hold a parameter, else
-no layout could go on from it; that, and a value that cannot be kept, is refused with ConfigError.
+Saved are the state of each parameter, and whatever the optimizer changed in its parameter groups
+and in its attributes since it was constructed. The same holds for optimizers that it has as
+attributes. Values from the construction are not saved: on resuming, the user's code constructs the
+optimizer again. Learning rates are not saved either: they are set before every step. Attributes
+that are objects of other classes, and no containers, are not saved.
+
+An object that all parameter groups have in common is one object again after loading; tensors that
+are merely equal stay separate. What is saved must be equal on all ranks that hold a parameter, or
+no other layout could load it. ConfigError refuses what differs, and values that cannot be saved.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ _NOTE = "_pentameter_as_made"
 
 @dataclass(frozen=True)
 class _Noted:
-    """A value that an optimizer was made with. One with tensors or objects in it is not `plain`:
-    it cannot be made again from its `tree`."""
+    """A value that an optimizer had when it was constructed, as the packed value `tree`. If the
+    value holds tensors or objects that cannot be packed, `is_plain` is False, and it cannot be made
+    again from `tree`."""
 
     tree: Tree
     is_plain: bool
@@ -53,19 +57,21 @@ class _Noted:
 
 @dataclass(frozen=True)
 class _AsMade:
-    """The values with which an optimizer was made, in each of its groups and in its attributes."""
+    """The values that an optimizer had when it was constructed: those of each parameter group, by
+    key, and its attributes, by name."""
 
     groups: list[dict[str, _Noted]]
     attributes: dict[str, _Noted]
 
     def of_group(self, number: int) -> Mapping[str, _Noted] | None:
-        """Return the values of a group; None for one that was added later."""
+        """Return the values of the parameter group with this index; None if that group was added
+        after the construction."""
         return self.groups[number] if number < len(self.groups) else None
 
 
 def note_as_made(optimizer: Optimizer, held: Held) -> None:
-    """Note what a custom optimizer has been made with, in an attribute of it, so that what it
-    changes from now on can be told. `held` has its parameters by name."""
+    """Record, in an attribute of a newly constructed custom optimizer, all values that it has now,
+    so that later changes can be recognised. `held` maps names to its parameters."""
     for _, part in _parts(optimizer):
         groups = [
             {key: _noted(value, held) for key, value in _settings(group).items()}
@@ -89,15 +95,16 @@ def _noted(value: Any, held: Held) -> _Noted:
 def custom_tensors(
     optimizer: Optimizer, held: Held, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return name → tensor for all that a custom optimizer keeps, detached but not copied, but not
-    those of the parameters in `without`, nor with "" in it those outside parameters' states."""
+    """Return name → tensor for all tensors that a custom optimizer keeps, detached but not copied.
+    The states of the parameters named in `without` are left out. If `without` contains "", tensors
+    that belong to no parameter's state are left out, too."""
     _, tensors = _packed(optimizer, held)
     return {name: each for name, each in tensors.items() if _parameter_of(name) not in without}
 
 
 def custom_values(optimizer: Optimizer, held: Held, world: World) -> bytes:
-    """Return the content of optimizer.json: everything that a custom optimizer keeps beside the
-    tensors, of all ranks together, the same on each. Collective."""
+    """Return the content of optimizer.json: all values that a custom optimizer keeps except
+    tensors, merged over all ranks. The result is the same on each rank. Collective."""
     packed, tensors = world.agreed(lambda: _packed(optimizer, held))
     packed["outside"] = sorted(name for name in tensors if not _parameter_of(name))
     text = encode_json(packed)
@@ -111,8 +118,9 @@ def custom_values(optimizer: Optimizer, held: Held, world: World) -> bytes:
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any], whose: str) -> None:
-    """Add another rank's parameters to `into`. Raises ConfigError if both say different things of
-    what they have in common."""
+    """Add another rank's packed values, `other`, to `into`. Raises ConfigError, naming the
+    optimizer's class `whose`, if the two have different values for the same parameter or
+    attribute."""
     differing = [] if into["outside"] == other["outside"] else ["tensors outside of states"]
     for path in into["optimizers"].keys() | other["optimizers"].keys():
         ours, theirs = (each["optimizers"].get(path, {}) for each in (into, other))
@@ -134,7 +142,7 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any], whose: str) -> None:
 
 
 def _packed(optimizer: Optimizer, held: Held) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return everything that this rank's optimizer keeps, packed, and its tensors by name."""
+    """Return all that this rank's optimizer keeps, as packed values, and its tensors by name."""
     packer = Packer(type(optimizer).__name__, held)
     seen: set[int] = set()
     packed = {}
@@ -148,7 +156,8 @@ def _packed(optimizer: Optimizer, held: Held) -> tuple[dict[str, Any], dict[str,
 def _packed_part(
     part: Optimizer, path: str, state: Mapping[Any, Any], packer: Packer
 ) -> dict[str, Tree]:
-    """Return what `part` keeps, packed; `path` says where the outermost optimizer holds it."""
+    """Return all that `part` keeps, as packed values. `part` is the optimizer itself or one that it
+    holds in the attribute `path`; `state` is its `Optimizer.state`."""
 
     def kept(value: Any, where: str, of: str | None = None) -> Tree:
         n_objects = len(packer.objects)
@@ -191,7 +200,8 @@ def _packed_part(
 
 
 def _common(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings that are one object in all groups, of several, that have them."""
+    """Return the keys whose value is one and the same object in all parameter groups that have the
+    key, if these are several."""
     ids: dict[str, list[int]] = {}
     for group in groups:
         for key, value in _settings(group).items():
@@ -200,8 +210,9 @@ def _common(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) -> bool:
-    """Return True if the value at `where` is to be saved: it has tensors, or is not what it was
-    `before`, None for a new one. An object of another class is not."""
+    """Return True if the value at `where` must be saved: it holds tensors, or differs from what it
+    was at the construction (`before`; None if it did not exist). An object of an unknown class is
+    never saved."""
     alone = Packer(packer.whose, packer.held)
     tree = alone.pack(value, where)
     if is_helper(tree):
@@ -211,8 +222,8 @@ def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) 
 
 
 def _parts(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizer, with the path "", and all that it holds in its attributes, or in lists
-    or dicts there, each with its path."""
+    """Yield (path, optimizer) for the optimizer itself, with the path "", and for every optimizer
+    that it holds in an attribute, or in a list, tuple or dict in an attribute."""
     pending = [("", optimizer)]
     seen: set[int] = set()
     while pending:
@@ -236,12 +247,12 @@ def _parts(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in a parameter group that are the optimizer's own."""
+    """Return the values of a parameter group, without its parameters and its learning rate."""
     return {key: value for key, value in group.items() if key not in ("params", "lr")}
 
 
 def _attributes(part: Optimizer) -> dict[str, Any]:
-    """Return the attributes that a class has added to those of every optimizer."""
+    """Return the attributes that an optimizer has beyond those of `torch.optim.Optimizer`."""
     return {name: value for name, value in vars(part).items() if name not in _of_every_optimizer()}
 
 
@@ -252,20 +263,22 @@ def _of_every_optimizer() -> frozenset[str]:
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter in whose state a tensor is, "" for none."""
+    """Return the name of the parameter to whose state the tensor `name` belongs; "" if it belongs
+    to none."""
     return name.rpartition(".")[0]
 
 
 class CustomLoad:
-    """The loading of a custom optimizer's state: made, its `tensors` are allocated; once they are
-    filled from `stored`, `apply` puts them and all other values where they were. What the optimizer
-    has changed, and the checkpoint does not have, becomes what it was made with.
+    """Loads a custom optimizer's state from a checkpoint, in three steps: constructing this object
+    allocates `tensors`; the caller fills them from `stored`; `apply` gives them and all other
+    values to the optimizer. A value that the optimizer has changed since its construction, and that
+    the checkpoint lacks, is set back.
 
-    optimizer: the optimizer, as the user's function makes it. held: its parameters by name.
-    stored: the checkpoint's tensors. data: the content of its optimizer.json.
+    optimizer: as the user's function constructed it. held: its parameters by name. stored: the
+    checkpoint's tensors. data: the content of its optimizer.json.
 
-    Raises ConfigError if this optimizer or layout cannot go on from it, CorruptError for data of
-    another form.
+    Raises ConfigError if the state does not fit this optimizer or layout, CorruptError for
+    malformed data.
     """
 
     def __init__(self, optimizer: Optimizer, held: Held, stored: Tensors, data: bytes) -> None:
@@ -286,12 +299,13 @@ class CustomLoad:
 
     @property
     def names(self) -> set[str]:
-        """The tensors that the values on this rank have."""
+        """Names of all tensors that this rank's values hold."""
         return self._unpacker.names
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the checkpoint stores, to be filled."""
+        """Name → allocated tensor, to be filled by the caller, for those of `names` that the
+        checkpoint has."""
         return self._unpacker.tensors
 
     def _allocate(self, path: str, record: Mapping[str, Any]) -> None:
@@ -315,7 +329,7 @@ class CustomLoad:
         self._unpacker.allocate(list(record["attributes"].values()))
 
     def apply(self) -> None:
-        """Give the optimizer the checkpoint's values, with the filled tensors."""
+        """Give the optimizer the checkpoint's values and the filled tensors."""
         unpack = self._unpacker.unpack
         names = {id(each): name for name, each in self._held.items()}
         for part in self._parts.values():
@@ -342,8 +356,9 @@ class CustomLoad:
                     self._restore(vars(part), attributes, record["attributes"], made.attributes)
 
     def _part_from(self, taken: set[str], values: Tree) -> None:
-        """Have the `values` of a group be unpacked with tensors of their own: equal ones of several
-        groups are stored once. `taken` has the names of those that another group was given."""
+        """Before the packed `values` of a parameter group are unpacked, clone those of their
+        tensors that an earlier group was given (names in `taken`), so that the groups do not share
+        them: a checkpoint stores equal tensors once."""
         tensors = self._unpacker.tensors
         for name in set(tensor_names(values)):
             if name in taken:
@@ -358,9 +373,13 @@ class CustomLoad:
         before: Mapping[str, _Noted] | None,
         common: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Put the `saved` values into a group or an object's attributes; what else has changed in
-        what is `present` becomes what it was `before`, None if that is not known. What is `common`
-        to several groups is made once: setting → packed value, as text → value."""
+        """Put `saved` values into `into`, a parameter group or an object's attributes.
+
+        present: the values that it has now. One that is not in `saved` and has changed since the
+        construction is set back to what it was `before`; one that did not exist then is deleted.
+        Nothing is set back if `before` is None. common: keys whose value all groups have in common
+        → values made so far, by their packed text; such a value is unpacked once and given to all.
+        """
         packer, unpack = Packer(self._whose, self._held), self._unpacker.unpack
         values = dict(saved)
         for key, value in present.items():

@@ -56,18 +56,18 @@ class InitialWeights:
     path: Path
     """The path as the user gave it."""
     config: Config
-    """The run's configuration: the stored architecture, or with experts in place of its
-    feed-forward layers, which then begin as copies."""
+    """The run's configuration. Its architecture is the stored one, or has experts in place of the
+    stored feed-forward layers, of which they begin as copies."""
     stored: StoredModel
     warnings: tuple[str, ...]
-    """One line for each thing that was passed over or left out while reading the model."""
+    """One line for each thing that was skipped or left out while reading the model."""
 
     @property
     def origin(self) -> dict[str, Any]:
         """The record that a run keeps about its initial weights: `path` and `identity` (sha256 over
-        the weight files), which `check_origin` compares; and as far as known the `base_model`, a
-        Hugging Face one that lies behind them, and the `step` and `tokens` that they were trained
-        for."""
+        the weight files), which `check_origin` compares; and if known the `base_model`, the Hugging
+        Face model that they descend from, and the `step` and `tokens` up to which they were
+        trained."""
         checkpoint = self.stored.checkpoint
         known = {
             "base_model": self.stored.base_model,
@@ -85,9 +85,9 @@ class InitialWeights:
         slices (pipeline stages) that this rank holds.
 
         For a sharded parameter, each rank reads and copies its own shard, without communication. If
-        the stored context is longer, the first positions are taken. Rows that pad the vocabulary,
-        adapters in `model`, routers if the stored model has none, and a state of balancing that is
-        of training alone stay unchanged. Values are rounded to the model's dtype.
+        the stored context is longer, the first positions are taken. Some values stay as they are:
+        rows that pad the vocabulary, adapters, routers if the stored model has none, and the state
+        by which training balances experts. Values are rounded to the model's dtype.
         """
         there = self.stored.config.model
         specs = {spec.name: spec for spec in parameter_table(self.config.model)}
@@ -170,8 +170,9 @@ def initial_weights(
 
 
 def _check_experts(path: Path | str, there: ModelConfig, here: ModelConfig) -> None:
-    """Raise ConfigError, naming the settings that it needs, unless the mixture `here` computes what
-    the dense model `there` does when its experts are copies of the feed-forward layer."""
+    """Raise ConfigError, naming the settings to change, unless the model `here`, with experts,
+    computes what the dense model `there` does when its experts are copies of that one's
+    feed-forward layers."""
     if needed := needed_settings(there, here):
         raise ConfigError(
             f"--init-from {path}: model.experts.count: {shown(there.experts.count)} there, "
@@ -188,9 +189,10 @@ def check_origin(
 ) -> None:
     """Raise ConfigError unless the run in `run_dir` began with `--init-from given`.
 
-    `recorded` is the `origin` from its initial weights, None if they were random. The same path is
-    accepted without reading it, whatever it holds by now: it is the same command line, and the run
-    has had its own weights since. Another path must hold the same weights, which `check` verifies.
+    `recorded` is the `origin` of its initial weights, None if they were random. The same path as
+    recorded is accepted without reading it, even if its content has changed: the run has its own
+    weights since. Another path must hold the same weights; `check` verifies the files of a
+    checkpoint there.
     """
     other = "another --run-dir or --name starts anew"
     if recorded is None and given is not None:

@@ -1,10 +1,11 @@
-"""Values of a custom optimizer as JSON, with their tensors beside it, and back: in the same types
-and dtypes, tensors in the same kind of place.
+"""Packing: values of a custom optimizer as JSON, with their tensors beside it, and back to the same
+types, dtypes and placements.
 
-A value is a number, a text, a tensor, a generator, or a list, tuple, set or dict of such. Packed,
-it is itself where JSON has it, else an object whose only key says what it is. Any other value is
-packed as the name of its class, and does not come back; an array, or a container of a class that is
-not known, with what it holds, so that a change is seen.
+A value that can be packed is None, a number, a string, a dtype, a tensor, a random generator, or a
+list, tuple, set, deque or dict of such. Packed, it is itself if JSON has it, else an object whose
+only key says its kind. Any other value is packed as the name of its class, only to notice that it
+changed, and cannot be unpacked. If it is an array or a container of an unknown class, its content
+is included.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import is_distributed
 
 Held = Mapping[str, Parameter]
-"""Name → parameter, for each that this rank's optimizer holds."""
+"""Name → parameter, for all parameters that this rank's optimizer holds."""
 Tree = Any
-"""A packed value."""
+"""A packed value: JSON."""
 
 _DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
 _SEQUENCES: Mapping[type, str] = {
@@ -45,14 +46,14 @@ _MADE_BY: Mapping[str, Callable[[Iterable[Any]], Any]] = {
     kind: make for make, kind in [*_SEQUENCES.items(), *_MAPPINGS.items()]
 }
 _FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)} | {None: None}
-"""The function that makes the values that a defaultdict lacks."""
+"""Name → factory that a packed defaultdict may have for missing keys."""
 _NUMBERS = [np.dtype(each) for each in "?bhiqBHIQefd"]
 _MAX_DEPTH = 100  # of values within one another
 
 
 def _made_of(value: Any) -> tuple[str, Any] | None:
-    """Return the kind of a value that can be made from simpler ones (`_MADE_FROM`), and these; None
-    for any other value."""
+    """Return (kind, simpler values) for a value that can be made from simpler values: kind is a key
+    in `_MADE_FROM`. Return None for any other value."""
     found: tuple[str, Any] | None = None
     match value:
         case np.generic() if value.dtype in _NUMBERS:
@@ -97,20 +98,25 @@ _MADE_FROM: Mapping[str, Callable[[Any], Any]] = {
     "random": _random,
     "numpy": _numpy_generator,
 }
-"""Kind of a value → how it is made from the simpler ones that `_made_of` finds in it."""
+"""Kind → function that makes a value of this kind from the simpler values that `_made_of` returned
+for it."""
 
 
 @dataclass
 class Packer:
-    """Packs values of an optimizer of class `whose`, and collects their tensors by name: in the
-    state of a parameter, one of `held`, `PARAMETER.SLOT`, elsewhere `.WHERE/HASH`. A tensor that is
-    met twice stays one. Raises ConfigError for a tensor that not every layout could read."""
+    """Turns values of an optimizer of class `whose` into packed values, and collects their tensors
+    by name in `tensors`.
+
+    A tensor in the state of a parameter (one in `held`) is named `PARAMETER.SLOT`, any other
+    `.WHERE/HASH`. A tensor that occurs twice is kept once. Raises ConfigError for a tensor that
+    another layout could not load.
+    """
 
     whose: str
     held: Held
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: list[tuple[str, str]] = field(default_factory=list)
-    """The places of values that cannot be kept, and their classes."""
+    """(Place, class name) of each value that cannot be packed."""
     _depth: int = 0  # of the value that is being packed, in the outermost one
 
     def __post_init__(self) -> None:
@@ -119,8 +125,8 @@ class Packer:
         }
 
     def pack(self, value: Any, where: str, of: str | None = None) -> Tree:
-        """Return `value` packed. `where` is its place in the optimizer, `of` the parameter to whose
-        state it belongs; None for none."""
+        """Return the packed form of `value`. `where` is its place in the optimizer, for names and
+        messages; `of` is the parameter to whose state it belongs, None if it belongs to none."""
         if self._depth == _MAX_DEPTH:
             self.refuse(f"{_MAX_DEPTH} values within one another", f"{where[:60]}…", of)
         self._depth += 1
@@ -176,7 +182,8 @@ class Packer:
         return {"object": name} if content is None else {"object": name, "content": content}
 
     def refuse(self, what: str, where: str, of: str | None) -> NoReturn:
-        """Raise ConfigError: the optimizer keeps at `where` what cannot be saved, in words."""
+        """Raise ConfigError, saying that the optimizer keeps `what` (a phrase) at the place
+        `where`, in the state of `of` if that is given, and that it cannot be saved."""
         place = where if of is None else f"{where} for {of}"
         raise ConfigError(
             f"{self.whose} keeps {place}: {what}. A checkpoint holds numbers, texts, tensors, and "
@@ -206,8 +213,8 @@ class Packer:
         return next(iter(self.held.values()), None) if of is None else self.held[of]
 
     def _form(self, value: Any, where: str, of: str | None) -> str:
-        """Return how a tensor lies: as its parameter does (`like`), `whole` in this process, or
-        `replicated` on that one's mesh."""
+        """Return how a tensor is placed: `like` its parameter (the same shape and placements),
+        `replicated` on the parameter's mesh, or `whole`, a plain tensor in this process."""
         parameter: Any = None if of is None else self.held[of]
         is_cut = parameter is not None and is_distributed(parameter)
         if not is_distributed(value):
@@ -238,8 +245,8 @@ class Packer:
         )
 
     def _wrapper(self, value: Any, where: str, of: str | None) -> Tree:
-        """Pack a tensor made of others, as one of 8 bits with its scales is, by PyTorch's protocol
-        for these."""
+        """Pack a tensor subclass that consists of several tensors, such as an 8-bit tensor with its
+        scales, by PyTorch's protocol for these (`__tensor_flatten__`)."""
         names, context = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
         content = {
@@ -254,20 +261,21 @@ class Packer:
 
 @dataclass
 class Unpacker:
-    """Makes values from what `Packer` made of them, with the tensors in `stored`: first `allocate`
-    all of them, then fill `tensors`, then `unpack` each. A tree of another form raises a
+    """Turns packed values back into values, in three steps: call `allocate` for all of them, fill
+    `tensors` from `stored`, then call `unpack` for each. A malformed packed value raises
     LookupError, TypeError, ValueError or AttributeError."""
 
     held: Held
     stored: Tensors
     names: set[str] = field(default_factory=set)
-    """Names of the tensors that the values have."""
+    """Names of all tensors that the values hold."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that the checkpoint stores, allocated."""
+    """Name → allocated tensor, for those that `stored` has."""
 
     def allocate(self, tree: Tree, of: str | None = None) -> None:
-        """Allocate the tensors of a packed value, which belongs to the state of the parameter `of`,
-        None for none. Raises CorruptError if one is to have its parameter's shape, and has not."""
+        """Allocate the tensors in a packed value. `of` is the parameter to whose state it belongs,
+        None if it belongs to none. Raises CorruptError if a tensor that must have its parameter's
+        shape has another."""
         for leaf in _leaves(tree):
             name = leaf["name"]
             self.names.add(name)
@@ -293,7 +301,7 @@ class Unpacker:
         return empty
 
     def unpack(self, tree: Tree) -> Any:
-        """Return the value that was packed as `tree`. Its tensors are those in `tensors`."""
+        """Return the value that `Packer.pack` turned into `tree`, with the tensors in `tensors`."""
         if not isinstance(tree, dict):
             return tree
         ((kind, content),) = tree.items()
@@ -330,7 +338,8 @@ class Unpacker:
 
 
 def is_helper(tree: Tree) -> bool:
-    """Return True if a packed value is an object of which nothing is known."""
+    """Return True if a packed value is only the class name of an object that could not be
+    packed."""
     return isinstance(tree, dict) and tree.keys() == {"object"}
 
 
@@ -340,7 +349,7 @@ def tensor_names(tree: Tree) -> Iterator[str]:
 
 
 def _leaves(tree: Tree) -> Iterator[Mapping[str, Any]]:
-    """Yield what is packed of each tensor in a packed value."""
+    """Yield the record of each tensor in a packed value: its `name`, `form` and `on_host`."""
     if isinstance(tree, dict) and "tensor" in tree:
         yield tree["tensor"]
     elif isinstance(tree, dict | list):
@@ -349,8 +358,9 @@ def _leaves(tree: Tree) -> Iterator[Mapping[str, Any]]:
 
 
 def _wrapper_class(name: str) -> type:
-    """Return the tensor class of this name among those that are imported: a checkpoint imports
-    nothing."""
+    """Return the tensor subclass with this qualified name. Only classes that are imported already
+    are found, so that a checkpoint never causes an import; for any other name, raises
+    ConfigError."""
     kinds: list[type] = [torch.Tensor]
     for kind in kinds:
         if f"{kind.__module__}.{kind.__qualname__}" == name and kind is not torch.Tensor:

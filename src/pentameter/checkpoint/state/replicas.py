@@ -1,11 +1,10 @@
-"""Comparison of the replicas that several ranks hold of a tensor or a region (a rectangular block
-of one).
+"""Comparison of replicas: a tensor, or a region (rectangular block) of one, that several ranks hold
+must have the same bits on each.
 
-Ranks replicate each other's tensors in many ways (data parallelism, norms under tensor parallelism,
-replicated shards, a tied embedding at both ends of a pipeline), and a checkpoint takes each region
-from a single rank. One function, `owners.holdings`, says which regions a rank holds and which other
-ranks hold them. A region with several holders is replicated, and its bits must be equal on all of
-them. The comparison uses hashes; `content_hash` says which differences they can miss.
+Ranks replicate tensors in many ways (data parallelism, norms under tensor parallelism, replicated
+shards, a tied embedding at both ends of a pipeline), and a checkpoint takes each region from a
+single rank. `owners.holdings` says which regions a rank holds and which other ranks hold them. The
+comparison uses hashes; `content_hash` says which differences they can miss.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def differing_replicas(
     meshes: Sequence[DeviceMesh] = (),
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str | None:
-    """Describe a tensor whose replicas differ and the ranks that hold them, in a sentence that is
-    the same on every rank; None if all replicas are equal.
+    """Return a sentence that names a tensor whose replicas differ and the ranks that hold them, the
+    same on every rank. Return None if all replicas are equal.
 
     Each rank passes `groups` (`model` or `optimizer` → name → tensor) with the tensors it has,
-    replicas included. Collective: one all-gather, with one hash for each set of ranks that hold the
-    same tensors, as derived from the layout's `meshes` and `stages_of` (parameter name → its
-    coordinates along `pipeline`, if several). If those hashes differ, or placements do not
-    determine the holders, the hash of every tensor is gathered too.
+    replicas included, the layout's `meshes`, and `stages_of` (parameter name → its coordinates
+    along `pipeline`, if it is in several stages). Collective: one all-gather, with one hash for
+    each set of ranks that hold the same tensors. If those hashes differ, or placements do not
+    determine the holders, the hash of every tensor is gathered, too.
     """
     if world.size == 1:
         return None
@@ -63,8 +62,8 @@ def differing_replicas(
 def _hash_of_sets(
     ranks_of: Mapping[Region, Ranks], hashes: Mapping[Region, int]
 ) -> dict[Ranks, bytes]:
-    """Hash, for each set of several ranks, all regions that exactly these ranks hold: ranks → 8
-    bytes. `hashes` has each region's content hash."""
+    """Return set of ranks → hash (8 bytes) over all regions that exactly these ranks hold, for each
+    set of several ranks. `hashes` has each region's content hash."""
     content: dict[Ranks, list[tuple[str, int]]] = {}
     for region, ranks in ranks_of.items():
         if len(ranks) > 1:

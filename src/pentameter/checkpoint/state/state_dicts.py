@@ -37,8 +37,9 @@ def model_state(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tenso
     """Return name → tensor for a model's parameters and persistent buffers, detached but not
     copied.
 
-    `model` may be a list of slices (pipeline stages) that this rank holds. Parameters that FSDP had
-    all-gathered for a pass are sharded again, and the modules hold the shards afterwards.
+    `model` may be the list of slices (pipeline stages) that this rank holds. Side effect:
+    parameters that FSDP has all-gathered for a pass are replaced by this rank's shards in the
+    modules.
     """
     from torch import nn
 
@@ -51,10 +52,10 @@ def load_model_state(
 ) -> None:
     """Copy `tensors` into the model, in place; names, shapes and dtypes must be the model's own.
 
-    `model` may be sharded, or be slices that the ranks in `world` (None: this process alone) hold
-    between them. Collective: each rank fills its own shards. Raises CorruptError, before anything
-    is changed, saying which tensors are missing or do not fit; an error on one rank is raised on
-    all.
+    `model` may be sharded, or be the slices that this rank holds in a pipeline of the ranks in
+    `world` (None: this process alone). Collective: each rank fills its own shards. Raises
+    CorruptError, before anything is changed, saying which tensors are missing or do not fit; an
+    error on one rank is raised on all.
     """
     targets = model_state(model)
     _fill("model", targets, targets, tensors, World() if world is None else world)
@@ -65,9 +66,9 @@ def optimizer_state(
 ) -> dict[str, torch.Tensor]:
     """Return `PARAMETER.SLOT` → tensor for the optimizer's state, detached but not copied.
 
-    `named_parameters` gives each parameter that the optimizer holds its name. The state of
-    parameters named in `without` is left out: another rank saves it; so is, with "" in it, what a
-    custom optimizer keeps outside of its parameters' states. The result is empty before the first
+    named_parameters: (name, parameter) for each parameter that the optimizer holds. without: names
+    of parameters whose state is left out, because another rank saves it; "" leaves out what a
+    custom optimizer keeps outside its parameters' states. The result is empty before the first
     step, and for SGD without momentum. The optimizers in a joint optimizer may keep different
     slots.
 
@@ -101,9 +102,10 @@ def optimizer_state(
 def optimizer_values(
     optimizer: AnyOptimizer, named_parameters: NamedParameters, world: World | None = None
 ) -> dict[str, bytes]:
-    """Return the files, name → content, with what a custom optimizer keeps beside tensors, of all
-    ranks in `world` (None: this process alone); none for an optimizer of a known kind. Collective.
-    Raises ConfigError if ranks differ in what they have in common, or something cannot be saved."""
+    """Return file name → content for what a custom optimizer keeps besides tensors, merged over the
+    ranks in `world` (None: this process alone). An optimizer of a known kind needs no file.
+    Collective. Raises ConfigError if ranks have different values for the same thing, or something
+    cannot be saved."""
     ((part, held), *others) = _held(optimizer, named_parameters)
     if others or _slots(part) is not None:
         return {}
@@ -119,8 +121,9 @@ def load_optimizer_state(
     world: World | None = None,
     values: bytes | None = None,
 ) -> None:
-    """Load copies of `tensors`, keyed `PARAMETER.SLOT`, into the optimizer; and into a custom one
-    the `values` beside them, which checkpoints of earlier versions lack (None).
+    """Copy `tensors`, named `PARAMETER.SLOT`, into the optimizer. `values` is the content of a
+    custom optimizer's optimizer.json; None for any other, or for a checkpoint by an earlier
+    version, which has no such file.
 
     State is sharded like its parameter. Collective: each rank in `world` (None: this process alone)
     fills its own shards. Raises CorruptError, before anything is changed, if a parameter lacks
@@ -165,11 +168,11 @@ def load_optimizer_state(
 def _empty_slot(
     name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor, *, any_shape: bool
 ) -> torch.Tensor:
-    """Allocate the tensor into which one stored tensor of the parameter's state is loaded, sharded
-    like the parameter, with the stored dtype.
+    """Allocate an empty tensor for one tensor in the parameter's state: sharded like the parameter,
+    with the dtype of `stored`.
 
-    A step count, and with `any_shape` a tensor whose shape is not the parameter's, is allocated
-    whole on the host. Raises CorruptError if any other shape differs.
+    A step count is allocated whole on the host; so is, with `any_shape`, a tensor whose shape is
+    not the parameter's. Raises CorruptError if any other shape differs. `name` is for the message.
     """
     import torch
 

@@ -1,8 +1,9 @@
 """A mixture of experts that begins with a dense model's weights: each expert is a copy of the
 feed-forward layer (Komatsuzaki et al. 2022, "Sparse upcycling").
 
-If a token's weights sum to 1, the mixture computes what the dense model does, whatever its router
-chooses. Noise, and parts of each copy that begin anew, make experts differ from the start.
+If the weights of a token's chosen experts sum to 1, the mixture computes what the dense model does,
+whichever experts its router chooses. To make experts differ from the start, noise may be added, and
+some channels of each copy may be initialized anew.
 
 Shapes: E experts, F inner width.
 """
@@ -28,16 +29,16 @@ def dense_architecture(model: ModelConfig) -> ModelConfig:
 
 
 def dense_name(name: str) -> str:
-    """Return the name that a mixture's parameter has in the dense model, such as
-    `blocks.0.mlp.up.weight` for `blocks.0.experts.up.weight`. A router has no counterpart: its
-    result names no parameter there."""
+    """Return the name that a mixture's parameter has in the dense model: `blocks.0.mlp.up.weight`
+    for `blocks.0.experts.up.weight`. A router has no counterpart there: for its parameters, the
+    returned name does not exist in the dense model."""
     return name.replace(".experts", ".mlp", 1)
 
 
 def needed_settings(dense: ModelConfig, mixture: ModelConfig) -> list[str]:
-    """Return the settings, in words with the reasons, that `mixture` must change so that it
-    computes what the model `dense` does when every expert is a copy of its feed-forward layer;
-    empty if none."""
+    """Return the settings that `mixture` must change to compute what the model `dense` does, given
+    that every expert is a copy of its feed-forward layer: one phrase each, with the reason. Empty
+    if nothing must change."""
     E, k, capacity = mixture.experts.count, mixture.experts.n_chosen, mixture.experts.capacity
     assert E is not None
     needed = []
@@ -73,13 +74,13 @@ def fill_experts(
     spec: ParameterSpec,
     config: Config,
 ) -> None:
-    """Fill `target`, in place, with one region of a stack of copies (E, …) of the tensor `dense`.
-    `region` has one slice per dimension of the stack, experts first; of `dense` only its other
-    slices are read.
+    """Fill `target`, in place, with one region of the stack (E, …) of copies of the dense model's
+    tensor `dense`.
 
     target: holds the parameter's random initial values. A fraction of them (`train.upcycle_noise`)
-    is added to the copies, and in the channels of the inner width that an expert does not copy
-    (`train.upcycle_drop`) they stay. spec: the parameter's name, layer and axes. config: the run's.
+    is added to the copies. They stay as they are in the channels of the inner width that an expert
+    does not copy (`train.upcycle_drop`). region: one slice per dimension of the stack, experts
+    first. spec: the parameter's name, layer and axes. config: the run's.
     """
     import torch
 
@@ -99,9 +100,9 @@ def fill_experts(
 def _fresh_channels(
     spec: ParameterSpec, expert: int, channels: slice, config: Config
 ) -> torch.Tensor:
-    """Return, as bool (n,), which of the n `channels`, a slice of F, `expert` initializes anew
-    instead of copying. They are drawn from the seed, layer, expert and channel, so all of the
-    expert's matrices have the same ones."""
+    """Return a mask, bool (n,), over the n `channels` (a slice of F): True where `expert` keeps its
+    random initial values instead of a copy. It is drawn from the seed, layer, expert and channel,
+    so all matrices of an expert have the same mask."""
     import torch
 
     assert spec.layer is not None

@@ -73,8 +73,8 @@ def _experts_for_all(default: int) -> Rule:
 
 
 def _write_groups(model: ModelConfig, *, n_scores: int) -> dict[str, Any]:
-    """Return the entries for groups of experts. A family compares groups by the sum of their
-    `n_scores` highest scores. One group is the same as none."""
+    """Return the entries of config.json for groups of experts. `n_scores`: the family ranks groups
+    by the sum of this many of their highest scores. A single group means no groups."""
     if model.router.groups is not None and model.router.group_scores != n_scores:
         raise ValueError(
             f"model.router.group_scores={model.router.group_scores} (it compares groups by "
@@ -86,8 +86,9 @@ def _write_groups(model: ModelConfig, *, n_scores: int) -> dict[str, Any]:
 def _read_groups(
     content: Content, _section: Content, *, n_scores: int, default: tuple[int | None, int | None]
 ) -> dict[str, Any]:
-    """Return the keys of groups from `n_group` and `topk_group`, whose defaults in config.json are
-    `default`; the other arguments are as in `_write_groups`. One group is read as none."""
+    """Return the `[model]` keys for groups of experts from `n_group` and `topk_group`; `default`
+    has the two values that they have if absent. `n_scores` is as for `_write_groups`. A single
+    group means no groups."""
     n_groups, n_open = content.get("n_group", default[0]), content.get("topk_group", default[1])
     if n_groups == 1:
         return dict(_UNGROUPED)
@@ -131,8 +132,8 @@ _GROUPS_BY_THEIR_TWO_BEST = Rule(
 
 
 def _read_number_chosen(_content: Content, section: Content) -> dict[str, Any]:
-    """Return nothing. Raises ValueError if config.json does not say how many experts a token
-    chooses, for which DeepSeek-V2 has no default."""
+    """Check that config.json says how many experts a token chooses, because DeepSeek-V2 has no
+    default for it; else raise ValueError. Returns no keys."""
     if section["experts.per_token"] is None:
         raise ValueError("num_experts_per_tok is missing: the experts that a token is sent to")
     return {}

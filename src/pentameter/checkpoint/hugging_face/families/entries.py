@@ -10,8 +10,8 @@ from typing import Any
 def with_defaults(
     written: Mapping[str, tuple[str, Any]], defaults: Mapping[str, Any]
 ) -> dict[str, tuple[str, Any]]:
-    """Return a copy of a family's `written` table (pentameter key → key in config.json and its
-    default there), with other config.json defaults for the pentameter keys given."""
+    """Return a copy of `written` (pentameter key → (key in config.json, default)) in which the
+    pentameter keys in `defaults` have the default given there."""
     changed = {key: (written[key][0], default) for key, default in defaults.items()}
     return {**written, **changed}
 

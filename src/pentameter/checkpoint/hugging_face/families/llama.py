@@ -1,4 +1,4 @@
-"""Llama, from which the other decoders are told apart."""
+"""Llama, the decoder from which all other families are described by their differences."""
 
 from __future__ import annotations
 
