@@ -8,7 +8,8 @@ _TELLING = {"-h", "--help", "help", "-V", "--version", "completion"}
 
 
 def main() -> int:
-    """Run one verb and return the process's exit code. On Windows one that trains is refused."""
+    """Run the verb of the command line and return the process's exit code. On Windows all verbs are
+    refused, with exit code 2, but help, version and completion."""
     if sys.platform == "win32" and not set(sys.argv[1:2]) <= _TELLING:
         print(f"pentameter: {NO_WINDOWS}", file=sys.stderr)
         return 2

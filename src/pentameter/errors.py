@@ -53,7 +53,8 @@ def terminal_message(message: str) -> str:
 
 
 def remark(*lines: str) -> None:
-    """Print lines on stderr as this program's, ready for a terminal (`terminal_message`)."""
+    """Print each line on stderr, with `pentameter: ` before it and escaped for a terminal
+    (`terminal_message`)."""
     for line in lines:
         print(f"pentameter: {terminal_message(line)}", file=sys.stderr, flush=True)
 
@@ -64,9 +65,9 @@ def _without_middle(text: str, longest: int) -> str:
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Return the position of the first half of a surrogate pair in a text, which is no character
-    and cannot be written as UTF-8; None if there is none. No file has any; JSON and a command line
-    may."""
+    """Return the index of the first lone surrogate in a text (U+D800 … U+DFFF, half of a pair in
+    UTF-16); None if there is none. Such a text cannot be written as UTF-8. Reading a file as UTF-8
+    never gives one; escapes in JSON and arguments of a command line may."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -88,8 +89,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_files(path: Path) -> str:
-    """Return the end for a message about the missing path `path`: `; did you mean …?` with similar
-    files in its folder, else `; beside it are …` with some that exist, else ""."""
+    """Return the ending of a message about the missing file `path`: `; did you mean …?` with
+    similar names in its folder, else `; beside it are …` with some of the names there, else ""."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
     except (OSError, ValueError):  # ValueError: a NUL in the name
@@ -103,8 +104,8 @@ def near_files(path: Path) -> str:
 
 
 def near_run(path: Path) -> str:
-    """Return the end for a message about the missing folder `path`: `; did you mean runs/NAME?` if
-    a run of that name lies where runs are put, else ""."""
+    """Return the ending of a message about the missing folder `path`: `; did you mean runs/PATH?`
+    if that folder exists, else ""."""
     run = "runs" / path
     try:
         is_there = run != path and run.is_dir()
@@ -138,8 +139,8 @@ def either(values: Iterable[object]) -> str:
 
 
 def exit_reason(code: int) -> str:
-    """Return an exit code in words: `ended with exit code 1`,
-    `was killed by SIGKILL (out of memory?)` for a negative one."""
+    """Return in words how a process ended: `ended with exit code 1`, or for a negative `code`,
+    which is the number of a signal, `was killed by SIGKILL (out of memory?)`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -206,8 +207,10 @@ class InterruptedRunError(PentameterError):
 
 
 def missing_package(doing: str, what: str, extra: str, instead: str = "") -> ConfigError:
-    """Return the error of `doing` something that needs a package which is not installed, named in
-    `what`, with the command that installs it as the extra `extra`; `instead` is another way out."""
+    """Return, without raising it, the ConfigError for a package that is not installed. Its message
+    holds `doing`, the action that needs the package (`reading s3://…`), `what` is missing, the pip
+    command that installs it as this package's extra `extra`, and `instead`, another way out; "" for
+    none."""
     other = f", or {instead}" if instead else ""
     return ConfigError(
         f"{doing} needs a package that is not installed ({what}); "

@@ -105,8 +105,9 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
 
 
 def folded(key: tuple[Any, Any], block: Any) -> tuple[Any, Any]:
-    """Return the key for `block`, the upper half of a number whose lower 32 bits are `bits`' index:
-    for block 0 `key` itself, for each other one an unrelated key.
+    """Return the key with which to draw a number whose counter does not fit into 32 bits. The
+    counter's lower 32 bits are the index for `bits`, the rest is its `block`. Block 0 has `key`
+    itself, each other block an unrelated key.
 
     key: as for `bits`. block: an int32 numpy array (at least one dimension) or torch tensor, from 0
     to 2^30. The two words have the shape to which key and block broadcast.

@@ -1,5 +1,5 @@
-"""Nested dicts, lists, tuples and named tuples: of arrays or tensors, as a batch is, or of anything
-else."""
+"""Functions on trees: nested dicts, lists, tuples and named tuples whose leaves are arrays, tensors
+or any other values. A batch is such a tree."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) for each leaf in order; `name` is the whole tree's: `inputs`, then
-    `inputs['mask']`."""
+    """Yield (name, leaf) for each leaf, in order. A leaf's name is `name`, the tree's own, and the
+    keys that lead to the leaf: `inputs['mask'][0]`."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from named_leaves(value, f"{name}[{key!r}]")

@@ -38,7 +38,7 @@ class GrammarConfig(Section):
     n_characters: Positive = 1_000_000
     """Length of the generated text."""
     seed: Seed = 0
-    """Draws the source and the text."""
+    """Seed with which the source and the text are drawn."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -62,14 +62,15 @@ class SourceConfig(Section):
     path: GivenPath | None = None
     """Instead of `corpus`: a file, a pattern, a folder, a URL, or prepared shards."""
     weight: PositiveFloat = 1.0
-    """Rows of the batches that come from it, in proportion to the other sources' weights."""
+    """How many of the batch rows come from this data set, in proportion to the other sources'
+    weights."""
 
 
 class EvaluationConfig(Section):
     """Text or questions beside validation that a run is evaluated on, `[[data.evaluations]]`."""
 
     name: Name
-    """The `split` of its metrics."""
+    """Name of the evaluation, which its metrics have as their `split`."""
     path: GivenPath | None = None
     """Text: a file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
     multiple_choice: GivenPath | None = None
@@ -84,10 +85,10 @@ class DataConfig(Section):
     path: GivenPath | None = None
     """Instead of `corpus`: a file of text, JSONL (documents or conversations), Parquet, Arrow or
     tar, a pattern (`corpus/*.parquet`), a folder, such as a data set of Hugging Face, a URL
-    (`https://`, `s3://`, `hf://`, …), or prepared shards. To choose another text than that of the
-    preset or file below, by this or by `corpus`, resets `max_bytes`, `validation_path`,
-    `test_path`, `text_field`, `encoding`, `chat_template`, `grammar` and `train.sample_prompt`,
-    and names the run after it."""
+    (`https://`, `s3://`, `hf://`, …), or prepared shards. If this or `corpus` chooses another text
+    than the preset or file that this configuration extends, `max_bytes`, `validation_path`,
+    `test_path`, `text_field`, `encoding`, `chat_template`, `grammar` and `train.sample_prompt` are
+    reset, and the run is named after the text."""
     sources: tuple[SourceConfig, ...] = ()
     """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
     from one of them, drawn by their weights; each is read in `order` and split as one alone."""
@@ -95,9 +96,9 @@ class DataConfig(Section):
     """Texts and questions by name that each evaluation also passes over, besides the validation
     split."""
     validation_path: GivenPath | None = None
-    """Held-out text of its own; `path` is then trained on whole."""
+    """A separate text as validation split; all of `path` is then trained on."""
     test_path: GivenPath | None = None
-    """Text of its own for `eval --split test`."""
+    """A separate text for `eval --split test`."""
     text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record, or the column of a table, that holds its text."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
@@ -193,9 +194,9 @@ class DataConfig(Section):
         return name_of(whole.stem)
 
     def _check_sources(self) -> None:
-        """Raise ValueError for impossible `sources` and `evaluations`: a split's name used twice,
-        both or neither key set when one is needed, or keys beside `sources` that suit a single
-        text."""
+        """Raise ValueError for `sources` or `evaluations` that cannot be: two splits of one name;
+        an entry that sets both or neither of two keys of which it needs one; and, beside `sources`,
+        a key that suits a single text."""
         names = [each.name for each in self.evaluations]
         for name in names:
             if name in RESERVED_SPLITS or names.count(name) > 1:

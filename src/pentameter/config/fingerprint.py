@@ -84,8 +84,9 @@ def defining_values(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Return the sha256, in hex, over `defining_values` by the names that keys had first; a run may
-    be resumed by a configuration with the same one.
+    """Return the sha256, in hex, over `defining_values`. A run may be resumed by any configuration
+    with the same one. Keys enter by their former names (`former_path`), so that it does not change
+    with names.
 
     Compare like with like: a configuration whose derived values were filled in (the vocabulary
     size, say) hashes differently from its source.

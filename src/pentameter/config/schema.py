@@ -84,7 +84,8 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegative = 0
     """Linear from learning_rate/warmup_steps at step 0."""
     start_step: NonNegative = 0
-    """The step that all of this counts from; `train --resume extend` sets it."""
+    """Step at which the schedule begins: warm-up and decay count from it. `train --resume extend`
+    sets it."""
     decay_steps: Positive | None = None
     """Where `cosine`, `linear` and `wsd` end; with train.steps when absent."""
     cooldown_steps: Positive | None = None
@@ -145,8 +146,9 @@ class TrainConfig(Section):
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     upcycle_noise: NonNegativeFloat = 0.0
-    """With `--init-from` a dense model and model.experts.count: so much of its random initial
-    values is added to each expert's copy of the feed-forward layer, so that experts differ."""
+    """With `--init-from` a dense model and model.experts.count: each expert begins as a copy of the
+    feed-forward layer, to which so much of the expert's random initial values is added, so that
+    experts differ."""
     upcycle_drop: Rate = 0.0
     """As above: fraction of each expert's inner channels that keep their random initial values
     instead of copying (Nakamura et al. 2025, "Drop-Upcycling")."""
@@ -265,8 +267,8 @@ class ParallelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_a_v(cls, values: Any) -> Any:
-        """Return the section's raw values, with `virtual_stages` = 2 if the schedule is
-        `zero-bubble-v` and they say 1 or nothing: a V has two stages on each rank."""
+        """Return the section's raw values. With the schedule `zero-bubble-v`, `virtual_stages`
+        becomes 2 if it is 1 or absent, as that schedule has two stages on each rank."""
         is_v = isinstance(values, dict) and values.get("schedule") == "zero-bubble-v"
         if is_v and values.get("virtual_stages", 1) == 1:
             return {**values, "virtual_stages": 2}
@@ -334,8 +336,9 @@ class CheckpointConfig(Section):
     copies of checkpoints and logs, made while training goes on. A run folder that lacks the newest
     gets it from there. One run to a folder."""
     copy_wait_seconds: NonNegativeFloat = 60.0
-    """Longest wait for copies at a run's end: in all after a signal; a complete run waits until
-    they are made, and so long for a store that fails, all its copies together."""
+    """Longest wait for copies at a run's end, all copies together. After a signal it bounds the
+    whole wait. A complete run waits until they are made; it gives up on a store that fails for so
+    long."""
     on_error: Literal["stop", "warn"] = "stop"
     """A save or copy that fails (disk full, no network): `stop` ends with exit 74, a failed copy
     once the next checkpoint is saved; `warn` goes on until the last. A log that cannot be written
@@ -363,35 +366,39 @@ class GuardConfig(Section):
     """
 
     spike_factor: PositiveFloat | None = None
-    """Also leave out an update whose loss or gradient norm lies above the median of the last
-    `window` updates' by so many times their scatter or more (1.4826 × the median absolute
-    deviation), 20 for example; when absent, only what is not finite."""
+    """Also leave out an update that is a spike: its loss or gradient norm lies above the median of
+    the last `window` updates by this many times their scatter (1.4826 × the median absolute
+    deviation) or more; 20, for example. When absent, only updates that are not finite are left
+    out."""
     window: Annotated[int, Field(strict=True, ge=8, le=10_000)] = 128
     """Updates in that median; nothing is a spike before so many were made."""
     skips: NonNegative = 3
-    """Updates left out in a row; after one more the run rolls back, or gives up."""
+    """Most updates left out in a row. When another one would be, the run rolls back, or gives
+    up."""
     rollback_interval: Positive | None = None
     """Steps between the checkpoints to which a run rolls back, of which the newest two are kept
     beside all others; the batches since are skipped. When absent, the run gives up instead."""
     rollbacks: Positive = 3
-    """Rollbacks in a run; after one more it gives up, and where no checkpoint is left to which it
-    has not rolled back."""
+    """Most rollbacks in a run. It gives up when another one is due, or when it has rolled back to
+    every checkpoint that is left."""
 
 
 class LogConfig(Section):
-    """Reports: lines, metrics, trackers."""
+    """The reports of a run in training: lines on the terminal, and the trackers that get its
+    metrics (TensorBoard, Weights & Biases, trackio)."""
 
     interval: Positive = 10
     """Steps between log lines."""
     perplexity: Switch = False
-    """Say the perplexity in the lines of steps, too, as evaluations and epochs do."""
+    """Show the perplexity in the lines of steps too; those of evaluations and epochs always have
+    it."""
     tensorboard: Switch = False
-    """Write the same metrics, samples and the configuration as TensorBoard event files, into
+    """Write metrics, samples and the configuration as TensorBoard event files, into
     RUN_DIR/tensorboard."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
-    """Tell the same to this project of Weights & Biases."""
+    """Send metrics, samples and the configuration to this project of Weights & Biases."""
     trackio: Annotated[str, Field(min_length=1)] | None = None
-    """Tell the same to this project of trackio."""
+    """Send metrics, samples and the configuration to this project of trackio."""
 
 
 class Config(Section):

@@ -69,8 +69,8 @@ class Section(BaseModel):
         return next((key for key in keys if getattr(self, key) != fields[key].default), None)
 
     def check_effect(self, path: str, keys: Iterable[str], key: str, *values: str) -> None:
-        """Raise ValueError if one of `keys` is set, and `key`, with one of whose `values` they have
-        an effect, has another; `path` is this section's."""
+        """Raise ValueError if one of `keys` is set although it has no effect: they act only while
+        `key` has one of `values`. path: this section's dotted path, for the message."""
         idle, value = self.first_set(keys), getattr(self, key)
         if idle is not None and value not in values:
             raise ValueError(
@@ -79,8 +79,8 @@ class Section(BaseModel):
             )
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values by dotted path, `{"attention.n_heads": 4}` for a model;
-        as with `model_copy`, they are not validated."""
+        """Return a copy with other values. `values` is dotted path → value, `{"attention.n_heads":
+        4}` for a model; as with `model_copy`, they are not validated."""
         changed: dict[str, Any] = {}
         for path, value in values.items():
             key, _, inner = path.partition(".")

@@ -33,9 +33,9 @@ def was_url(path: Path) -> bool:
 
 
 def given_path(path: str) -> str:
-    """Return a path that a person has written with the home folder for the `~` that it begins with:
-    a shell replaces only one that it sees (`--run-dir ~/x`, not `"~/x"`, nor in a file). A path
-    that exists by that very name stays, as does any other, a URL too."""
+    """Return a path with the home folder in place of a leading `~`, which a shell replaces only
+    where it sees it (`--run-dir ~/x`, but not `"~/x"`, nor in a file). Any other path or URL, and
+    one that exists under that very name, is returned unchanged."""
     if not path.startswith("~") or os.path.lexists(path):
         return path
     return os.path.expanduser(path)
@@ -52,8 +52,9 @@ def shown_url(url: str) -> str:
 
 
 def url_within(url: str, path: str) -> str | None:
-    """Return the URL of `path`, CONTAINER/PATH as its file system lists it, beside an Azure `url`
-    with the account behind the container; None for other URLs."""
+    """Return the URL of another object in the container of an Azure `url`, with its account. `path`
+    is the object's, CONTAINER/PATH, as its file system lists it. None if `url` is not one of
+    Azure's."""
     parts = urlsplit(url)
     if not _is_container(parts):
         return None
@@ -84,9 +85,9 @@ def last_part(path: str) -> str:
 
 
 def url_problem(path: str | None, instead: str = "download the file and name that") -> str | None:
-    """Return the reason that a URL may not stand in a configuration: it has a user, a password, or
-    a query key that looks like a secret. The secret is not repeated; the remedy ends with what to
-    do `instead` of logging in. Return None for all others."""
+    """Return a sentence that refuses a URL in a configuration because it holds a secret: a user, a
+    password, or a query key that looks like one. None for any other URL, any other path, and None.
+    The sentence does not repeat the secret; it ends with `instead`, what else to do than log in."""
     if path is None or not is_remote(path):
         return None
     try:

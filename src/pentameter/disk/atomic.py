@@ -77,9 +77,9 @@ class FileRecord:
 
 
 def storage_error(path: Path | str, doing: str, error: OSError) -> StorageError:
-    """Return, without raising it, the StorageError with the message `cannot DOING PATH: reason;
-    remedy`, for an OSError at `path`; `doing` is a verb, and for `read` and `list` remedies are
-    those of a reader."""
+    """Return, without raising it, a StorageError for an OSError at `path`, with the message `cannot
+    DOING PATH: reason; remedy`. `doing` is a verb: with `read` and `list` the remedy suits a
+    reader, with any other a writer."""
     remedies, other = _REMEDIES, _OTHER_REMEDY
     if doing in ("read", "list"):
         remedies, other = _REMEDIES | _FOR_READING, _OTHER_FOR_READING
@@ -155,10 +155,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a file's whole content; a reader finds the old or the new one. If it is to be
-    `durable`, so does who comes after a crash, and the new content is on disk on return. `mode` are
-    its permissions, of which the process's umask takes some away. Raises StorageError, the old file
-    unchanged, if writing fails."""
+    """Replace a file's whole content. A reader finds the old content or the new one, never a mix.
+
+    With `durable` that also holds after a crash or a power loss, and the new content is on disk on
+    return. mode: the file's permission bits, before the process's umask takes some away. Raises
+    StorageError if writing fails; the old file is unchanged then.
+    """
     temporary = path.with_name(temporary_name(path.name))
     try:
         with storage_errors(path, "write"):
@@ -339,15 +341,16 @@ def _utf8(data: bytes, path: Path) -> str:
 
 
 def no_check() -> None:
-    """Do nothing: the default of a check that is made again and again, and may raise."""
+    """Do nothing: the default for a callback that a long operation calls again and again, and that
+    may raise an error to end it."""
 
 
 def check_file(
     folder: Path, record: FileRecord, *, hash_content: bool, go_on: Callable[[], None] = no_check
 ) -> None:
     """Raise CorruptError, naming the file, unless `folder` has a regular file with the record's
-    name and size and, with `hash_content`, its sha256. Raises StorageError if the file cannot be
-    read. `go_on` is called after each block that was hashed; its error ends the check."""
+    name and size and, with `hash_content`, its sha256; StorageError if the file cannot be read.
+    `go_on` is called after each block that was hashed; an error that it raises ends the check."""
     path = folder / record.name
     with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
@@ -374,8 +377,8 @@ def check_files(
     """Raise CorruptError naming the first file in `folder` that does not match its record.
 
     Sizes are compared first: they reveal most damage without reading gigabytes. With
-    `hash_content`, sha256 hashes follow, in up to `n_threads` threads; `go_on` is called after
-    each block that was hashed, and an error of it ends the check.
+    `hash_content`, sha256 hashes follow, in up to `n_threads` threads; `go_on` is called after each
+    block that was hashed, and an error that it raises ends the check.
     """
     for record in records:
         check_file(folder, record, hash_content=False)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 
 class Beat:
-    """A thread that calls `turn` again and again, `seconds` after the call before, until `turn`
-    returns False or this object is closed. It keeps no process alive."""
+    """Background thread that calls `turn` again and again, with a pause of `seconds` before each
+    call, until `turn` returns False or this object is closed. It is a daemon: it keeps no process
+    alive."""
 
     def __init__(self, turn: Callable[[], bool | None], seconds: float) -> None:
         self._turn, self._seconds = turn, seconds
@@ -21,7 +22,7 @@ class Beat:
             pass
 
     def close(self, most_seconds: float | None = None) -> None:
-        """End the thread, and wait for it, for `most_seconds` at most; None for as long as its last
-        turn takes."""
+        """Stop the calls, and wait until the thread has ended: at most `most_seconds`, or, if that
+        is None, as long as a call that is running takes."""
         self._closing.set()
         self._thread.join(most_seconds)

@@ -50,10 +50,12 @@ class PublicFile:
 
 
 def cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`; with a warning, a folder of
-    this user's own in the temporary directory where there is no home, or none that can be written.
+    """Return the cache folder: `$XDG_CACHE_HOME/pentameter`, else `~/.cache/pentameter`. If there
+    is no home folder, or none that can be written, it is `pentameter-UID` in the system's temporary
+    folder, and a warning says so.
 
-    Raises StorageError if that folder is not this user's alone: programs are run from it.
+    Raises StorageError if another user owns that last folder or may write to it, since programs are
+    run from the cache.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG base directory specification: a relative value is invalid and must be ignored.
@@ -78,7 +80,8 @@ CACHE_REMEDY = "set XDG_CACHE_HOME to a folder that can be written and stays"
 
 
 def _can_be_there(folder: Path) -> bool:
-    """Return whether a folder exists, or may be made."""
+    """Return whether a folder exists, or could be created: its nearest parent that exists is a
+    folder that this user may write to."""
     if folder.is_dir():
         return True
     nearest = next(each for each in folder.parents if os.path.lexists(each))
@@ -87,7 +90,8 @@ def _can_be_there(folder: Path) -> bool:
 
 @contextmanager
 def telling_of_the_cache() -> Iterator[None]:
-    """Add to a StorageError in the `with` body that names a path in the cache how to move that."""
+    """Context manager: if its body raises a StorageError whose message names a path in the cache
+    folder, CACHE_REMEDY, which says how to move that folder, is added to the message."""
     try:
         yield
     except StorageError as error:
@@ -97,8 +101,8 @@ def telling_of_the_cache() -> Iterator[None]:
 
 
 def find_folder_for_matplotlib() -> None:
-    """Have Matplotlib keep its files in the cache folder where there is no home for them, of which
-    it says several lines. Call it before its import."""
+    """Point MPLCONFIGDIR into the cache folder if Matplotlib's usual folder cannot be written, of
+    which it would print several lines. Call it before Matplotlib is imported."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     if not _can_be_there(Path(base, "matplotlib").absolute()):
         with suppress(StorageError):

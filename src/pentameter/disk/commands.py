@@ -1,4 +1,4 @@
-"""Other programs that are asked a question, and may be absent, slow or of another mind."""
+"""Questions to other programs, such as `git` or `sysctl`, which may be absent, slow, or fail."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _ANSWER_SECONDS = 5.0
 
 def said_by(*command: str, folder: Path | None = None) -> str:
     """Return what a program prints on stdout, stripped, in English and with times in UTC; empty if
-    it cannot be started, fails, or takes longer than five seconds. It runs in `folder`, None for
-    the current one."""
+    it cannot be started, fails, or takes longer than five seconds. `folder` is its working
+    directory, by default this process's."""
     path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/bin"  # under launchd
     try:
         done = subprocess.run(

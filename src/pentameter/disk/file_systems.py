@@ -19,11 +19,13 @@ LOG_IN = "log in as its kind of storage wants it (~/.netrc, AWS_PROFILE, HF_TOKE
 _HTTP = ("http", "https")
 
 _PASSING = ("RequestTimeout", "OperationAborted", "ExpiredToken")
-"""A store's words for errors that may pass, with a status that says otherwise."""
+"""Error codes of object stores for failures that a retry may get over, although their HTTP status
+(4xx) says otherwise."""
 
 
 def has_folders(url: str) -> bool:
-    """Return False for an HTTP URL, for which a folder is a page like any other; else True."""
+    """Return whether the file system of a URL has folders that can be listed: all but HTTP(S),
+    where a folder is a page like any other."""
     return urlsplit(url).scheme.lower() not in _HTTP
 
 
@@ -59,7 +61,8 @@ def open_file_system(url: str, doing: str, instead: str, **options: Any) -> tupl
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those behind it: its causes, and what a library keeps in it."""
+    """Yield an error, then its causes (`__cause__`) in turn, and for each one of botocore's the
+    HTTP client's error that it keeps."""
     at: BaseException | None = error
     while at is not None:
         yield at
@@ -92,8 +95,10 @@ def _code_of(error: BaseException) -> str:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return True if the same request may succeed later: HTTP status 5xx, 408, 425 or 429, or an
-    error without a status that is not a missing file or permission."""
+    """Return whether the same request may succeed later. With an HTTP status: if it is 5xx, 408,
+    425 or 429, or the store's code is in _PASSING. Without one: unless a file is missing,
+    permission is refused, or the operation is not supported. `fsspec` raises FileNotFoundError for
+    any failure over HTTP; with a cause it counts as passing."""
     status = status_of(error)
     if status is not None:
         return status >= 500 or status in (408, 425, 429) or _code_of(error) in _PASSING

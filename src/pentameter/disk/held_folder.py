@@ -16,7 +16,8 @@ from pentameter.errors import StorageError
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """The folder that was at `path` when it was opened, by its device and inode."""
+    """Frozen record of which folder was at `path` when a run opened it, by device and inode.
+    `check` tells later whether it is still there."""
 
     path: Path
     device: int
@@ -29,9 +30,10 @@ class HeldFolder:
         return cls(path, found.st_dev, found.st_ino)
 
     def check(self, holds: Callable[[], bool]) -> None:
-        """Raise StorageError unless `path` leads to this folder. `holds` says whether what lies
-        there now has what only this one has: mounted a second time, it may be another device. What
-        it cannot read (OSError) is not there."""
+        """Raise StorageError unless `path` still leads to this folder: it has the same device and
+        inode, or else `holds()` is True. `holds` looks for something that only this folder has, as
+        a disk that is mounted again may get another device number; an OSError in it counts as
+        False."""
         for is_this in (lambda: self.at(self.path) == self, holds):
             with suppress(OSError):
                 if is_this():

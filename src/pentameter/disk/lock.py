@@ -52,8 +52,9 @@ _FENCE_READINGS, _FENCE_PAUSE_SECONDS = 3, 0.01  # a beat written meanwhile may 
 
 @dataclass(frozen=True)
 class Fence:
-    """Keeps a process that was replaced while it stood still from writing beside its successor:
-    tells whether the RunLock at `path` is still its `owner`'s. Any process of the run may ask."""
+    """Frozen record with which any process of a run checks, before it writes to the run folder,
+    that the RunLock at `path` still belongs to `owner`. Without it, a process that was suspended
+    while another took over the lock would go on to write beside that one."""
 
     path: Path
     owner: Owner
@@ -61,8 +62,13 @@ class Fence:
     """False in another process than the owner, which may see the lock released at the run's end."""
 
     def check(self) -> None:
-        """Raise RunFolderInUseError if the lock names another owner, and in the owner also if it is
-        gone, since whoever took it may have ended; StorageError if it cannot be read."""
+        """Raise RunFolderInUseError if the lock names another owner; StorageError if it cannot be
+        read.
+
+        If the lock file is gone, or is no such file, the owner raises RunFolderInUseError too,
+        since another process may have held the lock and ended. In the run's other processes nothing
+        happens.
+        """
         if (owner := self._now()) == self.owner:
             return
         folder = self.path.parent
@@ -109,7 +115,10 @@ class RunLock:
         stale_seconds: float = 15.0,
         waiting: Callable[[str], None] | None = None,
     ) -> None:
-        """waiting: called with a sentence before an owner that may live is watched."""
+        """path: the lock file. beat_seconds: time between two increments of the heartbeat counter
+        in it. stale_seconds: how long the counter of an owner on another machine must stand still
+        until the lock is taken over. waiting: called with a sentence for people before that wait
+        begins."""
         self.path = Path(path)
         self._waiting = waiting
         self.beat_seconds = beat_seconds
@@ -127,7 +136,7 @@ class RunLock:
 
     @property
     def fence(self) -> Fence:
-        """The Fence of the lock, which is held."""
+        """The lock's Fence; only while the lock is held."""
         assert self._owner is not None
         return Fence(self.path, self._owner)
 
@@ -155,8 +164,12 @@ class RunLock:
         self._beat = Beat(lambda: self._raise_counter(fence, next(beats)), self.beat_seconds)
 
     def release(self) -> None:
-        """Release the lock, remove its file and end the beat; does nothing if the lock is not held.
-        In a forked child the parent's lock stays, and that of a process that has taken over."""
+        """Stop the heartbeat, remove the lock file and release the lock; does nothing if it is not
+        held.
+
+        If another process has taken over, its file stays. A forked child only closes its copy of
+        the file, so that the parent keeps the lock.
+        """
         if self._owner is None:
             return
         if self._owner.pid == os.getpid():
@@ -175,13 +188,19 @@ class RunLock:
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
     ) -> tuple[Owner, int] | None:
-        """Try once to take the lock. Return None if it is now held by this object or its file just
-        vanished (`_owner` tells which), else (owner, beat) as recorded by an owner on another
-        machine, to watch.
+        """Make one attempt at taking the lock. It ends in one of three ways:
 
-        `guarded`: this process is the only newcomer on this machine. `watched`: the (owner, beat)
-        of a remote owner whose beat stood still long enough to be dead; None for none. Raises
-        RunFolderInUseError if the lock is held on this machine.
+        - The lock is taken: sets `_owner` and `_fd`, and returns None.
+        - The lock file was removed, by its last owner or here, as its owner is dead: `_owner` stays
+          None, and None is returned. Call again.
+        - A process that may live, on another machine or before a restart, owns the lock: returns
+          (owner, beat) from the file. A live owner keeps raising `beat`, its heartbeat counter.
+
+        guarded: whether no other process on this machine tries at the same time (`_folder_guard`).
+        watched: an (owner, beat) that was returned before, if the counter has not moved for
+        `stale_seconds` since; that owner counts as dead. None if none was watched. Raises
+        RunFolderInUseError if a process on this machine holds the lock, or another one takes it at
+        the same time.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -224,7 +243,8 @@ class RunLock:
         )
 
     def _raise_counter(self, fence: Fence, beat: int) -> bool:
-        """Write the next `beat`; return False if another process has taken over."""
+        """Write the heartbeat counter's next value, `beat`, into the lock file. Return False if
+        another process has taken over, else True, even if writing failed."""
         # A full disk must not end the run; the lock itself holds.
         with suppress(OSError, StorageError):
             try:
@@ -245,8 +265,9 @@ def owner_of(path: Path) -> Owner | None:
 
 
 def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
-    """Return whether a process holds the RunLock at `path`, without writing to the file or taking
-    its lock. A remote owner counts as alive only if its beat moves within `watch_seconds`."""
+    """Return whether a live process holds the RunLock at `path`, without writing to the file or
+    taking its lock. An owner on another machine counts as alive if its heartbeat counter moves
+    within `watch_seconds`."""
     with suppress(CorruptError, StorageError):
         seen = _record_at(path)
         if seen is None:
@@ -261,8 +282,8 @@ def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
 def _await_beat(
     path: Path, seen: tuple[Owner, int], seconds: float, pause: float
 ) -> tuple[Owner, int] | None:
-    """Return the record (owner, beat) at `path` once it differs from `seen`, read every `pause`
-    seconds; None if it does not within `seconds`."""
+    """Return the new (owner, beat) at `path` as soon as it differs from `seen`, the one read
+    before; None if it stays the same for `seconds`. It is read every `pause` seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(pause)
@@ -283,8 +304,9 @@ def _record_at(path: Path) -> tuple[Owner, int] | None:
 
 @contextmanager
 def _folder_guard(folder: Path) -> Iterator[bool]:
-    """Admit one newcomer on this machine at a time, by a lock on the folder; yield False if the
-    file system has no locks, so that all are admitted."""
+    """Context manager that lets one process on this machine at a time try for the lock in `folder`,
+    by a `flock` on the folder. Yields True; False if the file system has no locks, so that nobody
+    is kept out."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _flock(fd, wait=True) is not None
@@ -397,9 +419,9 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _await_lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
-    """Wait for the lock on the file `path`, created if absent, calling `waiting` each time another
-    process holds it; return the file's descriptor. Returns None without locks, or if the file
-    cannot be created."""
+    """Wait for the `flock` on the file `path`, created if absent, and return its descriptor.
+    `waiting` is called each time another process holds it. Returns None if the file system has no
+    locks or the file cannot be created."""
     while True:
         try:
             # A file, and writable: NFS has no other locks.
@@ -451,8 +473,8 @@ def _read_record(fd: int) -> tuple[Owner, int] | None:
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
-    """Return whether the recorded `owner` is certainly gone, as seen by this process, `me`.
-    `locked`: this process holds the file's `flock`."""
+    """Return whether the process that a lock file names, `owner`, has certainly ended, as far as
+    this process, `me`, can tell. `locked`: whether this process holds the file's `flock`."""
     if locked and (is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
     return is_dead(owner, me)

@@ -1,4 +1,4 @@
-"""A process as the record of a lock names it, on whichever machine, and whether it still lives."""
+"""Identifies the process that holds a lock, on any machine, and tells whether it still lives."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def current_owner() -> Owner:
 
 
 def is_same_machine(owner: Owner, me: Owner) -> bool:
-    """Return whether `owner` ran on the machine that this process, `me`, runs on, since that was
-    last started, so that its process id means something."""
+    """Return whether `owner` is or was a process on the same machine as this one, `me`, in the same
+    boot and pid namespace, so that its pid can be looked up."""
     if (owner.boot, owner.pid_namespace) != (me.boot, me.pid_namespace):
         return False
     # A Mac's name follows the network that it is in.
@@ -60,8 +60,9 @@ def is_same_machine(owner: Owner, me: Owner) -> bool:
 
 
 def is_dead(owner: Owner, me: Owner) -> bool:
-    """Return whether `owner` ran on the machine that this process, `me`, runs on and has ended;
-    False if that cannot be known."""
+    """Return True if `owner` is known to have ended: it ran where this process, `me`, can look it
+    up (`is_same_machine`), and its pid is gone or belongs to a later process. False if it lives, or
+    that cannot be known."""
     if not is_same_machine(owner, me):
         return False
     with suppress(PermissionError):  # another user's
@@ -89,8 +90,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def _about(pid: int) -> list[str]:
-    """Return what /proc/PID/stat says of a process behind its name, which may hold blanks: its
-    state first (proc(5), from field 3 on); empty if the system does not say."""
+    """Return the fields of /proc/PID/stat that follow the process's name, which may hold blanks:
+    its state first (proc(5), from field 3 on). Empty if the system does not say."""
     return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 

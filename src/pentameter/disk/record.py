@@ -25,15 +25,17 @@ T = TypeVar("T")
 
 
 def read_record(path: Path, kind: Callable[..., T]) -> T | None:
-    """Return the record in a file as `record_of` does, None without one. No link is followed."""
+    """Return `kind(**fields)` for the JSON object in a file, as `record_of` does. None if the file
+    is absent, cannot be read, is damaged, or is a symlink."""
     with suppress(CorruptError, StorageError):
         return record_of(read_regular(path, max_bytes=MOST_BYTES), kind)
     return None
 
 
 def record_of(text: bytes | str, kind: Callable[..., T]) -> T | None:
-    """Return `kind`, a dataclass or `dict`, called with the fields of a JSON object, whose lists
-    become tuples; None for any other text, and where `kind` takes other fields."""
+    """Return `kind(**fields)` for the fields of the JSON object `text`, with lists turned into
+    tuples. `kind` is a dataclass, `dict`, or another callable that takes the fields by name. None
+    if `text` is no JSON object, or `kind` does not take its fields."""
     with suppress(ValueError, TypeError, AttributeError, RecursionError):
         fields = json.loads(text).items()
         return kind(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields})
@@ -41,8 +43,9 @@ def record_of(text: bytes | str, kind: Callable[..., T]) -> T | None:
 
 
 def write_record(path: Path, record: DataclassInstance | Mapping[str, Any]) -> None:
-    """Replace the record in a file, whose folder is made if it is absent. Nobody waits for the
-    disk: the record need not survive a power failure. Raises StorageError."""
+    """Replace a file's content by `record`, a dataclass or mapping of JSON values, in one rename.
+    Nothing is synced: the record need not survive a power failure. The file's folder is created if
+    it is absent. Raises StorageError."""
     content = record if isinstance(record, Mapping) else asdict(record)
     with storage_errors(path, "write"):
         path.parent.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
 """A folder in an object store (`s3://bucket/prefix`), or on another file system that `fsspec` opens
-by URL: objects are written whole and read back, read by name, listed and removed.
+by URL. Objects are written whole and read back, read by name, listed and removed.
 
-A request that fails is repeated after pauses that double, with jitter. What a listing says may be
-old: it names what to look for, and never says that an object is there or is not.
+A request that fails is repeated after pauses that double, with jitter. A listing may be out of
+date: it suggests names to look for, and never proves that an object exists or does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pentameter.errors import ConfigError, CorruptError, PentameterError, Storag
 START_PAUSES = tuple(growing(1.0, 4))
 """Seconds between the attempts at a request while somebody waits for the run to start."""
 PAUSES = tuple(growing(1.0, 10, longest=60.0))
-"""Seconds between the attempts while training goes on; at most, as each is cut by up to a half."""
+"""Seconds between attempts while training goes on, before jitter shortens each by up to a half."""
 
 BLOCK_BYTES = 8 * 2**20
 N_BLOCKS = 4
@@ -39,7 +39,7 @@ _PUTS_WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "m
 """Schemes whose objects appear whole or not at all, in folders that need not be created."""
 
 SAY_AFTER_SECONDS = 5.0
-"""Seconds for which requests fail until that is worth a line."""
+"""Seconds for which requests must have failed before `Attempts.take_word` has a line for people."""
 
 _JITTER = random.SystemRandom()
 
@@ -51,8 +51,9 @@ class _UnequalError(Exception):
 
 
 class Attempts:
-    """The latest answer of a store that fails, since when, and how long it is asked again. One
-    thread asks; another may read this, and limit it."""
+    """State of a store whose requests fail: its latest error, since when, and for how long requests
+    are repeated. The thread that makes the requests reports to it; another thread may read it,
+    limit the repeats, or end them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,8 +63,8 @@ class Attempts:
         self.is_abandoned = False
 
     def limit(self, seconds: float) -> None:
-        """From now on, repeat requests that fail for `seconds` at most, all of them together; how
-        long is worth another line. What was limited before stays as it is."""
+        """From now on, let failing requests be repeated for `seconds` in all, summed over requests.
+        `take_word` will tell the new limit. Does nothing if there is a limit already."""
         with self._changed:
             if self._limit_seconds == math.inf:
                 self._limited_at, self._limit_seconds = time.monotonic(), seconds
@@ -71,7 +72,8 @@ class Attempts:
                 self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Make no request any more, whatever the limit was: nobody waits for it."""
+        """Have no request made or repeated from now on, whatever the limit: nobody waits for the
+        result."""
         with self._changed:
             self.is_abandoned = True
             self._changed.notify_all()
@@ -87,13 +89,17 @@ class Attempts:
 
     @property
     def answer(self) -> str | None:
-        """The store's latest answer in words, if it was an error; None if it was none."""
+        """The store's latest error in words; None if the latest request has succeeded."""
         return None if self._since is None else self._answer
 
     def failed(self, began_at: float, answer: str, pause: float, rest_seconds: float) -> bool:
-        """Note the answer to a request that was first made at `began_at`, and wait for `pause`
-        seconds, after which it would be repeated for `rest_seconds` more. Return False if it may
-        not be, since no time is left."""
+        """Record that a request failed, and sleep for `pause` seconds. Return True if it may be
+        made again; False, perhaps before the pause is over, if the limit is used up or requests
+        were abandoned.
+
+        began_at: when the request was first made (`time.monotonic`). answer: the error in words.
+        rest_seconds: the sum of the pauses that would follow this one.
+        """
         with self._changed:
             self._since = began_at if self._since is None else self._since
             self._answer, self._rest_seconds = answer, pause + rest_seconds
@@ -111,8 +117,10 @@ class Attempts:
             self._since, self._is_told = None, False
 
     def take_word(self) -> str | None:
-        """Return, once requests have failed for SAY_AFTER_SECONDS, the latest answer and how long
-        the store is asked again; None before, and again until one has succeeded."""
+        """Return a line for people, once in each series of failures: the latest error, and for how
+        long at most the store is asked again. None before requests have failed for
+        SAY_AFTER_SECONDS, and once the line was taken, until a request has succeeded or a limit is
+        set."""
         with self._changed:
             if self._is_told or self._since is None:
                 return None
@@ -155,7 +163,7 @@ class RemoteFolder:
         return shown_url(self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
-        """Return an object's content, None if there is none of that name. Raises CorruptError if it
+        """Return an object's content; None if the object does not exist. Raises CorruptError if it
         is larger than `max_bytes`."""
 
         def ask() -> bytes | None:
@@ -193,7 +201,8 @@ class RemoteFolder:
         self._put(name, record, send, lambda: check_file(source.parent, record, hash_content=True))
 
     def _let_repeat(self, n_attempts: int) -> None:
-        """Have the client make so many attempts at a request, which is asked again here, too."""
+        """Set how many attempts s3fs itself makes at a request; other file systems have no such
+        setting. It is usually 1, as requests are repeated in this class."""
         if self._repeats:
             self._fs.retries = n_attempts
 
@@ -204,9 +213,14 @@ class RemoteFolder:
         write: Callable[[str], object],
         check_source: Callable[[], object] = lambda: None,
     ) -> None:
-        """Call `write` with a path until what lies under `name` reads back as `record` says; after
-        each failure `check_source` raises an error if that is no wonder. A file system with folders
-        gets it under a temporary name, which is renamed."""
+        """Write the object `name` and read it back, again and again until its content is what
+        `record` says. On a file system with folders, it is written under a temporary name and
+        renamed.
+
+        write: writes the content to the path that it is given. check_source: called after each
+        failed attempt, raises an error if the source itself is damaged, so that no attempt could
+        succeed.
+        """
         self.check_writer()
         path = self._at(name)
 
@@ -348,9 +362,9 @@ def _failure(
 
 
 def _asked_once(url: str) -> dict[str, Any]:
-    """Return the options with which the client of an S3 store makes one attempt at each request:
-    repeated within every attempt made here, they would take minutes, and ask a store for more that
-    asks for less."""
+    """Return the options for `fsspec` that have an S3 client make a single attempt at each request;
+    {} for other stores. Its own retries, inside each attempt made here, would take minutes, and
+    burden a store that asks for fewer requests."""
     if urlsplit(url).scheme.lower() not in ("s3", "s3a"):
         return {}
     import fsspec

@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 
 
 def growing(first: float, n: int | None = None, longest: float = math.inf) -> Iterator[float]:
-    """Yield pauses in seconds, each twice the one before but at most `longest`: `n` of them, None
-    for no end."""
+    """Yield pauses in seconds: `first`, then each twice the one before, but at most `longest`.
+    There are `n` of them; without end if `n` is None."""
     pause = first
     for _ in itertools.count() if n is None else range(n):
         yield pause
@@ -35,11 +35,13 @@ def retried(
     wait: Callable[[Exception, float], bool] = _slept,
     may_pass: Callable[[Exception], bool] = is_passing,
 ) -> Result:
-    """Return the result of `ask`, called again after each of `pauses` (seconds) while it fails with
-    an error that `may_pass`. Then raise `failed(error, number of calls)`; an error of ours is
-    raised as it is.
+    """Return the result of `ask()`. While it raises an error for which `may_pass` is True, it is
+    called again after each of `pauses`, in seconds.
 
-    `wait` is called with the error and the pause; False from it ends the attempts."""
+    When no pause is left, or `may_pass` or `wait` returns False, `failed(error, number of calls)`
+    is raised. A PentameterError from `ask` is raised at once, as it is. wait: called with the error
+    and the pause, it sleeps, and returns False to end the attempts.
+    """
     for n_calls, pause in enumerate((*pauses, None), start=1):
         try:
             return ask()

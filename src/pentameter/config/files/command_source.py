@@ -1,5 +1,5 @@
-"""The configuration that a command line names: a preset, a file, or a text to train on, and the
-files beside the model that it begins with."""
+"""The configuration that a command line names (a preset, a configuration file, or data to train
+on), and files that lie beside the model from which a run begins."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LOOKED_AT_BYTES = 1 << 16
 def configuration_of(
     source: str | Path | Config, overrides: Overrides = (), init_from: Path | None = None
 ) -> tuple[str | Path | Config, Overrides]:
-    """Return (source, overrides) to pass to `load_config`. A configuration, a preset or a
-    configuration file stays as it is.
+    """Return (source, overrides) to pass to `load_config`. If `source` is a configuration, a preset
+    or a configuration file, both are returned unchanged.
 
-    If `source` is a text (file, folder, pattern or URL), it becomes the override data.path, and the
-    source becomes `init_from`/config.toml if that exists, with a run name from the text; if not,
-    the preset `quickstart`. `init_from` is the folder with the model to begin from, None for none.
-    Raises ConfigError if `overrides` name a text too.
+    If it names data to train on (a file, folder, pattern or URL), that becomes the override
+    `data.path`. The source is then `init_from`/config.toml if it exists, with a run name made from
+    the data's, else the preset `quickstart`. init_from: the folder with the model to begin from,
+    None for random weights. Raises ConfigError if `overrides` choose a data set, too.
     """
     if isinstance(source, Config):
         return source, overrides
@@ -54,7 +54,7 @@ def configuration_of(
 
 
 def is_text(path: Path) -> bool:
-    """Return True if `path` can be trained on: a file that is no configuration, or a folder that
+    """Return whether `path` is data to train on: a file that is no configuration, or a folder that
     holds neither a configuration nor a model. False if it does not exist or cannot be read."""
     try:
         is_folder = path.is_dir()
@@ -80,10 +80,10 @@ def _has_keys(start: bytes) -> bool:
 
 
 def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:
-    """Return (config, warnings), with the tokenizer path corrected for a model folder that was
-    moved. If `data.tokenizer` is the path to a missing tokenizer.json and the folder `model` has
-    one, the configuration names that, and there is one warning. Nothing changes in other cases, nor
-    if `model` is None."""
+    """Return (config, warnings) for a model whose folder was moved. If `data.tokenizer` is the path
+    to a tokenizer.json that is missing, and the folder `model` has one, `data.tokenizer` becomes
+    that, with one warning. Otherwise, and if `model` is None, `config` is returned unchanged,
+    without warnings."""
     if model is None:
         return config, []
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"

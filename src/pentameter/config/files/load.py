@@ -40,7 +40,8 @@ EXCLUSIVE = (
     ("train", "batch_size", "tokens_per_step"),
     ("train", "steps", "epochs"),
 )
-"""(section, keys) that exclude each other: a newer layer's choice replaces an older one's."""
+"""(section, keys of which a configuration sets one): `train.steps` or `train.epochs`, for example.
+If a layer sets one of them, `merge` drops the others from the layers below it."""
 
 BOUND_TO_TEXT = (
     "name",
@@ -53,10 +54,12 @@ BOUND_TO_TEXT = (
     "data.grammar",
     "train.sample_prompt",
 )
-"""Keys and sections that suit one text only: they are reset if a newer layer chooses another."""
+"""Keys and sections that suit one data set only, such as its template or its field with the text.
+If a layer chooses another data set, `merge` drops those of the layers below it."""
 
 PATIENCE = "train.patience"
-"""The key that counts evaluations; an older value is dropped if a newer layer switches them off."""
+"""The key that counts evaluations. If a layer switches evaluations off, `merge` drops it from the
+layers below."""
 
 MIXTURE_NAME = "blend"
 """The run's name if several data sets replace a preset's."""
@@ -119,12 +122,14 @@ def preset_names() -> list[str]:
 
 
 def merge(base: Tree, layer: Tree) -> Tree:
-    """Return `base` with `layer` over it, both nested dicts. If `layer` sets a key in EXCLUSIVE,
-    `base`'s alternatives to it are dropped.
+    """Return a new configuration tree (nested dicts): `base` with the values in `layer` over it.
+    Neither is changed. Three rules concern values in `base`:
 
-    If `layer` switches evaluations off, `base`'s `train.patience` is dropped. If `layer` chooses
-    another text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the
-    run is named after the new text: in the old one's folder it would be refused as another run.
+    - If `layer` sets a key in EXCLUSIVE, such as `train.epochs`, its alternatives are dropped.
+    - If `layer` switches evaluations off, `train.patience` is dropped.
+    - If `layer` chooses another data set (`data.corpus`, `path` or `sources`), the keys in
+      BOUND_TO_TEXT, which described the old one, are dropped, and the run is named after the new
+      one. Under its old name it would be refused, as another run in the same folder.
     """
     old, new = _text_of(base), _text_of(layer)
     if old is not None and new not in (None, old):
@@ -144,8 +149,8 @@ def merge(base: Tree, layer: Tree) -> Tree:
 
 
 def _evaluates(tree: Tree) -> bool:
-    """Return False if `tree` switches evaluations off, by their interval or by holding out no
-    text."""
+    """Return whether a run with the configuration `tree` evaluates: its interval is not switched
+    off, and there is a validation split."""
     train = tree.get("train")
     if isinstance(train, dict) and train.get("eval_interval", "auto") in (None, ABSENT):
         return False
@@ -154,9 +159,9 @@ def _evaluates(tree: Tree) -> bool:
 
 
 def text_name(text: str, suffix: str = "") -> str:
-    """Return a run's name made from a corpus's name, a path or a URL: the last part up to its first
-    dot (`novel` for `texts/novel.txt.gz`), or for `corpus/*.parquet` the folder's name; then
-    `suffix`."""
+    """Return a run's name made from its data set's, `text`: a corpus's name, a path or a URL. It is
+    the last part up to its first dot (`novel` for `texts/novel.txt.gz`), for `corpus/*.parquet` the
+    folder's name, and then `suffix`."""
     if is_remote(text):
         text = last_part(text)
     path = PurePath(text)
@@ -166,8 +171,8 @@ def text_name(text: str, suffix: str = "") -> str:
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
-    """Return the key in [data] (`corpus`, `path` or `sources`) and its value by which `tree`
-    chooses a text; None if it chooses none."""
+    """Return (key, value) by which the configuration `tree` chooses its data set, the key being
+    `corpus`, `path` or `sources` in [data]; None if it chooses none."""
     section, *keys = EXCLUSIVE[0]
     for key in keys:
         value = value_in(tree, f"{section}.{key}")
@@ -177,8 +182,8 @@ def _text_of(tree: Tree) -> tuple[str, Any] | None:
 
 
 def _without(tree: Tree, paths: Sequence[str], prefix: str = "") -> Tree:
-    """Return `tree` without the keys and sections at these dotted paths; `prefix` is its own
-    path."""
+    """Return a copy of `tree`, nested dicts, without the keys and sections at the dotted `paths`.
+    `prefix` is put before each key to get its path."""
     return {
         key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -255,8 +260,8 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
 
 @contextmanager
 def config_errors(label: str) -> Iterator[None]:
-    """Within this context an error in reading a file that a user has named is a ConfigError, which
-    begins with `label`."""
+    """Context manager for reading a file that a user has named: an OSError or ValueError in its
+    body becomes a ConfigError whose message begins with `label`."""
     try:
         yield
     except OSError as error:
@@ -309,8 +314,8 @@ def _not_found(path: Path, label: str) -> str:
 
 
 def parse_config(text: bytes, label: str) -> Tree:
-    """Parse a configuration as `parse_toml` does, with former keys under their present names.
-    Raises ConfigError, also for a key that is given by both."""
+    """Parse a configuration as `parse_toml` does, and move former keys of [model] to their present
+    places. Raises ConfigError, also for a key that is given by both names."""
     tree = parse_toml(text, label)
     if isinstance(tree.get("model"), dict):
         try:
@@ -374,8 +379,9 @@ def _override_tree(overrides: Overrides) -> tuple[Tree, list[str]]:
 
 
 def flat_overrides(overrides: Overrides) -> dict[str, Any]:
-    """Return overrides as dotted path → value, those of a command line as text. Raises ConfigError
-    for what is no option, and for a key by both its names."""
+    """Return overrides as dotted path → value; values from a command line are text. Raises
+    ConfigError for an argument that is no option, and for a key given by both its former and its
+    present name."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     if not isinstance(overrides, Mapping):

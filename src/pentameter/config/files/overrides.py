@@ -13,11 +13,12 @@ from pentameter.errors import ConfigError
 def split_overrides(
     arguments: Sequence[str], own_options: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return a verb's own arguments, and the configuration overrides, each in the order given.
+    """Split a verb's arguments; return (its own, the configuration overrides), each in the order
+    given.
 
     Every option that is not in `own_options` (names without dashes: `{"run-dir", "resume",
-    "help"}`) is an override, so that one with a forgotten section (`--n-layers 4`) reaches the
-    loader, which knows the right path. After `--` everything is the verb's own.
+    "help"}`) is an override. So one with a forgotten section (`--n-layers 4`) reaches the loader,
+    which knows the right path. After `--` everything is the verb's own.
     """
     own_names = {option.replace("_", "-") for option in own_options}
     own: list[str] = []
@@ -42,9 +43,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
     `arguments` holds `--section.key value`, `--section.key=value` or `section.key=value`; hyphens
     in a key are underscores, and a former path becomes the present one. A value may be negative
-    (`-3`); one that starts with `--` needs the `=`. An unknown key without a value has the value
-    "": what is wrong with it is its name. Raises
-    ConfigError for a value without a key, a known key without a value, and a key by both its names.
+    (`-3`); one that starts with `--` needs the `=`. An unknown key without a value gets "", as the
+    loader will refuse its name. Raises ConfigError for a value without a key, a known key without a
+    value, and a key given by both its former and its present name.
     """
     pairs: list[tuple[str, str]] = []
     rest = deque(arguments)

@@ -171,9 +171,9 @@ class ModelConfig(AttentionSizes, Section):
 
     @property
     def resolved(self) -> ModelConfig:
-        """The same architecture with the default sizes filled in: of heads, the feed-forward layer
-        and experts; the feed-forward layer's is an expert's if every layer has experts. Two
-        resolved architectures can be compared."""
+        """The same architecture with default sizes (of heads, the feed-forward layer, experts)
+        replaced by the numbers that follow, so that two of them can be compared. If every layer has
+        experts, the feed-forward layer's width, which none uses, becomes an expert's."""
         sizes = {
             "feed_forward.width": self.feed_forward_width,
             "attention.head_size": self.head_channels,
@@ -196,8 +196,8 @@ class ModelConfig(AttentionSizes, Section):
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Return each key of `[model]`, as `n_layers` and `attention.n_heads`, with its value. The
-    scaling of rotary positions is one of them, `rope_scaling`."""
+    """Return key → value for all of `[model]`, with tables flattened: `n_layers`,
+    `attention.n_heads`. Only `rope_scaling` stays one value, a section."""
     values: dict[str, Any] = {}
     for key, value in model:
         inside = {f"{key}.{name}": each for name, each in value} if key in TABLES else {key: value}

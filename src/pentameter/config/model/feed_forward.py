@@ -211,5 +211,6 @@ class RouterConfig(Section):
 
 
 def without_experts(path: str) -> str:
-    """Return the refusal of a key at `path` that is of experts, where there are none."""
+    """Return the error message for a setting of experts, the key at `path`, in a model that has
+    none."""
     return f"{path} is of experts, and model.experts.count is not set; set it, or leave both out"

@@ -65,14 +65,14 @@ def present_path(path: str) -> str:
 
 
 def former_path(path: str) -> str:
-    """Return the dotted path under which a key was first known: identities of runs are computed
-    from that."""
+    """Return the dotted path that a key had first; the path itself if that never changed. Hashes of
+    configurations are computed with it."""
     return _FORMER.get(path, path)
 
 
 def with_present_keys(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `[model]`, nested tables, with former keys taken to theirs. Raises
-    ValueError for a key that is given by both names."""
+    """Return the values of `[model]`, nested tables, with each former key moved to its present
+    place. Raises ValueError for a key that is given by both its names."""
     former = {key: value for key, value in model.items() if _is_former(key, value)}
     present = {key: value for key, value in model.items() if key not in former}
     for key, value in former.items():
@@ -85,8 +85,8 @@ def with_present_keys(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def present_pairs(pairs: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
-    """Return (dotted path, value) pairs with present paths. Raises ConfigError for a key that is
-    given by both names."""
+    """Return the (dotted path, value) pairs with present paths in place of former ones. Raises
+    ConfigError for a key that is given by both its names."""
     given: dict[str, str] = {}
     for path, _ in pairs:
         present = present_path(path)
@@ -96,7 +96,8 @@ def present_pairs(pairs: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]
 
 
 def _is_former(key: str, value: object) -> bool:
-    """Return True for a former key. `attention` and `router` were words, and are tables."""
+    """Return whether `key` of `[model]`, with this `value`, is a former one. `attention` and
+    `router` name tables now; they are former keys if their value is text, as it was then."""
     return key in FORMER_KEYS and (key not in TABLES or isinstance(value, str))
 
 

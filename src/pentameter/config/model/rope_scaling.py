@@ -67,8 +67,8 @@ class RopeScalingConfig(Section):
         return self
 
     def check_fit(self, rope_theta: float, attention: str) -> None:
-        """Raise ValueError unless these settings fit a model with this `rope_theta` and kind of
-        `attention`."""
+        """Raise ValueError unless these settings fit a model with this `rope_theta` and
+        `attention`, its `attention.type`."""
         if self.type == "yarn" and rope_theta <= 1:
             raise ValueError(
                 f"model.rope_theta={rope_theta} must be above 1 with model.rope_scaling.type="
