@@ -177,7 +177,7 @@ class CorruptError(PentameterError):
 
 
 class TrainingFailedError(PentameterError):
-    """Training gave up: the loss is not finite, a worker hangs, or what must be equal differs."""
+    """Gave up: the loss is not finite, a worker hangs or dies, or what must be equal differs."""
 
     exit_code = 70
 

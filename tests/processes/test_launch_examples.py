@@ -62,8 +62,34 @@ def test_the_batch_script_starts_a_run_that_fits():
     train = words.index("pentameter")
     assert {word.partition("=")[0] for word in words[1:train]} == SRUN_OPTIONS
     per_node = int(options["--ntasks-per-node"])
-    check_train(words[train:], int(options["--nodes"]) * per_node, per_node)
-    assert '"$code" -eq 75' in text
+    assert int(options["--nodes"]) == 2
+    for n_nodes in (1, 2, 4):
+        check_train(words[train:], n_nodes * per_node, per_node)
+
+
+@pytest.mark.parametrize(
+    ("code", "queued"),
+    [(0, 0), (1, 0), (2, 0), (65, 0), (73, 0), (70, 2), (74, 2), (75, 3), (137, 2), (253, 2)],
+)
+def test_the_batch_script_queues_again_what_is_worth_it(code, queued, tmp_path):
+    """Three times without a new checkpoint, and once more with one."""
+    for name, line in (("srun", f"exit {code}"), ("scontrol", "echo $@ >> queued")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "runs" / "gpt2-124m" / "checkpoints" / "step-00000500").mkdir(parents=True)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    variables["SLURM_CPUS_PER_TASK"] = "8"
+
+    def start() -> int:
+        command = ["bash", EXAMPLES / "slurm.sbatch", "shards"]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, check=False, timeout=10)
+        assert done.returncode == code
+        path = tmp_path / "queued"
+        return path.read_text().count("requeue 7\n") if path.exists() else 0
+
+    assert [start() for _ in range(3)][-1] == queued
+    (tmp_path / "runs" / "gpt2-124m" / "checkpoints" / "step-00001000").mkdir()
+    assert start() == (queued + 1 if queued else 0)
 
 
 def test_the_torchrun_line_starts_a_run_that_fits():
