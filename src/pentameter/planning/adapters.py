@@ -23,7 +23,8 @@ A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters within the linear layer that it adapts."""
 
 TableOf = Callable[[Config], tuple[ParameterSpec, ...]]
-"""Returns the parameters that a run with this configuration saves, adapters included."""
+"""Function that returns the specs of the parameters that a run with a configuration saves, adapters
+included."""
 
 
 def training_table(
@@ -61,14 +62,14 @@ def with_adapters(
 
 
 class Run(tuple[Operation, ...]):
-    """A run's forward operations, adapters' included, in execution order: the whole model's or a
-    slice's."""
+    """The forward operations of a run, adapters' included, in execution order; a tuple, of the
+    whole model's or a slice's operations."""
 
     @cached_property
     def alike_blocks(self) -> list[tuple[list[Operation], int]]:
-        """Pairs (operations, count): one block for each kind, and how many blocks are equal to it.
-        Blocks are equal if their operations differ in names alone; they then read, compute and save
-        the same bytes."""
+        """Pairs (operations of one block, number of blocks equal to it), one for each kind of
+        block. Blocks are equal if only names differ in their operations: they read, compute and
+        save equally many bytes."""
         found: dict[object, tuple[list[Operation], int]] = {}
         for layer, group in itertools.groupby(self, key=lambda op: op.layer):
             if layer is not None:
@@ -80,17 +81,17 @@ class Run(tuple[Operation, ...]):
 
     @cached_property
     def groups(self) -> list[tuple[list[Operation], int]]:
-        """Pairs (operations, count) that cover the run: the operations outside any block, with
-        count 1, then `alike_blocks`, one pair for each kind of block."""
+        """Pairs (operations, count) whose operations, each taken `count` times, are the whole run:
+        those outside any block with count 1, then `alike_blocks`."""
         return [([op for op in self if op.layer is None], 1), *self.alike_blocks]
 
 
 @lru_cache(maxsize=1024)
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
     """Return a run's forward operations in the layers `layers` (None: the whole model). With
-    `lora.rank` set, each adapter's two matmuls stand ahead of the matmul to whose result they add,
-    and all other parameters are frozen. Operations between the embedding and the first adapter then
-    compute no gradients. Raises ConfigError for a target that is not a linear layer."""
+    `lora.rank` set, an adapter's two matmuls come before the matmul whose result they are added to,
+    and all other parameters are frozen. Operations before the first adapter then compute no
+    gradients. Raises ConfigError for a target that is not a linear layer."""
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
@@ -111,8 +112,9 @@ def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = 
 
 
 def _nameless(op: Operation, layer: int) -> object:
-    """Return a key that is equal for equal operations in different blocks: the tensors that it
-    reads, computes and saves, without the block's index `layer` in their names."""
+    """Return a hashable key that is equal for equal operations in different blocks. It is made of
+    the tensors that the operation reads, computes and saves, with the block's index `layer` taken
+    out of their names."""
 
     def nameless(tensor: ActivationTensor) -> object:
         name = tensor.name.removeprefix(f"blocks.{layer}")
@@ -130,16 +132,16 @@ def _nameless(op: Operation, layer: int) -> object:
 
 
 def _adapted(parameters: Iterable[ParameterSpec], lora: LoraConfig) -> list[ParameterSpec]:
-    """Return the specs of the weights that [lora] adapts, among a model's or a slice's parameters.
-    Raises ConfigError for a target that is not a linear layer."""
+    """Return the specs of the weights, among a model's or a slice's parameters, that get an adapter
+    by [lora]. Raises ConfigError for a target that is not a linear layer."""
     linear = {path: spec for spec in parameters if spec.is_block_matrix and (path := _module(spec))}
     return [linear[path] for path in targeted(list(linear), lora)]
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
-    """Return the paths in `linear` that adapters are asked for. `linear` holds paths to linear
-    layers, such as `blocks.0.attention.qkv`; a path is chosen if its last component is in
-    `lora.targets`, or if that is empty. Raises ConfigError for a target that matches no path."""
+    """Return the paths in `linear` that get an adapter. `linear` holds paths to linear layers, such
+    as `blocks.0.attention.qkv`; all are chosen if `lora.targets` is empty, else those whose last
+    component is in it. Raises ConfigError for a target that matches no path."""
     kinds = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for target in lora.targets:
         if target not in kinds:
@@ -183,14 +185,13 @@ def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
 
 
 def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
-    """Return `op` with its parameters frozen and two flags set: `reads_gradient` says whether the
-    backward pass computes the gradient for its result, `gives_gradient` whether it computes those
-    for its inputs.
+    """Return `op` with its parameters frozen, and two flags set. Tensors that only the parameters'
+    gradients need are no longer saved: a matmul or a look-up saves none, nor does any operation
+    without `gives_gradient`. The head's input gradient is computed together with the loss and
+    saved: as many bytes as its input.
 
-    Tensors that only the parameters' gradients need are no longer saved: none are for a matmul or a
-    look-up, nor for any operation without `gives_gradient`. The head is no matmul here: it saves as
-    many bytes as its input has, namely the input's gradient, which is computed together with the
-    loss.
+    reads_gradient: whether the backward pass computes the gradient of its result.
+    gives_gradient: whether it computes the gradients of its inputs.
     """
     parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
     keeps = gives_gradient and op.kind not in ("product", "look_up")

@@ -41,11 +41,12 @@ Role = Literal[
 """The part that an operation's module has in tensor parallelism. A `column_parallel` linear maps
 the residual stream to an inner width (heads, or the feed-forward width), which is sharded. A
 `row_parallel` linear maps that width back; its partial results are summed into the stream.
-`head_norm` normalizes queries or keys; `sinks` gives each head its sink."""
+`head_norm` normalizes queries or keys; `sinks` gives each head its sink (a score beside the keys'
+that takes part in the softmax and adds no value)."""
 INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp", "shared_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
-"""A target id that no loss counts: padding, and tokens that the loss mask excludes."""
+"""A target id that the loss skips: padding, and tokens that the loss mask excludes."""
 
 OperationKind = Literal[
     "look_up", "norm", "product", "rotation", "sinks", "attention", "activation", "dropout", "head"
@@ -54,8 +55,9 @@ OperationKind = Literal[
 
 @dataclass(frozen=True)
 class Init:
-    """A parameter's initialization: `scale` is the standard deviation for `normal`, or the bound
-    ±scale for `uniform`. `own` keeps the values that the parameter's module initializes."""
+    """A parameter's initialization, a frozen record. `scale` is the standard deviation for
+    `normal`, the bound ±scale for `uniform`. `own` keeps the values that the parameter's module
+    sets itself."""
 
     kind: Literal["normal", "uniform", "zeros", "ones", "own"]
     scale: float = 0.0
@@ -63,11 +65,9 @@ class Init:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter: `axes` names the logical axis along each dimension in `shape`; `layer` is its
-    block's index, None outside the blocks.
-
-    `decay` says whether weight decay applies: to matrices, as in GPT-2.
-    """
+    """One parameter of the model before any sharding, a frozen record. `axes` names the logical
+    axis along each dimension in `shape`; `layer` is its block's index, None outside the blocks.
+    `decay` says whether weight decay applies: to matrices, as in GPT-2."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,8 +77,8 @@ class ParameterSpec:
     layer: int | None = None
     is_trained: bool = True
     is_state: bool = False
-    """Whether it is state that only training needs and updates without a gradient, such as the
-    fractions of tokens that a router balances by, and counts as no weight."""
+    """Whether it is training state without a gradient, such as the tokens' fractions that a router
+    balances by. It then counts as no weight."""
     n_chosen: int | None = None
     """Experts (entries along the first dimension) that one token is multiplied with; None for
     all."""
@@ -155,12 +155,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation in the forward pass: the tensors that it reads, computes and saves, its
-    parameters and its communication, from which costs are counted.
-
-    `head` combines the last matmul with the loss, because its logits may be computed in chunks.
-    Additions and reshapes cost next to nothing and are left out.
-    """
+    """One operation in the forward pass, a frozen record from which costs are counted: the tensors
+    that it reads, computes and saves, its parameters and its communication. `head` is the last
+    matmul and the loss together, because its logits may be computed in chunks. Additions and
+    reshapes cost next to nothing and are left out."""
 
     name: str
     kind: OperationKind
@@ -174,8 +172,8 @@ class Operation:
     saves: tuple[ActivationTensor, ...] = ()
     """Tensors saved for the backward pass, besides parameters."""
     saves_by_blocks: tuple[ActivationTensor, ...] = ()
-    """For attention, the tensors saved for the backward pass when the attention weights are never
-    written out as a whole."""
+    """Tensors that attention saves instead of `saves`, if its kernel works block by block and never
+    materializes the attention weights."""
     collectives: tuple[Collective, ...] = ()
     token_products: int = 0
     """Multiplications between activations (queries · keys, weights · values), per token in a full
@@ -188,9 +186,8 @@ class Operation:
 
     @property
     def role(self) -> Role | None:
-        """The operation's Role in tensor parallelism; None if it has no
-        parameters, or if every rank multiplies its own tokens with whole matrices, as in experts.
-        """
+        """The operation's Role in tensor parallelism. None if it has no parameters, or if every
+        rank multiplies its own tokens with unsharded matrices, as in a router or in experts."""
         if not self.parameters:
             return None
         match self.kind:
@@ -220,7 +217,6 @@ class Operation:
 
 
 def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
-    """Return a record for the residual stream, (T, D) per sequence, under the tensor name
-    `name`."""
+    """Return an ActivationTensor called `name` for the residual stream, (T, D) per sequence."""
     shape = (model.context_length, model.d_model)
     return ActivationTensor(name, shape, ("time", "embed"), "weights")

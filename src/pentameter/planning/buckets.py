@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 COPIES_BUCKET_BYTES = 25 * 2**20
-"""Size in bytes for DDP's buckets, whose all-reduces start during the backward pass. This is DDP's
-own default, applied to the first bucket too, which DDP would make smaller."""
+"""Bytes in one of DDP's buckets, whose all-reduces start during the backward pass. This is DDP's
+own default; here it holds for the first bucket too, which DDP would make smaller."""
 SUM_BUCKET_BYTES = 64 * 2**20
-"""Size in bytes for an all-reduce bucket after the backward pass. Large, for few messages, because
+"""Bytes in a bucket that is all-reduced after the backward pass. Large, for few messages, because
 no computation is left to overlap with."""
 
 MAX_LOGITS = 2**26

@@ -35,9 +35,9 @@ def flops_per_token(run: Sequence[Operation]) -> int:
 
 
 def causal_flops_per_token(model: ModelConfig, run: Sequence[Operation]) -> int:
-    """Return `flops_per_token` with attention counted as it is computed: only with the tokens
-    before each one, on average half the context, or fewer in a window. Published speeds of mixtures
-    of experts count so."""
+    """Return `flops_per_token`, but with attention counted only over the tokens that a position
+    sees: on average half the context, or fewer in a window. Published speeds of mixtures of experts
+    count so."""
     masked = 0.0
     for op in run:
         if op.kind == "attention":

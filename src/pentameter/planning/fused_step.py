@@ -45,9 +45,9 @@ FUSES: Mapping[str, Collection[object] | None] = {
     "router.balance": ("none", "bias", "sequence", "batch"),
     **dict.fromkeys(("router.balance_rate", "router.balance_weight"), ANY),
 }
-"""Maps a key in `[model]` to the values that the fused step (`fused_loss_sum`) supports; ANY for
-every value. A key that is missing is supported at its default only, which is how models were before
-they had it. Any other value sends the whole module down the plain path."""
+"""Maps a key in `[model]` to the values that the fused CPU step (`fused_loss_sum`) supports; ANY
+for every value. A key that is not listed is supported at its default only, which is how models were
+before the key existed. With any other value the plain model runs instead of the fused one."""
 
 
 FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
@@ -55,8 +55,8 @@ FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 def architecture_obstacle(config: ModelConfig) -> str | None:
-    """Return the first key in `[model]`, with its value, that the fused CPU step (`fused_loss_sum`)
-    does not support, as text; None if it supports the architecture."""
+    """Return, as text, the first key in `[model]` whose value the fused CPU step (`fused_loss_sum`)
+    does not support; None if it supports the architecture."""
     defaults = architecture(type(config)())
     for key, value in architecture(config).items():
         possible = FUSES.get(key, (defaults[key],))
@@ -66,9 +66,9 @@ def architecture_obstacle(config: ModelConfig) -> str | None:
 
 
 def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) -> str | None:
-    """Return a run's first setting, with its value, that the fused CPU step does not support, as
-    text; torch then compiles the whole plain model. None if the fused step can run it. `built_by`
-    names the function that builds a custom model, which it never supports; None for the GPT."""
+    """Return, as text, a run's first setting that the fused CPU step does not support, so that
+    torch compiles the plain model instead; None if the fused step can run it. `built_by` names the
+    function that builds a custom model, which is never supported; None for the GPT."""
     if built_by is not None:
         return f"the module that {built_by} builds"
     obstacle = architecture_obstacle(config.model)
@@ -92,10 +92,9 @@ GPU's registers and shared memory."""
 
 
 def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) -> str | None:
-    """Return a run's first setting, with its value, for which attention with dropout must
-    materialize its weights on a GPU; None if the fused kernels run it. `precision` is
-    `train.precision`, 'auto' resolved. A particular GPU may add obstacles, which a run checks
-    separately."""
+    """Return, as text, a run's first setting for which attention with dropout must materialize its
+    weights on a GPU; None if the fused kernels support all. `precision` is `train.precision` with
+    'auto' resolved. A particular GPU may have further obstacles, which a run checks separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
     if model.attention.sinks:

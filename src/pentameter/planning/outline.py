@@ -29,18 +29,18 @@ OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_coun
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """One model's parameters, FLOPs and permitted parallelism, for a resolved configuration;
-    planning needs nothing else from a model."""
+    """What planning knows of a model, for a resolved configuration: its parameters, its FLOPs and
+    the parallelism that it permits. A frozen record."""
 
     table: tuple[ParameterSpec, ...]
     """Every parameter, in the order of the model's `named_parameters()`."""
     names_of: Callable[[range], frozenset[str]]
-    """Returns the parameter names in the slice of the model with a given layer range; embeddings
-    belong to the first layer, final norm and head to the last."""
+    """Function from a layer range to the names of the parameters in that slice of the model.
+    Embeddings belong to the first layer, final norm and head to the last."""
     flops_per_token: int | None
     """Forward and backward FLOPs per trained token; None if they could not be counted."""
     causal_flops_per_token: int | None = None
-    """The same without those for masked positions; None for a custom model."""
+    """`flops_per_token` without those for masked positions; None for a custom model."""
     n_padding: int = 0
     """Embedding and head elements that only pad the vocabulary."""
     end_weights: tuple[float, float] = (0.0, 0.0)
@@ -69,7 +69,7 @@ class ModelOutline:
 
     @property
     def _weights(self) -> list[ParameterSpec]:
-        """The model's own parameters: no adapters, and no state."""
+        """The model's own weights: without adapters and without training state (`is_state`)."""
         return [spec for spec in self.table if not is_of_adapter(spec) and not spec.is_state]
 
     @property
@@ -123,8 +123,9 @@ def outline_of_gpt(config: Config) -> ModelOutline:
 def tied_parameters(
     layout: Layout, stage_names: Sequence[frozenset[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """Map each parameter that several stages hold, sorted by name, to the `pipeline` coordinates
-    that hold it: each once, in stage order. `stage_names` are each stage's parameter names."""
+    """Map each parameter that several stages hold to the `pipeline` coordinates that hold it, each
+    once, in stage order. Parameters are sorted by name. `stage_names` are each stage's parameter
+    names."""
     count = Counter(chain.from_iterable(stage_names))
     return {
         name: tuple(

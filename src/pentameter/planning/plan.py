@@ -111,8 +111,9 @@ class Plan:
 
     @property
     def has_known_length(self) -> bool:
-        """Whether the step count is real. It is not if it was derived in epochs from UNKNOWN_EPOCH,
-        the placeholder for an uncounted epoch, which makes it absurdly large."""
+        """Whether the step count is real. It is not if the run counts in epochs and their length
+        could not be counted: it was then derived from the placeholder UNKNOWN_EPOCH, and is
+        absurdly large."""
         in_epochs = self.steps * self.batch_size >= UNKNOWN_EPOCH >> 10
         return self.rows_per_epoch != UNKNOWN_EPOCH or not in_epochs
 
@@ -198,14 +199,15 @@ def make_plan(
     local_size: int | None = None,
     outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Plan:
-    """Return the Plan (all numbers that a run obeys) for `config`, and for the model whose
-    parameters `outline_of` returns, by default the built-in GPT.
+    """Return the Plan (all numbers that a run obeys) for `config`. Raises ConfigError for
+    impossible numbers (a batch that does not split evenly, a vocabulary smaller than the
+    tokenizer's), naming the nearest possible ones.
 
-    `vocab_size` is the tokenizer's, required if the configuration does not set one.
-    `rows_per_epoch` counts rows in the training split, required if the configuration counts in
-    epochs. There are `world_size` ranks (None: as many as `[parallel]` implies), `local_size` per
-    machine (None: not known). Raises ConfigError for impossible numbers (a batch that does not
-    split evenly, a vocabulary smaller than the tokenizer's), naming the nearest possible ones.
+    vocab_size: the tokenizer's; required if the configuration does not set one.
+    rows_per_epoch: rows in the training split; required if the configuration counts in epochs.
+    world_size: number of ranks; None for as many as `[parallel]` implies.
+    local_size: ranks per machine; None if not known.
+    outline_of: returns the outline of the model (parameters, FLOPs); by default the built-in GPT's.
     """
     layout = make_layout(config.parallel, world_size)
     asked = config.train.micro_batch_size

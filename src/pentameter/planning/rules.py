@@ -20,11 +20,11 @@ class LayoutRules:
     layout: Layout
 
     def reads_at_once(self, lora: LoraConfig) -> bool:
-        """Whether, with tensor parallelism in mode 1d, column-parallel matrices with the same input
-        are computed as one operation. It saves only this rank's shard of the input, and overlaps
-        its communication with the matmuls for the gradients. It is not used with adapters, which
-        act on each matrix separately, nor with a schedule that splits the backward pass, whose
-        second half would run the whole operation again."""
+        """Whether column-parallel matrices with the same input (such as queries, keys and values)
+        are computed as one operation, in tensor mode 1d. It saves only this rank's shard of the
+        input, and overlaps its communication with the matmuls for the gradients. Not with adapters,
+        which act on each matrix separately, nor with a schedule that splits the backward pass,
+        whose second half would run the whole operation again."""
         is_column_parallel = self.layout.tensor > 1 and not self.layout.is_grid
         return is_column_parallel and lora.rank is None and not self.layout.splits_backward
 
@@ -69,8 +69,8 @@ class LayoutRules:
         return self.layout.zero > 0 or self.rounds_once(n_micro_batches)
 
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:
-        """Whether unsharded gradients, rather than shards, are held from one backward pass of a
-        step to the next, or to the optimizer's step. True without ZeRO and in a pipeline; else with
+        """Whether gradients are held unsharded, rather than as shards, from one backward pass of a
+        step to the next, or to the optimizer's step. So it is without ZeRO, in a pipeline, and with
         several micro-batches under ZeRO 1."""
         if self.layout.zero == 0 or self.layout.pipeline > 1:
             return True

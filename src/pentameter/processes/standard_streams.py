@@ -18,8 +18,8 @@ NAMES = ("stdout", "stderr")
 
 
 def open_standard_streams() -> None:
-    """Have stdin, stdout and stderr lead to the null device where they are closed (`2>&-`). The
-    next file to be opened would get their number, and whatever is printed."""
+    """Open the null device as stdin, stdout or stderr where one is closed (`2>&-`). Otherwise the
+    next file to be opened would get its number, and everything that is printed."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -31,8 +31,8 @@ def open_standard_streams() -> None:
 
 
 class StandardStream:
-    """A text stream that names itself in the error when its file fails; or, if it `lasts`, that
-    raises none. `failure` then says why; what is written is lost, by children and by C++ too."""
+    """A text stream whose errors name it. If it `lasts`, it raises none: `failure` then holds the
+    reason, and what is written is lost, also what children and C++ code write."""
 
     def __init__(self, stream: TextIO, name: str, *, lasts: bool = False) -> None:
         self._stream, self.name, self.lasts = stream, name, lasts
@@ -72,7 +72,8 @@ class StandardStream:
 
 @contextmanager
 def named_standard_streams() -> Iterator[None]:
-    """While the block runs, stdout and stderr are a `StandardStream` each."""
+    """Context manager: replace stdout and stderr by a `StandardStream` each while the block
+    runs."""
     out, err = (cast(TextIO, StandardStream(getattr(sys, name), name)) for name in NAMES)
     with redirect_stdout(out), redirect_stderr(err):
         yield
@@ -80,8 +81,8 @@ def named_standard_streams() -> Iterator[None]:
 
 @contextmanager
 def outlived() -> Iterator[None]:
-    """While the block runs, stdout and stderr fail nothing that prints, where
-    `named_standard_streams` are in force."""
+    """Context manager: errors on stdout and stderr raise nothing inside the block. It needs
+    `named_standard_streams` around it."""
     streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, StandardStream)]
     for each in streams:
         each.lasts = True

@@ -50,13 +50,13 @@ MOST_DIGITS = 100
 """Most digits of a degree in a layout's text; Python refuses to read thousands."""
 
 NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
-"""Keys in `[parallel]` that a layout written as text (`data=2,tensor=2`) leaves out."""
+"""Keys in `[parallel]` that are not part of a layout's text (`data=2,tensor=2`)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism, as in `[parallel]`; 1 (or ZeRO stage 0) means not used. The default
-    is a single rank."""
+    """Degrees of parallelism, as in `[parallel]`; a frozen record. A degree of 1, or ZeRO stage 0,
+    means that it is not used. The default is a single rank."""
 
     data: int = 1
     """Data-parallel degree: replicas × ZeRO shards."""
@@ -88,8 +88,8 @@ class Layout:
 
     @property
     def shards_experts(self) -> bool:
-        """Whether ranks hold different experts, or different shards of an expert's matrices, so
-        that tokens travel to them; experts then lie along EXPERT_DIMENSIONS."""
+        """Whether ranks hold different experts, or different shards of an expert's matrices. Tokens
+        are then sent to them, and experts lie along EXPERT_DIMENSIONS."""
         return self.expert * self.expert_tensor > 1
 
     @property
@@ -124,7 +124,8 @@ class Layout:
     @cached_property
     def expert_sizes(self) -> dict[str, int]:
         """Maps each of EXPERT_DIMENSIONS, in that order, to the number of ranks along it. With
-        ZeRO, experts have as many replicas as `replicate` and the ranks that are left allow."""
+        ZeRO, the number of experts' replicas is the largest that divides both `replicate` and the
+        ranks that are left for them."""
         left = self.world_size // (self.pipeline * self.expert * self.expert_tensor)
         replicas = math.gcd(self.replicate, left) if self.zero else left
         sizes = (self.pipeline, replicas, left // replicas, self.expert, self.expert_tensor)
@@ -203,9 +204,9 @@ class Layout:
         return range(first, first + n_rows)
 
     def attention_rows(self, rank: int, batch_size: int) -> range:
-        """Return the batch rows that a rank has between a layer's two matmuls. In mode 3d these are
-        the residual stream's rows on the mirror rank, with `depth` and `tensor` coordinates
-        swapped. In other modes they are the same as `rows`."""
+        """Return the batch rows that a rank has between a layer's two matmuls. They are the same as
+        `rows` except in mode 3d, where they are the residual stream's rows on the rank with `depth`
+        and `tensor` coordinates swapped."""
         if not self.is_3d:
             return self.rows(rank, batch_size)
         coordinates = self.coordinates(rank)
@@ -253,8 +254,8 @@ class Layout:
 
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
         """Return the stage numbers on the ranks with `pipeline` coordinate `pipeline_index`: every
-        `pipeline`-th stage from there on, or in a V schedule two stages, one on the way down and
-        its mirror, `n_stages` - 1 - `pipeline_index`, on the way back up."""
+        `pipeline`-th stage, beginning with that number. In a V schedule, two stages:
+        `pipeline_index`, and its mirror `n_stages` - 1 - `pipeline_index`."""
         if self.turns_back:
             return pipeline_index, self.n_stages - 1 - pipeline_index
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
@@ -298,13 +299,13 @@ class Layout:
 
 
 BEST = "best"
-"""The layout, as a command line names it, that a search chooses."""
+"""The word on a command line for the layout that a search chooses."""
 
 
 def layout_overrides(layout: str | None) -> dict[str, Any]:
-    """Return a layout's text as overrides, `parallel.KEY` → value for every degree; nothing for
-    None. For `best`, return a placeholder (ZeRO stage 1) that passes the checks on any
-    configuration: the search replaces it later."""
+    """Return a layout's text as configuration overrides, `parallel.KEY` → value for every degree;
+    empty for None. For `best`, return a placeholder (ZeRO stage 1) that passes the checks on any
+    configuration, until the search replaces it."""
     if layout is None:
         return {}
     if layout == BEST:
@@ -336,8 +337,8 @@ def parse_parallel(
     text: str, base: ParallelConfig | None = None, *, also: Sequence[str] = ()
 ) -> ParallelConfig:
     """Return the `[parallel]` section for a layout's text; `data` is None if omitted. `partition`
-    and `timeout_seconds`, which are not in the text, are copied from `base`; if that is None, they
-    have their defaults. Raises ConfigError for an unknown or repeated name or an impossible value;
+    and `timeout_seconds` are not in the text: they are taken from `base`, or are the defaults if
+    `base` is None. Raises ConfigError for an unknown or repeated name or an impossible value;
     `also` lists names that the message adds to the possible ones."""
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name not in NOT_OF_A_LAYOUT]
@@ -398,8 +399,8 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
 
 
 def _fitting_depth(mode: TensorMode, n: int, asked: int | None) -> int | None:
-    """Return the depth of the grid that `n` ranks form in a tensor mode, as `_resolved_depth` says,
-    or None if they form none. `asked` is the configured depth, if any."""
+    """Return the depth of the grid that `n` ranks form in a tensor mode, as `_resolved_depth` says;
+    None if they form no grid. `asked` is the configured depth, None if it is left open."""
     depths = [1]
     if mode == "2.5d":
         edges = range(math.isqrt(n // 2), 1, -1)  # the largest edge has the smallest depth
@@ -440,14 +441,13 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
 
 
 def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layout:
-    """Return the Layout that a `[parallel]` section requests, for `world_size` ranks (None: as many
-    as the section implies).
+    """Return the Layout for a `[parallel]` section on `world_size` ranks (None: as many as the
+    section implies). If `data` is left open, it is `world_size` ÷ (context × tensor × pipeline), or
+    1 if `world_size` is None. A mode without effect becomes the default: `tensor_mode` if tensor =
+    1, `context_mode` if context = 1, `schedule` and `virtual_stages` if pipeline = 1.
 
-    If `data` is not configured, it is `world_size` ÷ (context × tensor × pipeline), or 1 if
-    `world_size` is None. A mode that has no effect becomes the default: `tensor_mode` if tensor =
-    1, `context_mode` if context = 1, `schedule` and `virtual_stages` if pipeline = 1. Raises
-    ConfigError if the product over all degrees is not `world_size`, if `replicate` does not divide
-    `data`, or if `tensor` ranks do not form the grid that `tensor_mode` needs.
+    Raises ConfigError if the product over all degrees is not `world_size`, if `replicate` does not
+    divide `data`, or if `tensor` ranks do not form the grid that `tensor_mode` needs.
     """
     model_parallel = ("context", "tensor", "pipeline")
     rest = math.prod(getattr(parallel, name) for name in model_parallel)
@@ -524,10 +524,10 @@ def exchange_ranks(layout: Layout, rank: int) -> list[int]:
 
 
 def activation_ranks(layout: Layout, rank: int) -> dict[str, list[int]]:
-    """Return the ranks with which `rank` shares activations along each dimension that shards them
-    over several ranks, ordered by their coordinate there: `context`, a grid's `depth`, `row` and
-    `tensor`, and `expert`, for `exchange_ranks`. The one-dimensional `tensor` is among
-    `placement_ranks`."""
+    """Return, for each mesh dimension that shards activations, the ranks with which `rank` shares
+    them, ordered by their coordinate along it. The dimensions are `context`, a grid's `depth`,
+    `row` and `tensor`, and `expert` (`exchange_ranks`), if they have several ranks. `tensor` in
+    mode 1d is in `placement_ranks`."""
     in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
     found = {
         dimension: layout.ranks_along(dimension, rank)
@@ -538,9 +538,9 @@ def activation_ranks(layout: Layout, rank: int) -> dict[str, list[int]]:
 
 
 def placement_ranks(layout: Layout, rank: int) -> list[dict[str, list[int]]]:
-    """Return, for each dimension along which parameters are placed, the ranks that differ from
-    `rank` only along it, ordered by their coordinate there: one dict for PARAMETER_DIMENSIONS
-    and, if the layout shards experts, one for EXPERT_DIMENSIONS."""
+    """Return, for each mesh dimension along which parameters are placed, the ranks that differ from
+    `rank` only along it, ordered by their coordinate there. The first dict has
+    PARAMETER_DIMENSIONS; if the layout shards experts, a second one has EXPERT_DIMENSIONS."""
     found: list[dict[str, list[int]]] = []
     meshes = [layout.parameter_sizes]
     if layout.shards_experts:
@@ -559,12 +559,13 @@ def placement_ranks(layout: Layout, rank: int) -> list[dict[str, list[int]]]:
 def stage_layers(
     n_layers: int, n_stages: int, first_weight: float = 0.0, last_weight: float = 0.0
 ) -> tuple[range, ...]:
-    """Return each pipeline stage's layer range, as even as possible; earlier stages take the
-    remainder, because the last one also holds the head.
+    """Return each pipeline stage's layer range; every stage has a layer. With weights of 0 the
+    split is as even as possible, and earlier stages take the remainder, because the last one also
+    holds the head.
 
-    `first_weight` and `last_weight` are the embedding's and the head's cost in units of one layer.
-    With them, the slowest stage is as fast as possible; among equally fast splits the most even one
-    is chosen. Every stage has a layer.
+    first_weight, last_weight: the embedding's and the head's cost, in units of one layer. With
+        them, the slowest stage is as fast as possible; of equally fast splits the most even one is
+        chosen.
     """
     if not first_weight and not last_weight:
         size, rest = divmod(n_layers, n_stages)

@@ -102,8 +102,8 @@ def check_custom_layout(
 
 
 def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_replicas: int = 1) -> str | None:
-    """Return the layout's first setting under which adapters (LoRA) cannot be trained, with the
-    reason, as text; None if they can be, or if there are none. Obstacles are a tensor mode other
+    """Return, as text with the reason, the layout's first setting under which adapters (LoRA)
+    cannot be trained; None if they can be, or if there are none. Obstacles are a tensor mode other
     than 1d, `kv_replicas` above 1, and a schedule that splits the backward pass. `kv_replicas` is
     the number of tensor-parallel ranks that compute the same key and value head."""
     if lora.rank is None:
@@ -124,9 +124,9 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_replicas: int = 1) ->
 
 
 def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return why the model's experts, sinks or latent attention cannot be trained under the layout,
-    as a sentence that names both settings; None if they can be. That a degree divides the sizes is
-    checked elsewhere."""
+    """Return, as a sentence that names both settings, why the model's experts, sinks or latent
+    attention cannot be trained under the layout; None if they can be. Whether degrees divide the
+    sizes is checked elsewhere."""
     if (obstacle := _experts_obstacle(model, layout)) is not None:
         has = " is not set, which" if model.experts.count is None else f"={model.experts.count}"
         return f"model.experts.count{has} is not possible with {obstacle}"
@@ -145,13 +145,11 @@ def model_obstacle(model: ModelConfig, layout: Layout) -> str | None:
 
 
 def _experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
-    """Return the first setting under which the model's experts cannot be trained in this layout,
-    with the reason, as text; None if there is no obstacle.
-
-    With experts, the obstacles are a tensor mode other than 1d, and an expert capacity together
-    with `context` above 1 or `sequence`. Without experts, the only one is a layout that shards them
-    (`expert` or `expert_tensor` above 1). Whether a degree divides the sizes is not checked here.
-    """
+    """Return, as text with the reason, the first setting under which the model's experts cannot be
+    trained in this layout; None if they can be. With experts, the obstacles are a tensor mode other
+    than 1d, and an expert capacity together with `context` above 1 or `sequence`. Without experts,
+    the only one is a layout that shards them (`expert` or `expert_tensor` above 1). Whether a
+    degree divides the sizes is not checked here."""
     if model.experts.count is None:
         if layout.shards_experts:
             return f"{_expert_setting(layout)}, which shards experts; leave it out"
@@ -207,15 +205,16 @@ def _check_tied_replicas(layout: Layout, held: str, remedy: str = "parallel.zero
 
 
 def divides_heads(model: ModelConfig, tensor: int) -> bool:
-    """Return whether `tensor` tensor-parallel ranks can have equally many query heads each; key and
-    value heads, which are replicated if there are fewer than ranks, are not considered."""
+    """Return whether `tensor` tensor-parallel ranks can have equally many query heads each. Key and
+    value heads do not count: they are replicated if there are fewer than ranks."""
     return all(size % tensor == 0 for size in _even_sizes(model)["heads"].values())
 
 
 def check_passes(layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError if the schedule splits the backward pass and activation checkpointing is
-    on, if compilation is requested and the layout prevents it, or if `train.check_every` is set and
-    data-parallel replicas do not compute for themselves."""
+    """Raise ConfigError if the training passes do not fit the layout. That is so if the schedule
+    splits the backward pass and activation checkpointing is on, if compilation is requested and the
+    layout prevents it, or if `train.check_every` is set and data-parallel replicas do not compute
+    independently."""
     if layout.splits_backward and train.activation_checkpoint is not None:
         # PyTorch calls autograd once per weight group, and each call would recompute its block.
         raise ConfigError(
@@ -238,9 +237,9 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
 
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:
-    """Return whether a run with this layout compiles its training steps, provided that it is long
-    enough and has a compiler: `train.compile` is not false, and the schedule does not split the
-    backward pass."""
+    """Return whether a run with this layout compiles its training steps if it is long enough and
+    has a compiler. It does unless `train.compile` is false or the schedule splits the backward
+    pass."""
     return train.compile is not False and compile_obstacle(layout) is None
 
 
@@ -256,9 +255,10 @@ def compile_obstacle(layout: Layout) -> str | None:
 
 
 def uncompiled_blocks(config: Config, layout: Layout) -> str | None:
-    """Return why the blocks of a compiled run are not compiled themselves, as text; None if they
-    are. A recomputed block is captured as a whole or not at all, and one with experts calls what
-    cannot be: FSDP's hooks, which gather the units within it, or the exchange of tokens."""
+    """Return, as text, why a compiled run leaves its blocks uncompiled; None if it compiles them. A
+    recomputed block is compiled as a whole or not at all. One with experts contains calls that
+    cannot be compiled: FSDP's hooks, which gather the units within it, or the exchange of
+    tokens."""
     if config.model.experts.count is None or config.train.activation_checkpoint is None:
         return None
     if not layout.shards_experts and not layout.zero:
@@ -271,10 +271,10 @@ def uncompiled_blocks(config: Config, layout: Layout) -> str | None:
 
 
 def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError for a layout that is impossible whichever operations a layer has: a
-    sequence that cannot be split evenly, a rank count per machine (`local_size`, None if not known)
-    that `tensor` does not divide, more pipeline stages than layers, or a pipeline with more than
-    MOST_PASSES passes to fill it."""
+    """Raise ConfigError for a layout that is impossible whatever operations a layer has: a sequence
+    that cannot be split evenly, more pipeline stages than layers, a pipeline with more than
+    MOST_PASSES passes to fill it, or a `tensor` that does not divide the ranks per machine
+    (`local_size`, None if not known)."""
     _check_sequence_split(sharding, model)
     _check_normalized_heads(sharding, model)
     layout, t = sharding.layout, sharding.layout.tensor
@@ -302,8 +302,7 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return nested mappings, axis → key in `[model]` → size, for the axes whose shards must be
-    equal if they are sharded."""
+    """Return the axes whose shards must be equal: axis → key in `[model]` → size."""
     every = dict.fromkeys(each for n in range(model.n_layers) for each in sub_layers(model, n))
     return {k: v for each in every for k, v in each.even_sizes(model).items()}
 
@@ -348,8 +347,8 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
 
 
 def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
-    """Raise ConfigError if the last of `n_shards` vocabulary shards would have no rows. `setting`
-    names the one that shards it, for the message."""
+    """Raise ConfigError if the last of `n_shards` vocabulary shards would have no rows. `setting`,
+    for the message, is the setting that shards the vocabulary."""
     if model.vocab_size is None:
         return
     n_rows = model.padded_vocab_size
@@ -362,9 +361,9 @@ def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
 
 
 def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
-    """Raise ConfigError if `model.attention.qk_norm` is 'width', which normalizes keys over all
-    heads' channels, and several `tensor` ranks compute the same key head, so that no rank has them
-    all."""
+    """Raise ConfigError if `model.attention.qk_norm` is 'width' and several `tensor` ranks compute
+    the same key head. That norm takes the channels of all key heads together, and each rank then
+    computes only one head."""
     if sharding.kv_replicas > 1 and model.attention.qk_norm == "width":
         raise ConfigError(
             f"model.attention.qk_norm='width' norms the channels of all model.attention.n_kv_heads="

@@ -52,16 +52,18 @@ DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's placement on the mesh: which of PARAMETER_DIMENSIONS shard it, and which sum
-    its gradient, and when. For sharded experts they are EXPERT_DIMENSIONS."""
+    """One parameter's placement on the mesh, a frozen record: the mesh dimensions that shard it,
+    those that sum its gradient, and when. They are from PARAMETER_DIMENSIONS, or for sharded
+    experts from EXPERT_DIMENSIONS."""
 
     sharded_by: tuple[tuple[str, ...], ...]
     """For each dimension of the parameter, the mesh dimensions that shard it, outermost first; ()
     if none does."""
     summed_over: tuple[str, ...]
-    """Mesh dimensions over which the gradient is all-reduced after the backward pass. These
-    replicate the parameter, and their ranks compute gradients from different tokens or heads.
-    Replicas along a dimension that is in none of the three get equal gradients."""
+    """Mesh dimensions over which the gradient is all-reduced after the backward pass. Their ranks
+    hold replicas of the parameter, and compute its gradient from different tokens or heads. Along a
+    dimension that is neither here nor in `fsdp_over` or `ddp_over`, replicas get equal
+    gradients."""
     fsdp_over: tuple[str, ...] = ()
     """Mesh dimensions over which FSDP reduces the gradient during the backward pass: `shard`, along
     which ZeRO shards the parameter, preceded by `data` if those shards have replicas (HSDP). For
@@ -85,15 +87,15 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank in its pipeline stage has the full parameter, before ZeRO shards
-        it."""
+        """Whether every rank in the parameter's pipeline stage holds all of it, apart from ZeRO's
+        sharding."""
         return not any(self.sharded_by)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a layout shards one model's activations and parameters. From the model, only the key and
-    value head count is needed."""
+    """How a layout shards one model's activations and parameters, a frozen record. Of the model
+    only the number of key and value heads is needed."""
 
     layout: Layout
     n_kv_heads: int
@@ -196,8 +198,9 @@ class Sharding:
         return 1 if dimension is None else self.layout.placement_sizes[dimension]
 
     def zero_index(self, spec: ParameterSpec) -> int:
-        """Return the index of the parameter's dimension along which ZeRO splits it: 0, or for fewer
-        experts than shards the next one that splits evenly, as most ranks would have none else."""
+        """Return the index of the parameter's dimension along which ZeRO splits it. This is 0, but
+        for an experts' parameter with fewer experts than shards it is the next one that splits
+        evenly, since along 0 most ranks would get nothing."""
         shape, n_shards = self.parameter_shape(spec), self.n_zero_shards(spec)
         if "experts" not in spec.axes or shape[0] >= n_shards:
             return 0
@@ -219,7 +222,7 @@ class Sharding:
         self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
     ) -> int:
         """Return how many elements the rank at `coordinates` receives when it all-gathers a
-        parameter from ZeRO's shards, which are padded to the largest, so that all ranks send
+        parameter from ZeRO's shards. Shards are padded to the largest, so that all ranks send
         equally much."""
         dimension = self.placement(spec).zero_dimension
         first = {} if dimension is None else {dimension: 0}
@@ -259,15 +262,11 @@ class Sharding:
 
     @property
     def data_sum(self) -> DataSum:
-        """The way gradients are summed over the ranks that compute different batch rows or sequence
-        chunks, except those of sharded experts.
-
-        `fsdp` reduce-scatters gradients to ZeRO's shards. Without ZeRO, `ddp` all-reduces them
-        during a step's last backward pass. If tensor, expert or pipeline parallelism is used too,
-        our own all-reduce runs `after_backward`: DDP knows neither DTensors nor a pipeline's
-        schedule.
-        `none` means that there is nothing to sum.
-        """
+        """How gradients are summed over the ranks that compute different batch rows or sequence
+        chunks, except those of sharded experts. `fsdp`: reduce-scattered to ZeRO's shards. `ddp`:
+        without ZeRO, all-reduced by DDP during a step's last backward pass. `after_backward`:
+        without ZeRO but with tensor, expert or pipeline parallelism, all-reduced by us, since DDP
+        knows neither DTensors nor a pipeline's schedule. `none`: there is nothing to sum."""
         layout = self.layout
         if layout.zero:
             return "fsdp"
@@ -276,11 +275,11 @@ class Sharding:
         return "ddp" if layout.is_data_parallel else "after_backward"
 
     def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
-        """Return the shard's size at a coordinate of a mesh dimension that shards an axis with n
+        """Return the size of the shard at `coordinate` along a mesh dimension, for an axis with n
         entries. A `message` that does not split evenly stays whole.
 
         In tensor mode 3d two dimensions shard a vocabulary: `depth`, then `row` within its shard.
-        The size along `depth` is the total over its `row` shards, each of equal size but the last.
+        The size along `depth` is the sum over its `row` shards, which are equal except the last.
         """
         size = self._sizes[dimension]
         if axis == "message" and n % size:

@@ -11,14 +11,14 @@ from pentameter.planning.architecture import ActivationTensor, Axis, Collective,
 from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
 
 SINK_CHANNELS = 8
-"""Channels that queries, keys and values have in addition if there are sinks: the sink's score is
-in the first, and attention kernels ask for a multiple of 8."""
+"""Channels added to queries, keys and values of a model with sinks. The first holds the sink's
+score; there are 8 because attention kernels need a multiple of 8."""
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map each projection's name to the parts that it computes for a head: 0 queries, 1 keys, 2
-    values. One fused matrix computes all three; if several query heads use the same keys and
-    values, these have a matrix of their own."""
+    """Map each projection's name to what it computes for a head: 0 queries, 1 keys, 2 values. One
+    fused matrix computes all three, unless several query heads use the same keys and values: these
+    then have a matrix of their own."""
     return {"q": (0,), "kv": (1, 2)} if model.attention.shares_kv_heads else {"qkv": (0, 1, 2)}
 
 

@@ -27,8 +27,8 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 @dataclass(frozen=True)
 class SubLayer:
-    """One kind of sub-layer, which reads the residual stream and adds to it: functions that list
-    its parameters and operations."""
+    """One kind of sub-layer, a frozen record of functions that list its parameters and its
+    operations. A sub-layer reads the residual stream and adds to it."""
 
     name: str
     """Its module's name within a block; its norm is called `<name>_norm`."""
@@ -38,8 +38,7 @@ class SubLayer:
     add_operations: Callable[[OperationList, str, ActivationTensor], None]
     """Appends its operations to the OperationList, given its path and the tensor that it reads."""
     even_sizes: Callable[[ModelConfig], dict[Axis, dict[str, int]]]
-    """Returns axis → key in `[model]` → size, for the axes whose shards must be equal if they are
-    sharded."""
+    """Returns the axes whose shards must be equal: axis → key in `[model]` → size."""
 
 
 # -- parameters -----------------------------------------------------------------------------------
@@ -48,9 +47,9 @@ class SubLayer:
 def vector(
     name: str, n: int, axis: Axis, init: Init, layer: int | None, *also: Axis
 ) -> ParameterSpec:
-    """Return the spec for a bias or a norm's weight with n elements. Its gradient sums over the
-    residual stream's tokens if `axis` is `embed`, else over all tokens in a sequence, and over the
-    axes in `also`. `layer` is its block's index, None outside the blocks."""
+    """Return the spec for a bias or a norm's weight with n elements. `layer` is its block's index,
+    None outside the blocks. Its gradient is a sum over tokens, the residual stream's if `axis` is
+    `embed`, else all of a sequence; and over the axes in `also`."""
     tokens: Axis = "time" if axis == "embed" else "context"
     return ParameterSpec(name, (n,), (axis,), init, False, layer, sums_over=(tokens, *also))
 
@@ -145,10 +144,10 @@ class OperationList:
         weight: str | None = None,
         collectives: Sequence[Collective] = (),
     ) -> None:
-        """Append a matmul or an embedding look-up (`kind`), with `collectives` in addition to its
-        own: an all-gather for each input, a sum for the result. The parameters are those under
-        `name`; with `weight`, the matrix is that other module's. Inputs are saved in the form that
-        matmuls read them: all tokens, in the matmul dtype."""
+        """Append a matmul or an embedding look-up (`kind`), with the parameters under `name`; with
+        `weight`, the matrix is that other module's. It has its own collectives, an all-gather for
+        each input and a sum for the result, and those in `collectives`. What it saves is what the
+        matmul reads: inputs with all tokens, in the matmul dtype."""
         parameters = self.parameters(name, weight)
         contracts = parameters[0].axes[0 if kind == "look_up" else 1]
         rounded = [replace(x, dtype="products") for x in reads]
@@ -184,9 +183,9 @@ class OperationList:
         reads_context: bool = False,
     ) -> None:
         """Append a matmul on x with the parameters under `name`, which every rank computes with the
-        tokens and shards that it has: unlike `matrix`, it causes no other `collectives` than those
-        given. x is saved in the matmul dtype; with `reads_context`, after an all-gather, all tokens
-        are."""
+        tokens and shards that it has. Unlike `matrix`, it has no other `collectives` than those
+        given. It saves x in the matmul dtype: this rank's tokens, or with `reads_context`, after an
+        all-gather, all tokens."""
         parameters = self.parameters(name)
         saved = replace(x, dtype="products")
         self.add(
@@ -209,9 +208,9 @@ class OperationList:
         *,
         tokens: Axis = "context",
     ) -> ActivationTensor:
-        """Return a record for a tensor within a sub-layer, with `width` numbers per token: (T,
-        width), with the axes `tokens` and `axis`. Between two matmuls of attention these are all
-        tokens (`context`)."""
+        """Return an ActivationTensor within a sub-layer, with `width` numbers per token: (T,
+        width), with the axes `tokens` and `axis`. Between two matmuls of attention, T counts all
+        tokens of the sequence (`context`)."""
         shape = (self.model.context_length, width)
         return ActivationTensor(name, shape, (tokens, axis), dtype)
 

@@ -19,9 +19,9 @@ from pentameter.planning.sub_layers.building import (
 from pentameter.planning.sub_layers.feed_forward import add_activation, column_parallel_names
 
 BALANCE_STATE = {"none": None, "sequence": None, "bias": ZEROS, "batch": ONES}
-"""Maps `model.router.balance` to the initial value of the router's `balance` (E,), a state that
-training updates without a gradient: the bias of the scores, or each expert's tokens in the last
-step ÷ their mean over experts. None for no state."""
+"""Maps `model.router.balance` to the initial value of the router's `balance` (E,), or to None if it
+has none. That is state which training updates without a gradient: the scores' bias, or each
+expert's tokens in the last step ÷ their mean over experts."""
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
@@ -54,9 +54,9 @@ def _feed_forward(
     inner: tuple[int, ...],
     inner_axes: tuple[Axis, ...],
 ) -> Iterator[ParameterSpec]:
-    """Yield the matrices and biases of a feed-forward layer. `inner` is its width in between,
-    preceded by the number of experts if there is one matrix for each; `inner_axes` are their
-    axes."""
+    """Yield the matrices and biases of a feed-forward layer. `inner` is its inner width, preceded
+    by the number of experts if each has matrices of its own; `inner_axes` are the axes of
+    `inner`."""
     D, (*groups, width), (*group_axes, axis) = model.d_model, inner, inner_axes
     for name in (*column_parallel_names(model), "down"):
         is_down = name == "down"
@@ -92,8 +92,8 @@ def _vector(name: str, shape: tuple[int, ...], axes: tuple[Axis, ...], layer: in
 
 def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
     """Add the router, the chosen experts' matmuls and the shared experts to `build`, for the tokens
-    x, (T, D). Each token is a row in k experts. Experts may get unequally many rows, together
-    always T · k."""
+    x, (T, D). Each token is a row in each of its k experts. Experts may get unequally many rows, T
+    · k in total."""
     model = build.model
     E, k, F, D = model.experts.count, model.experts.n_chosen, model.expert_width, model.d_model
     assert E is not None
@@ -143,10 +143,13 @@ def _add_feed_forward(
     dispatch: tuple[Collective, ...] = (),
     combine: tuple[Collective, ...] = (),
 ) -> ActivationTensor:
-    """Add a feed-forward layer on x and return its result. `inner` are the numbers per token in
-    between and their axis, `n_outputs` the resulting numbers per token, each summed over the rows
-    that a token has: k · F and k · D for k chosen experts. The first matmul causes the collectives
-    `dispatch`, the last one `combine`."""
+    """Add a feed-forward layer on x and return its result.
+
+    inner: its inner numbers per token, and their axis.
+    n_outputs: numbers per token in the result. Both are sums over the rows that a token has: k · F
+        and k · D for k chosen experts.
+    dispatch, combine: collectives of the first and of the last matmul.
+    """
     made = []
     tokens = x.axes[0]
     for name in column_parallel_names(build.model):

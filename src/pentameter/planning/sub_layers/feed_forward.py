@@ -11,15 +11,15 @@ from pentameter.planning.architecture import ActivationTensor, Axis, ParameterSp
 from pentameter.planning.sub_layers.building import OperationList, SubLayer, linear
 
 SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
-"""Maps `model.feed_forward.activation` to whether its derivative is computed from its input (True)
-or its output."""
+"""Maps `model.feed_forward.activation` to the tensor that its derivative is computed from: its
+input if True, its output if False."""
 
 GATED_SAVES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("swiglu", "geglu"), ("activation",)),
     "swiglu_clamped": ("clamped", "sigmoid", "activation", "up"),
 }
-"""Maps `model.feed_forward.activation` with a gate to what it keeps for the backward pass besides
-its inputs."""
+"""Maps an activation with a gate (`model.feed_forward.activation`) to what it saves for the
+backward pass besides its inputs."""
 
 
 def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 def _projection(
     model: ModelConfig, path: str, layer: int, n_outputs: int, n_inputs: int, axis: Axis
 ) -> Iterator[ParameterSpec]:
-    """Yield the parameters (H · …, n_inputs) for the linear layer that computes a part in every
-    head from a latent or from the stream; `axis` names its inputs' axis, `latent` or `embed`."""
+    """Yield the parameters (H · …, n_inputs) of the linear layer that computes some channels of
+    every head from a latent or from the stream. `axis` is the inputs' axis, `latent` or `embed`."""
     shape = (n_outputs, n_inputs)
     yield from linear(model, path, layer, shape, ("heads", axis), bias=False)
 
@@ -113,20 +113,20 @@ def _add_norm(
 
 
 def _add_heads(build: OperationList, name: str, x: ActivationTensor) -> ActivationTensor:
-    """Add to `build` the linear layer that computes a part in every head from x (T, n), for all
-    tokens in a sequence, and return its result (T, H · …)."""
+    """Add to `build` the linear layer that computes some channels of every head from x (T, n), for
+    all tokens in a sequence. Return its result (T, H · …)."""
     result = build.computed(name, build.parameters(name)[0].shape[0], "heads")
     build.local_matmul(name, x, result, reads_context=True)
     return result
 
 
 def _of_stream(build: OperationList, name: str, n: int) -> ActivationTensor:
-    """Return a record for n numbers per token in the residual stream, (T, n)."""
+    """Return an ActivationTensor with n numbers for each token in the residual stream, (T, n)."""
     return build.computed(name, n, "latent", tokens="time")
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    """Return axis → key in `[model]` → size for the axis whose shards must be equal, heads."""
+    """Return the heads as the axis whose shards must be equal: axis → key in `[model]` → size."""
     return {"heads": {"attention.n_heads": model.attention.n_heads}}
 
 

@@ -42,8 +42,8 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """The action that a process has begun last: its name (`training`, `saving`), its step
-    and its timeout."""
+    """What a process does now: the name of its latest action (`training`, `saving`), its step and
+    its timeout."""
 
     doing: str = STARTING
     step: int = 0
@@ -59,10 +59,10 @@ class Note:
 
 
 class Activity:
-    """What this process does now: its latest Note, also written to the file `path`, if given, for
-    the launcher.
+    """Records this process's latest Note, and writes it to the file `path`, if given, for the
+    launcher.
 
-    timeout_seconds: limit for an action that was never timed before. A later one gets 3 times the
+    timeout_seconds: limit for an action that was never timed before. Later ones get 3 times the
         longest that an action with this name took, at least LEAST_TIMEOUT_SECONDS.
     dump_stacks: print the stacks of all threads on stderr if nothing was noted for
         `timeout_seconds`.
@@ -131,8 +131,8 @@ def activity_path(folder: Path, rank: int) -> Path:
 
 
 def read_activity(folder: Path, rank: int) -> Note:
-    """Return the latest Note that `rank` wrote to the launch folder; a Note that says it is
-    starting if there is none."""
+    """Return the latest Note that `rank` wrote to the launch folder. If there is none, return a
+    Note that says that it is starting."""
     return read_record(activity_path(folder, rank), Note) or Note()
 
 
@@ -214,11 +214,12 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
 
 
 def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
-    """Return the ranks, out of `ranks`, that the others seem to wait for: those without stacks; if
-    all have some, those whose innermost frames are not in torch.distributed, autograd or `World`,
-    which wait for other ranks; if there are none either, all.
+    """Return those of `ranks` that the others seem to wait for. shown: rank → stacks, as returned
+    by `stacks`.
 
-    shown: rank → stacks, as returned by `stacks`.
+    These are the ranks without stacks. If all have some, they are the ranks whose innermost frames
+    are outside torch.distributed, autograd and `World`, where a rank waits for others. If there are
+    none either, all ranks are returned.
     """
     mute = [rank for rank in ranks if rank not in shown]
     at_work = []

@@ -66,7 +66,7 @@ class LostProcessError(TrainingFailedError):
 
 
 class WorkerFailedError(PentameterError):
-    """The failure of a process that `--nproc` started, raised in the launcher with that
+    """Raised in the launcher of `--nproc` when a process that it started has failed; it has that
     process's exit code."""
 
     def __init__(self, failure: Failure) -> None:
@@ -88,11 +88,11 @@ class Failure:
     """When it happened, in seconds since the epoch."""
     traceback: str = ""
     expected: bool = True
-    """True if people need only the message; False if the traceback is printed, too."""
+    """True if the message is enough for a person; False if the traceback is printed, too."""
     consequence: bool = False
-    """True if it merely follows from another process's failure: a lost connection or a timeout."""
+    """True if another process's failure has caused it: a lost connection or a timeout."""
     agreed: bool = False
-    """True if it is a stop, on a signal, that all processes have agreed on."""
+    """True if it is a stop on a signal, on which all processes have agreed."""
     waited: str = ""
     """In a consequence, where the process waited: the collective in words."""
     stack: str = ""
@@ -133,11 +133,9 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """Return the failure that the others follow from: the earliest. Lost connections and stops by a
-    signal count only if there is nothing else.
-
-    If several processes met the same error, return that of the lowest rank.
-    """
+    """Return the failure that caused the others: the earliest. Lost connections and stops by a
+    signal count only if there is nothing else. If several processes met the same error, return the
+    lowest rank's."""
     stopped = InterruptedRunError.exit_code
     first = min(failures, key=lambda f: (f.consequence, f.exit_code == stopped, f.time))
     same = [f for f in failures if f.message == first.message and not f.consequence]
@@ -157,9 +155,9 @@ def read_report(folder: Path, rank: int) -> Failure | None:
 
 
 def explanation(error: BaseException) -> tuple[str, int]:
-    """Return an error's message for people, and the command's exit code for it: a PentameterError's
-    own, 74 for an OSError, 130 for an interrupt, 1 for any other; ("", 0) for a stream of ours that
-    nobody reads."""
+    """Return an error's message for people, and the command's exit code. The code is a
+    PentameterError's own, 74 for an OSError, 130 for an interrupt, 1 for any other error. If our
+    standard stream failed because nobody reads it any more, return ("", 0)."""
     if isinstance(error, BrokenPipeError) and error.filename in NAMES:
         return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):

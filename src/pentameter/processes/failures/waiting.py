@@ -31,8 +31,8 @@ _INNERMOST_CALLS = 12
 
 
 class Naming:
-    """Names for what a frame's local variables hold. This one knows no model; `Names` in
-    `parallel/` does."""
+    """Names for the objects in a frame's local variables, for messages. This base class knows no
+    model and names nothing; `Names` in `parallel/` does."""
 
     def of(self, local: object) -> str | None:
         """Return the name of what a local variable holds: a module, FSDP's unit, or a pipeline's
@@ -54,8 +54,9 @@ class Naming:
         return "", dist.get_process_group_ranks(local)
 
     def summed(self) -> tuple[str, str, list[int]] | None:
-        """Return the gradients whose all-reduce, begun in the backward pass, is not done: in words,
-        with the mesh dimension and ranks of its group; None if there are none."""
+        """Describe the gradients whose all-reduce was begun in the backward pass and is not done:
+        return them in words, with the mesh dimension and the ranks of their group. None if there
+        are none."""
         return None
 
 
@@ -64,20 +65,21 @@ class Wait:
     """The collective or messages in which a rank waited when it lost another one."""
 
     collective: str
-    """In words, such as `all-reduce`; `collective` if it could not be told."""
+    """The collective in words, such as `all-reduce`; `collective` if it is not known which."""
     along: str = ""
-    """The mesh dimension of its group; empty for a group of none."""
+    """The mesh dimension of its group; empty if the group has none."""
     ranks: Sequence[int] = ()
     """The ranks of its group; empty for all ranks."""
     serves: str = ""
-    """The module's name, the gradients by their parameters' names, or the stages that it serves."""
+    """What it communicates for: a module's name, the gradients by their parameters' names, or
+    pipeline stages."""
     during: str = ""
     """`forward pass`, `backward pass`, or empty."""
     calls: str = ""
-    """The innermost function that is not a library's, and where it is."""
+    """The innermost function that is not in a library, and its place in the source."""
     seconds: float = 0.0
-    """Seconds from the start of the rank's action until it lost the other: the least one is that of
-    the rank that waited first."""
+    """Seconds from the start of the rank's action until it lost the other. The rank with the
+    smallest value waited first."""
     stack: str = ""
     """The frames, outermost first, a line for each, without those inside libraries."""
     timed_out: bool = False
@@ -95,10 +97,10 @@ class Wait:
 
 
 def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | None:
-    """Return where this rank waited as `error` (from gloo, nccl or a store) was raised: None if the
-    error was never raised.
+    """Return where this rank waited when `error` (from gloo, nccl or a store) was raised; None for
+    an error that was created and never raised.
 
-    naming: names the modules, parameters and groups that the traceback's frames hold.
+    naming: names the modules, parameters and groups in the traceback's frames.
     seconds: time since the rank's action began.
     """
     import torch.distributed as dist
@@ -136,15 +138,14 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
 
 
 def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:
-    """Return the wait that the others follow from: of those whose group has an `absent` rank (of
-    all, if there are none) the one that began first; None for no waits."""
+    """Return the wait that caused the others: the one that began first, among those whose group has
+    an `absent` rank, or among all if there are none. None if `waits` is empty."""
     direct = [wait for wait in waits if not wait.ranks or set(wait.ranks) & set(absent)]
     return min(direct or waits, key=lambda wait: wait.seconds, default=None)
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return the error from the library among `error` and its causes: the last one that was
-    raised."""
+    """Return the error that the library raised: the innermost among `error` and its causes."""
     found, each = error, error.__cause__ or error.__context__
     while each is not None:
         if each.__traceback__ is not None and isinstance(each, RuntimeError):
@@ -154,8 +155,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _collective(inward: Sequence[FrameType], naming: Naming) -> tuple[str, Any]:
-    """Return the collective in words, "" if it cannot be told, and its group, as `Naming.group`
-    does, None for all ranks. `inward` are the frames, innermost first."""
+    """Return (name, group) of the collective in these frames, innermost first. The name is in
+    words, "" if it is not known; the group is as from `Naming.group`, None for all ranks."""
     found, start = "", 0
     for index, frame in enumerate(inward):
         name, path = frame.f_code.co_name, _path(frame)

@@ -74,9 +74,9 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.05  # the first interval, and the 
 _ENDED = "ended"
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
-"""Result of `lost_process` → seconds to wait for the other ranks to report that they, too, lost a
-process. Ranks that receive from the lost one notice a closed connection at once; each notices a
-timeout when its own has passed."""
+"""Seconds to wait for the other ranks to report a loss too, by the result of `lost_process`. Ranks
+that receive from the lost one notice a closed connection at once, but a timeout only when their own
+has passed."""
 
 
 def lone_world() -> World:
@@ -99,13 +99,15 @@ def lone_world() -> World:
 def joined_world_of(
     config: Config, launched: LaunchedRank | None = None, meeting: Meeting | None = None
 ) -> contextlib.AbstractContextManager[World]:
-    """Return a context manager that joins the processes of a run and yields their World:
-    `joined_world` with the configuration's device and timeout, and with a process group even for
-    one process if ZeRO shards parameters.
+    """Return a context manager that joins the processes of a run and yields their World. It is
+    `joined_world` with the configuration's device and timeout; if ZeRO shards parameters, it makes
+    a process group even for one process.
 
     launched: this process's rank among those that train, and how they meet; None for one process.
-    meeting: the one in which these and others have met; None if they have not yet. Raises
-    ConfigError for a device that this machine does not have.
+    meeting: the meeting of these processes, and perhaps others, if they have met already; else
+        None.
+
+    Raises ConfigError for a device that this machine does not have.
     """
     from pentameter.machine.choices import choose_device
 
@@ -199,11 +201,11 @@ def joined_world(
 
 def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     """Return the LostProcessError to raise instead of `error`, if `error` (from gloo, nccl or a
-    store) merely says that another process in `world` is missing; its message names the ranks.
-    Return None if this process itself failed.
+    store) only says that another process in `world` is missing; its message names the missing
+    ranks. Return None if this process itself failed.
 
-    Call it before anything that may take long: a rank that does not report within some seconds is
-    taken for the missing one.
+    Call it before anything slow: the other ranks take one that does not report within some seconds
+    for the missing one.
     """
     how = lost_process(error) if isinstance(error, RuntimeError) else None
     if how is None or world.store is None:
@@ -302,9 +304,9 @@ def set_threads(world: World) -> int:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Processes that have met, `launched` being this one's among them, and the `store` through
-    which they did. A few of them may train while the others, spare processes that no layout can
-    use, wait for the end: torchrun and srun take a process that ends for one whose work is done."""
+    """Processes that have met in `store`; `launched` is this one's rank among them. If only some of
+    them train, since no layout can use all, the others are spares: they wait for the end, because
+    torchrun and srun take a process that ends for one whose work is done."""
 
     launched: LaunchedRank
     store: Store
@@ -339,8 +341,9 @@ class Meeting:
             self.store.set(f"{_ENDED}/{self.launched.rank}", "1")
 
     def release_spares(self, n_training: int) -> None:
-        """End the wait of the ranks from `n_training` on, and return once they have seen it, after
-        _STORE_SECONDS at most: this process may keep the store. Called on rank 0."""
+        """End the wait of the spares, which are the ranks from `n_training` on. Return once they
+        have seen it, or after _STORE_SECONDS: this process may keep the store, and must not end
+        before. Called on rank 0."""
         answers = [f"{_ENDED}/{rank}" for rank in range(n_training, self.launched.world_size)]
         self.store.set(_ENDED, "1")
         deadline = time.monotonic() + _STORE_SECONDS
@@ -358,11 +361,12 @@ def meet(launched: LaunchedRank, timeout_seconds: float) -> Meeting:
 
 
 def open_store(launched: LaunchedRank, timeout_seconds: float) -> Store:
-    """Open the store through which the processes of `launched` meet, wait until all have arrived,
-    and return it, with keys separate from any earlier attempt's. Collective.
+    """Open the store in which the processes of `launched` meet, wait until all have arrived, and
+    return it. Its keys are separate from those of an earlier attempt. Collective.
 
-    Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
-    and ConfigError if the port is in use; LostProcessError if the launchers of `--nodes` chose it.
+    Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`. If
+    the port is in use, raises LostProcessError where the launchers of `--nodes` chose the port,
+    else ConfigError.
     """
     import torch.distributed as dist
 
@@ -390,14 +394,15 @@ def open_store(launched: LaunchedRank, timeout_seconds: float) -> Store:
 def absent_ranks(
     store: Store, rank: int, world_size: int, timeout_seconds: float, wait: Wait | None = None
 ) -> tuple[list[int], dict[int, Wait]]:
-    """Report in the store that `rank` misses another process, and return the other ranks among
-    `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang. Also
-    return where the ranks that do report wait, by rank.
+    """Report in the store that `rank` has lost another process, and find the ranks that do not
+    report the same within `timeout_seconds`: they are dead, or hang. Every process that lost
+    another one calls this.
 
-    wait: where this rank waits, for the others; None if that is not known.
+    wait: where this rank waits, to be told to the others; None if that is not known.
 
-    Every process that lost another one calls this. Both are empty if the store itself is gone.
-    Raises TimeoutError if the store does not respond: the network to it is cut.
+    Return the absent ranks, and for each reporting rank where it waits, if known. Both are empty if
+    the store itself is gone. Raises TimeoutError if the store does not respond: the network to it
+    is cut.
     """
     others = [other for other in range(world_size) if other != rank]
     told = "1" if wait is None else wait.to_json()
@@ -424,9 +429,9 @@ def _ask_store(ask: Callable[[], T], deadline: float) -> T:
     """Call `ask`, a request to a store, in a thread, and return its result. Raises TimeoutError if
     there is none by `deadline`, in monotonic seconds, or ANSWER_SECONDS from now if that is later.
 
-    A store's `check` and `set` have no timeout. Over a cut link they wait for as long as TCP
-    retransmits, a quarter of an hour, and Python handles no signal meanwhile. The waiting thread is
-    left behind, and ends with the process.
+    A store's `check` and `set` have no timeout of their own. Over a cut link they wait as long as
+    TCP retransmits, a quarter of an hour, and Python handles no signal meanwhile. The waiting
+    thread is left behind, and ends with the process.
     """
     answer: Future[T] = Future()
 
@@ -458,12 +463,9 @@ def _address(store: Store) -> str:
 
 
 def _reach(launched: LaunchedRank, timeout_seconds: float) -> Store:
-    """Open the store at `launched.init_method`, which the launcher, or rank 0, keeps for all; it
-    may hold an earlier attempt's keys.
-
-    It is opened separately from `init_process_group`, so that an error while waiting can name the
-    missing ranks.
-    """
+    """Open the store at `launched.init_method`, a server or file that the launcher or rank 0 keeps
+    for all. It may hold an earlier attempt's keys. This is done before `init_process_group`, so
+    that an error while waiting can name the missing ranks."""
     import torch.distributed as dist
 
     if launched.init_method.startswith("file://"):

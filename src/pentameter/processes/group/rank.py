@@ -70,16 +70,13 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
 
 
 find_place = find_rank
-"""The same by the name that it had until 0.2, for scripts that import it."""
+"""The name that `find_rank` had until 0.2, for scripts that import it."""
 
 
 def processes_together(nproc: int | None, launched: LaunchedRank | None) -> int | None:
-    """Return the number of processes that train together: a launcher's if `launched` is given, else
-    `nproc`, the value of `--nproc`; None if there is neither.
-
-    Raises ConfigError if `nproc` is below 1, or differs from a launcher's number and so would start
-    processes in addition.
-    """
+    """Return the number of processes that train together, or None if neither a launcher
+    (`launched`) nor `--nproc` (`nproc`) says it. Raises ConfigError if `nproc` is below 1, or
+    differs from the launcher's number: it would start processes in addition."""
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
     if launched is None:

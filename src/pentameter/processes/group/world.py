@@ -30,17 +30,17 @@ _LEAVE_LOST_SECONDS = 0.5  # ranks that miss another one are to say so soon
 
 
 class OtherRankError(Exception):
-    """Another rank's error, told by its type and message: it could not be sent as it is."""
+    """An error of another rank that cannot be pickled, replaced by its type and message."""
 
 
 class _LeftError(Exception):
-    """Nobody waits for this work any more."""
+    """Raised in a thread whose result nobody waits for any more, to end it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, the number of ranks (`size`; `local_size` on this machine), and small
-    collectives between them over the CPU. The default is a single process."""
+    """The ranks of a run, as one of them sees them: its rank, their number (`size`; `local_size` on
+    this machine), and collectives on small values over the CPU. The default is a single process."""
 
     rank: int = 0
     size: int = 1
@@ -105,9 +105,9 @@ class World:
         self.all_reduce_max(0)
 
     def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
-        """Return once `is_busy`, asked every PAUSE_SECONDS on rank 0, returns False. For what takes
-        one rank longer than others may wait in a collective; `doing` and `step` are noted as this
-        rank's activity meanwhile. Collective."""
+        """Return once `is_busy`, called on rank 0 every PAUSE_SECONDS, returns False. Use it for
+        work on rank 0 that may take longer than others may wait in a collective. `doing` and `step`
+        are noted as every rank's activity meanwhile. Collective."""
         self._await_all(lambda: self.is_main and is_busy(), doing, step)
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
@@ -119,13 +119,14 @@ class World:
 
     def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
         """Run `work` on every rank, and return all results, ordered by rank, on every rank, as
-        `gathered` does, for work that a disk or a network may hold up on one rank for longer than
-        the others may wait in a collective: a thread does it, while all tell each other that they
-        are there. Collective.
+        `gathered` does. Collective. Use it where a disk or a network may hold up one rank for
+        longer than the others may wait in a collective: `work` runs in a thread, while the ranks
+        tell each other that they are there.
 
-        `work` is called with a function that it calls now and then; this raises an exception once
-        the waiting has ended (a signal, a lost rank), and so ends the work. `doing` and `step` are
-        noted as this rank's activity meanwhile.
+        work: called with a function that it should call now and then. That function raises an
+            exception, which ends the work, once nobody waits any more (after a signal, or a lost
+            rank).
+        doing, step: noted as this rank's activity meanwhile.
         """
         if self.size == 1:
             return [work(lambda: None)]
@@ -171,8 +172,9 @@ class World:
         return self._exchanged(_attempted(work))
 
     def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
-        """Return the results of all ranks, of which `outcome` is this one's with its error; raise
-        the first error, the same on every rank, this one's with its traceback. Collective."""
+        """Return the results of all ranks, or raise the first error, the same on every rank.
+        `outcome` is this rank's result and error, one of them None. An error of this rank keeps its
+        traceback. Collective."""
         own = outcome[1]
         outcomes = self.all_gather((outcome[0], _sendable(own)))
         failures = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]
@@ -184,8 +186,8 @@ class World:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone, and return its result on every rank. If it raises, every
-        rank raises that error. For what takes moments: `patiently_on_main` is for disks.
-        Collective."""
+        rank raises that error. The action must be short; `patiently_on_main` is for disks and
+        networks. Collective."""
         result = self.agreed(lambda: action() if self.is_main else None)
         return self.broadcast(result)  # type: ignore[return-value]
 
@@ -204,8 +206,9 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _sendable(error: BaseException | None) -> BaseException | None:
-    """Return `error` if another process can make it again from its pickle, as it cannot one that
-    holds a lock, or whose constructor takes more than a message; else one that says the same."""
+    """Return an error that pickle can send to another process: `error`, or an OtherRankError with
+    its type and message if it cannot be rebuilt from its pickle (it holds a lock, or its
+    constructor takes more than a message). None for None."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

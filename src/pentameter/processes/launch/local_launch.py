@@ -96,14 +96,14 @@ def respawn(
     may_shrink: bool,
     progress: Callable[[], object],
 ) -> None:
-    """Call `start` with `n_processes`, and again after each lost process, at most `n_restarts`
-    times until there was progress; then raise the last WorkerFailedError.
+    """Call `start` with `n_processes`, and again after each lost process, until it returns. After
+    `n_restarts` losses without progress between them, raise the last WorkerFailedError.
 
-    start: run so many processes to the end; its second argument is True after a loss. Its
-        WorkerFailedError counts as a loss if the failure says so, and is raised at once if not.
-    may_shrink: after a second loss without progress take one process less, after the next one less
-        again; with progress, all.
-    progress: return a value that changes with every checkpoint.
+    start: runs so many processes to the end; its second argument is True after a loss. A
+        WorkerFailedError whose failure is no loss (`is_loss`) is raised at once.
+    may_shrink: after a second loss without progress use one process less, after the next one less
+        again; after progress, all.
+    progress: returns a value that changes with every checkpoint.
     """
     n, n_lost, before = n_processes, 0, progress()
     while True:
@@ -162,7 +162,7 @@ def check_launch(
 
 
 class Workers:
-    """The processes of one launch on this machine, started, watched and ended by the launcher.
+    """The processes of one launch on this machine: this object starts, watches and ends them.
     `folder` is the launch folder, for rendezvous and reports. After a failure the other processes
     have `grace_seconds` to end by themselves, and as long again after SIGTERM."""
 
@@ -223,7 +223,7 @@ class Workers:
 
     def have_ended(self) -> bool:
         """Look at the processes, end those that hang after a failure or a stop signal, and return
-        True once all have ended. Call it again and again until then."""
+        True once all have ended. To be called repeatedly until then."""
         for rank, child in list(self._running.items()):
             code = child.poll()
             if code is None:
@@ -273,12 +273,10 @@ class Workers:
             self._kill()
 
     def _end_silent(self) -> list[Failure]:
-        """Kill all running processes, after printing the stacks of those that hang, if a signal
-        asked them to stop and all have exceeded their action's timeout since.
-
-        Return one failure that names the ranks that hang; an empty list if nothing was done. One
-        process that hangs makes all others wait.
-        """
+        """Kill all running processes if a stop signal came and each has since exceeded its action's
+        timeout; before that, print the stacks of those that hang. Return one failure that names the
+        ranks that hang, or an empty list if nothing was done. All processes are silent then,
+        because one that hangs makes the others wait."""
         if not self._running or not self.received or self._ended_by_us:
             return []
         self._watchdog.look(self._running)
@@ -313,8 +311,8 @@ class Workers:
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
         """Return the failure of the process that ended with exit code `code` (negative: the signal
-        that ended it), from the report it left, or made from the code without one; an empty list if
-        it did not fail."""
+        that ended it) as a list, empty if it did not fail. It is read from the report that the
+        process left, or made from the code."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
         interrupted = code == 128 + signal.SIGINT  # before it handled signals
@@ -350,7 +348,7 @@ class Workers:
             child.kill()
 
     def end(self) -> None:
-        """Kill the workers that still run, and wait for them; that is no failure of theirs."""
+        """Kill the workers that still run, and wait for them. This is not recorded as a failure."""
         self._ended_by_us = True
         for child in self._children:
             child.close()
@@ -363,12 +361,13 @@ def handling_ctrl_z(workers: Callable[[], Workers | None]) -> AbstractContextMan
 
 
 class _Suspension:
-    """The handling of Ctrl-Z in a launcher: it suspends all that `workers` returns (None: there are
-    none now), then the launcher, and resumes them when that is resumed. They have sessions of their
-    own and would go on.
+    """The handling of Ctrl-Z in a launcher: suspend all that `workers` returns (None if there are
+    none), then the launcher, and resume them when it is resumed. By themselves they would go on,
+    since they are in sessions of their own.
 
-    They are asked first: between two steps none waits for another. Suspended elsewhere, those that
-    wait would find on waking that their time is over. A second Ctrl-Z does not wait.
+    The workers are asked first, and pause between two steps, where none waits for another.
+    Suspended elsewhere, a rank that waits would find on resuming that its timeout is over. A second
+    Ctrl-Z suspends at once.
     """
 
     def __init__(self, workers: Callable[[], Workers | None]) -> None:
@@ -421,8 +420,8 @@ def _unreported(rank: int, code: int, latest: Note) -> Failure:
 
 
 def _with_wait(failure: Failure, failures: Sequence[Failure]) -> Failure:
-    """Return `failure`; if a process ended without a report, also with the collective that it did
-    not reach, from those in `failures` that lost it there."""
+    """Return `failure` with the collective that its process did not reach, if it ended without a
+    report. The collective is taken from those in `failures` that lost the process there."""
     waited = next((each.waited for each in failures if each.waited), "")
     if failure.consequence or failure.traceback or not failure.message or not waited:
         return failure
@@ -430,8 +429,8 @@ def _with_wait(failure: Failure, failures: Sequence[Failure]) -> Failure:
 
 
 def _show_waits(failures: Sequence[Failure]) -> None:
-    """Print on stderr in which functions the ranks waited that lost another one, ranks that waited
-    alike together."""
+    """Print on stderr the functions in which ranks waited for one that was lost; ranks with the
+    same functions are printed together."""
     alike: dict[str, list[int]] = {}
     for failure in failures:
         if failure.stack:

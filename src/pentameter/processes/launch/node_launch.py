@@ -45,7 +45,8 @@ SETTLE_SECONDS = 1.5
 
 
 class RunFailedError(PentameterError):
-    """The end of a run on several nodes, with the exit code of the process that failed."""
+    """Raised when a run on several nodes fails for good; it has the exit code of the process that
+    failed."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -84,7 +85,8 @@ def run_on_nodes(
 
 
 class _Launcher:
-    """This machine's launcher, which is asked again and again whether the run `is_done`."""
+    """This machine's launcher for a run on several nodes. Its loop calls `is_done` again and again
+    until it returns True."""
 
     def __init__(
         self,
@@ -156,8 +158,8 @@ class _Launcher:
         return True
 
     def _decided(self, now: Attempt) -> Attempt:
-        """Return the attempt that follows `now`, written for all nodes. A run that an earlier
-        command ended begins anew."""
+        """Return the attempt that follows `now`, after writing it for all nodes. If an earlier
+        command ended the run, begin anew."""
         if now.is_final:
             if now != self._before:
                 return now
@@ -243,7 +245,7 @@ class _Launcher:
 
 
 def _say(now: Attempt) -> None:
-    """Print what has become of the run's nodes."""
+    """Print what happened to the run's nodes: the attempt's state and reason."""
     words = {"over": "the attempt is over", "stopping": "saving"}.get(now.state)
     if now.state == "running":
         n, n_nodes = sum(now.n_processes), len(now.members)
@@ -258,12 +260,9 @@ def _print(words: str) -> None:
 
 
 def _holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
-    """Return the process that holds the run folder, and trains, while nothing is heard of any
-    launcher of the attempt `now`: one stands still, and will take others in when it goes on. None
-    if there is no such process.
-
-    silent_hosts: hosts of launchers that may stand still.
-    """
+    """Return the process that holds the run folder's lock and trains, although no launcher of the
+    attempt `now` shows signs of life; None if there is none. Such a launcher is frozen, and will
+    take others in when it goes on. silent_hosts: hosts of launchers that may be frozen."""
     if now.state not in ("running", "stopping"):
         return None
     owner = owner_of(run_folder / "run.lock")

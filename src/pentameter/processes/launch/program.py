@@ -26,14 +26,18 @@ def python_command(*arguments: str) -> list[str]:
 
 
 class Program(Protocol):
-    """A program that a launcher starts once for each rank."""
+    """Protocol of what a launcher starts once for each rank: a command, or a function in a forked
+    process."""
 
     def start(
         self, environment: Mapping[str, str], folder: Path, output: int | None
     ) -> Child | ForkedChild:
-        """Start a process with these environment variables. `folder` is the launch folder, which it
-        removes if this process is killed; its stdout and stderr go to the file descriptor `output`,
-        None for this process's. Raises OSError if the system cannot start it."""
+        """Start a process with these environment variables. Raises OSError if the system cannot
+        start it.
+
+        folder: the launch folder; the started process removes it if the launcher is killed.
+        output: file descriptor for its stdout and stderr; None for those of the launcher.
+        """
 
 
 class Command:
@@ -50,13 +54,15 @@ class Command:
 
 
 class Preloaded:
-    """A function that is called in a process of its own for each start, forked from a server that
-    has imported a module once: importing torch takes seconds."""
+    """A program that is a function. Each start calls it in a new process, forked from a server that
+    has imported a module once, since importing torch takes seconds."""
 
     def __init__(self, module: str, function: str, n_processes: int) -> None:
-        """module: what the server imports. function: `module:name`, called with (environment
-        variables, arguments) and returning the exit code. n_processes: how many divide the cores of
-        this machine."""
+        """module: the module that the server imports.
+        function: `module:name`, called with (environment variables, arguments); it returns the exit
+            code.
+        n_processes: how many processes share the cores of this machine.
+        """
         self.arguments: Sequence[str] = ()
         """Arguments of the processes to start next."""
         self._module, self._function, self._n_processes = module, function, n_processes

@@ -47,9 +47,10 @@ def handling_stop_signals(handler: Handler) -> AbstractContextManager[None]:
 
 
 def handling_suspension(handler: Callable[[bool], None]) -> AbstractContextManager[None]:
-    """Return a context manager: while the block runs in a process of a launcher, call `handler`
-    with True when that asks for a pause (SIGTSTP, Ctrl-Z), with False when the process goes on
-    (SIGCONT). Elsewhere SIGTSTP suspends at once, as ever. Main thread only."""
+    """Return a context manager for a process that a launcher started. Inside, `handler` is called
+    with True when the launcher asks for a pause (SIGTSTP, on Ctrl-Z), and with False when the
+    process goes on (SIGCONT). In any other process SIGTSTP suspends at once, as by default. Main
+    thread only."""
     if LAUNCH_FOLDER not in os.environ:
         return nullcontext()
     return handling(

@@ -35,7 +35,8 @@ class Launch:
     """Processes to start on this machine."""
 
     program: Preloaded
-    """What trains as a rank where processes may be started again; it is closed in the end."""
+    """The function that trains as one rank, for processes that may be started again. It is closed
+    at the end."""
     arguments: list[str]
     """The command line after `train`, without the options for the launcher and --resume."""
     n_processes: int
@@ -48,12 +49,12 @@ class Launch:
     restarts: int | None
     oversubscribe: bool
     check_fit: bool
-    """False with --force."""
+    """Whether to refuse a run that exceeds the memory; False with --force."""
 
     def here(self, chosen: Callable[[int], Config]) -> None:
-        """Train as processes of this machine alone, and start them again as `restarts` says.
-        `chosen` returns the configuration for so many processes; with --layout best it is asked
-        again after a loss."""
+        """Train in processes of this machine alone, and start them again after a loss, up to
+        `restarts` times. `chosen` returns the configuration for a number of processes; with
+        --layout best it is called again after a loss."""
         if not self.restarts:
             arguments, n_processes = self._fitted(self.n_processes, self.config, self.resume)
             run_local(Command(python_command("train", *arguments)), n_processes)
@@ -125,8 +126,8 @@ class Launch:
         return "must" if has_checkpoint else "auto" if self.resume == "never" else self.resume
 
     def _fitted(self, n_processes: int, config: Config, resume: str) -> tuple[list[str], int]:
-        """Return the arguments of `train` for each process, and how many there are to be: of
-        `n_processes`, a best layout may have no use for all."""
+        """Return the arguments of `train` for each process, and their number. It is `n_processes`,
+        or less if a best layout cannot use all."""
         if self.layout == BEST:
             n_processes = make_layout(config.parallel).world_size
         self._check(config, n_processes)
@@ -166,8 +167,8 @@ class _SeenFolder:
         self._looked_at = -LOOK_SECONDS
 
     def look(self) -> None:
-        """Every LOOK_SECONDS, note which folder it is, and its newest checkpoint. One that is away
-        at the moment is none."""
+        """Every LOOK_SECONDS, record the folder's identity and its newest checkpoint. If the folder
+        is missing at the moment, there is no checkpoint."""
         if time.monotonic() < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
@@ -177,8 +178,7 @@ class _SeenFolder:
             self.newest = newest_checkpoint(self._path) or self.newest
 
     def check(self) -> None:
-        """Raise StorageError if another folder than the one that was seen first, or none, is at
-        the path."""
+        """Raise StorageError unless the folder at the path is still the one that was seen first."""
         checkpoint = self._path / "checkpoints" / self.newest
         if self._held is not None:
             self._held.check(lambda: bool(self.newest) and checkpoint.is_dir())

@@ -35,9 +35,9 @@ def watch_launcher() -> None:
 
 
 def become_rank(environment: Mapping[str, str]) -> None:
-    """From now on, be the rank that the environment variables say: they replace this process's.
-    For a process forked by a server that has ended its imports: stop signals end it with exit code
-    75, and it writes all stacks to a file on the launcher's signal."""
+    """From now on, be the rank that the environment variables describe; they replace this
+    process's. Called in a process forked by a server that has finished its imports. Stop signals
+    then end it with exit code 75, and it writes all stacks to a file on the launcher's signal."""
     stop_at_once()
     os.environ.clear()
     os.environ.update(environment)

@@ -54,8 +54,8 @@ class Rules:
 
 
 def read_attempt(folder: Path, before: Attempt | None = None) -> Attempt:
-    """Return the attempt that the folder of nodes names. If there is none, or it cannot be read at
-    the moment, return `before`, the one read last, or without it a finished one numbered 0."""
+    """Return the attempt recorded in the nodes' folder. If there is none, or it cannot be read at
+    the moment, return `before`, the last one read; without that, a finished attempt numbered 0."""
     return read_record(folder / f"{ATTEMPT}.json", Attempt) or before or Attempt()
 
 
@@ -69,8 +69,10 @@ def next_attempt(
 ) -> Attempt:
     """Return the attempt that follows `now`, or `now` itself if nothing is to change.
 
-    present: the nodes that are there, by name. settled: no node has come or gone for a moment, so
-    that those who start together are taken together. progress: the newest checkpoint.
+    present: the nodes that are there, by name.
+    settled: True if no node has come or gone for a moment; nodes that start at the same time are
+        then all there.
+    progress: name of the newest checkpoint.
     """
     if now.state in ("running", "stopping"):
         judged = _judged(now, present, rules, settled=settled)
@@ -99,7 +101,7 @@ def next_attempt(
 
 
 def _judged(now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled: bool) -> Attempt:
-    """Return an attempt that runs or stops, with another state if it cannot go on as it is."""
+    """Return an attempt that runs or stops, with another state if it cannot go on."""
     members = [present[name] for name in now.members if name in present]
     ours = [node for node in members if node.attempt == now.number]
     for node in ours:
@@ -122,8 +124,8 @@ def _judged(now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled:
 
 
 def _loss(now: Attempt, members: list[Node]) -> str | None:
-    """Return in words who is lost to an attempt, whose nodes that are there are `members`; None if
-    nobody is."""
+    """Return in words which node an attempt has lost, or None. `members` are its nodes that are
+    there."""
     for node in members:
         if node.attempt == now.number and node.state == "lost":
             return f"{node.host} ({node.address}): {node.message}"

@@ -31,8 +31,9 @@ BEAT_SECONDS = 0.5
 PING_SECONDS = 0.25
 
 GONE_SECONDS = 4.0
-"""Seconds without a new beat, or without an answer to a ping, after which a node is gone or out of
-reach. Links that lose a fifth of all messages lose sixteen pings in a row once in 10⁷ times."""
+"""A node is gone after so many seconds without a change in its file's counter (its beat), and out
+of reach after as many without an answer to a ping. A link that loses a fifth of all messages loses
+sixteen pings in a row once in 10⁷ times."""
 
 FORGOTTEN_SECONDS = 600.0
 """Seconds without a new beat after which a node's file is removed."""
@@ -43,7 +44,8 @@ class Node:
     """A machine that takes part in a run, as its launcher describes it in its file."""
 
     name: str
-    """Unique for each start of a launcher; unknown to who cannot read the run folder."""
+    """A random name, new for each start of a launcher. Only who can read the run folder knows
+    it."""
     host: str
     address: str
     ping_port: int
@@ -62,15 +64,16 @@ class Node:
     reaches: tuple[str, ...] = ()
     """Names of the nodes that answer its pings."""
     refused_by: tuple[str, ...] = ()
-    """Names of the nodes whose machine says that no launcher is there any more."""
+    """Names of the nodes whose machine refuses pings: it is there, but no launcher on it any
+    more."""
     beat: int = 0
 
 
 class Roll:
-    """The nodes in `folder`, in the run folder, with this one among them, from construction to
-    `close`. A thread writes this node's file, reads the others', and sends and answers pings. What
-    cannot be read or written for a moment changes nothing: a node is gone by its silence alone, or
-    when its launcher has removed its file."""
+    """The nodes whose files are in `folder`, below the run folder, this one among them from
+    construction to `close`. A thread writes this node's file, reads the others', and sends and
+    answers pings. A file that cannot be read or written for a moment changes nothing: a node is
+    gone only by its silence, or when its launcher has removed its file."""
 
     def __init__(self, folder: Path, address: str, n_processes: int) -> None:
         """Raises StorageError if the folder cannot be written, ConfigError if `address` is not this
@@ -105,8 +108,8 @@ class Roll:
         return self._me
 
     def update(self, **changes: object) -> None:
-        """Change fields of this node, and write its file at once. Where that fails the next beat
-        tries again; if it goes on, this node is gone for the others."""
+        """Change fields of this node, and write its file at once. If that fails, the thread's next
+        turn tries again; if it keeps failing, the others take this node for gone."""
         with self._lock:
             self._me = replace(self._me, **changes)  # type: ignore[arg-type]
             with contextlib.suppress(StorageError):
@@ -117,15 +120,16 @@ class Roll:
         self._held.check(self._path(self._me.name).exists)
 
     def renew_store_port(self) -> None:
-        """Have another port for the next attempt's store: processes of the last one may hold its
-        own still."""
+        """Choose another port for the next attempt's store: processes of the last one may still
+        hold the old port."""
         self._store.close()
         self._store = bind(self._me.address, 0)
         self.update(store_port=self._store.getsockname()[1])
 
     def present(self) -> dict[str, Node]:
-        """Return the nodes that are there, by name, this one among them: their beat has changed
-        within GONE_SECONDS, and no other one's ping was refused."""
+        """Return the nodes that are there, by name, this one included. The counter in a node's file
+        (its beat) has then changed within GONE_SECONDS, and no other node's ping to it was
+        refused."""
         now = self._heard_until()
         with self._lock:
             there = {
@@ -138,8 +142,8 @@ class Roll:
         return {name: node for name, node in sorted(there.items()) if name not in refused}
 
     def silent_hosts(self) -> set[str]:
-        """Return the hosts of the nodes whose files are there, that are not present, and whose
-        machines do not say that the launcher is gone: it may be frozen, and its processes train."""
+        """Return the hosts of nodes that have a file and are not present, but may still train:
+        their launcher may be frozen, since their machine does not say that it is gone."""
         present = self.present()
         with self._lock:
             silent = [node for node, _, _ in self._seen.values() if node.name not in present]
@@ -147,8 +151,8 @@ class Roll:
         return {node.host for node in silent if node.name not in refused}
 
     def knows_all(self) -> bool:
-        """Return False while there is a file of which this node, which has just come, does not know
-        yet whether a living one writes it."""
+        """Return False while this node, which has just come, cannot tell of some file yet whether a
+        living node writes it."""
         now = self._heard_until()
         with self._lock:
             return all(
@@ -179,12 +183,13 @@ class Roll:
         write_record(self._path(self._me.name), self._me)
 
     def _heard_until(self) -> float:
-        """Return the monotonic time until which this node has listened: it may have stood still
-        itself since, and nobody else was silent then."""
+        """Return the monotonic time until which this node has listened. It may have been frozen
+        itself since; the others were not silent then."""
         return min(time.monotonic(), self._listened_at + BEAT_SECONDS)
 
     def _pass_over_own_silence(self, now: float) -> None:
-        """Count for nobody the time since the thread's latest turn, if this was too long ago."""
+        """If the thread's latest turn was too long ago, leave the time since then out of every
+        node's silence."""
         if (seconds := now - self._heard_until()) > 0:
             with self._lock:
                 for name, (node, changed, is_beating) in self._seen.items():
@@ -306,8 +311,8 @@ def _is_removed(path: Path) -> bool:
 
 
 def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the nodes that all reach each other, ordered by name: one after another, the node that
-    misses most of the others is left out, of two that miss as many the one with the later name."""
+    """Return nodes that all reach each other, ordered by name. Until they do, the node that fails
+    to reach most of the others is left out; of several, the one with the last name."""
     group = dict(nodes)
     while True:
         missed = {
