@@ -1,4 +1,5 @@
-"""A linear layer's low-rank adapter (LoRA), for those that read what the layer multiplies by.
+"""A linear layer's low-rank adapter (LoRA), for code that computes with the layer's matrix without
+calling the layer.
 
 Shapes: N outputs, K inputs, r rank.
 """
@@ -15,7 +16,7 @@ from pentameter.planning.adapters import A
 
 def adapter_of(linear: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     """Return the adapter's A (r, K) and B (N, r), and the factor alpha ÷ r of their product; None
-    for a layer without one."""
+    for a layer without an adapter."""
     if not hasattr(linear, A):
         return None
     adapted: Any = linear
@@ -23,11 +24,12 @@ def adapter_of(linear: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 
 def weight_terms(linear: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield pairs (left, right) whose products add up to the matrix (N, K) by which the layer
-    multiplies, adapter included: left is (N, K) with right None, or (N, r) and right (r, K).
+    """Yield pairs (left, right) of matrices. The sum of their products left · right is the matrix
+    (N, K) by which the layer multiplies, adapter included. The first pair is the weight (N, K) and
+    None for no right factor; an adapter adds a pair (N, r), (r, K).
 
-    Whoever computes with a layer's matrix and does not call the layer reads it here: `weight` alone
-    leaves the adapter out.
+    Code that computes with a layer's matrix, and does not call the layer, gets it here: `weight`
+    alone leaves the adapter out.
     """
     yield linear.weight, None
     adapter = adapter_of(linear)

@@ -50,19 +50,21 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Decorate `function` so that it is compiled at its first call for each kind of arguments, and
-    on a CPU checked before it is used: what disagrees with `function` itself
-    (`machine/kernel_checks.py`) is compiled with less optimization, or left to `function`, as what
-    cannot be compiled is.
+    """Decorator: compile `function` at its first call for each kind of arguments.
+
+    On a CPU, what was compiled is checked before it is used. If its results disagree with those of
+    `function` itself (`machine/kernel_checks.py`), it is compiled with less optimization; if they
+    still do, or if it cannot be compiled, `function` runs eagerly.
 
     Arguments are positional. Calls whose tensors have the same shapes, strides, dtypes and
-    `requires_grad`, and whose other arguments are equal, use the same compiled code.
+    `requires_grad`, and whose other arguments are equal, are of one kind and use the same compiled
+    code.
     """
     return Kernel(function)
 
 
 class Kernel:
-    """A function that runs compiled; see `kernel`."""
+    """A function that runs compiled, called like the function itself; `kernel` makes one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -104,7 +106,8 @@ class Kernel:
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
     def _level(self, kind: Hashable, arguments: tuple[Any, ...]) -> Level:
-        """Return how this kind of arguments is to be computed, proved now or by an earlier run."""
+        """Return the level of optimization at which calls with this kind of arguments run: the
+        first that a check now, or one by an earlier run, found right."""
         if any(x.device.type != "cpu" for x in _tensors(arguments)):
             return LEVELS[0]
         key = key_of(self._name, kind, torch.get_num_threads(), _settings())
@@ -127,8 +130,9 @@ class Kernel:
         return level
 
     def _failed(self, error: Exception) -> Level:
-        """Leave the kernel to `function` in this process, as it cannot be compiled now. The next
-        one tries it again: the disk may have been full."""
+        """Record and warn that the kernel cannot be compiled, and return the level at which
+        `function` runs eagerly. It holds in this process; the next one tries again, as the disk may
+        have been full."""
         _failures[self._name] = compiler_error(error)
         warnings.warn(
             f"{self._name} cannot be compiled, and is left to PyTorch: {_failures[self._name]}",
@@ -143,19 +147,20 @@ _PLAIN = ContextVar("_PLAIN", default=False)
 
 
 def refused() -> dict[str, Level]:
-    """Return the kernels, by name, that do not run in this process as the compiler makes them, and
-    how they run instead."""
+    """Return the levels at which kernels run in this process, by name, for those that do not run as
+    the compiler makes them by default."""
     return dict(_held)
 
 
 def failures() -> dict[str, str]:
-    """Return the kernels, by name, that could not be compiled in this process, and why."""
+    """Return the compiler's errors, by kernel name, for kernels that could not be compiled in this
+    process."""
     return dict(_failures)
 
 
 def hold(levels: Mapping[str, Level]) -> None:
-    """Run kernels, by name, no faster than at these levels from now on, for all kinds of
-    arguments."""
+    """From now on run the kernels in `levels` (name → level) no faster than at that level, for all
+    kinds of arguments."""
     for name, level in levels.items():
         if (held := worst(level, _held.get(name, LEVELS[0]))) != LEVELS[0]:
             _held[name] = held
@@ -169,7 +174,7 @@ def careful_options() -> dict[str, Any]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Within this context no kernel runs compiled."""
+    """Context manager: every kernel runs eagerly inside it."""
     token = _PLAIN.set(True)
     try:
         yield
@@ -189,15 +194,17 @@ def _kind(argument: Any) -> Hashable:
 
 
 def _settings() -> tuple[object, ...]:
-    """Return what a caller may have set in PyTorch's compiler that changes a kernel's code."""
+    """Return the settings of PyTorch's compiler that change a kernel's code and that a caller may
+    have changed."""
     from torch._inductor import config  # its options have no other home
 
     return config.cpp.march, config.cpp.simdlen, config.cpp.cxx
 
 
 def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return all tensors that a function returns for stand-ins of these arguments, the stand-ins,
-    which it may have written to, and their gradients where they have any."""
+    """Return the tensors by which two forms of a function are compared: it is called with stand-ins
+    for these arguments, and its results, the stand-ins, to which it may have written, and their
+    gradients are listed."""
     given = _stand_ins(arguments, itertools.count())
     returned = _tensors(function(*given))
     outputs = [x for x in returned if x.requires_grad]
@@ -211,7 +218,8 @@ def _results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[T
 
 
 def _stand_ins(arguments: Tree, seeds: Iterator[int]) -> Tree:
-    """Return arguments with stand-ins for their tensors."""
+    """Return the arguments with each tensor replaced by a stand-in of the same kind, drawn from one
+    of the `seeds`."""
     return map_leaves(lambda x: stand_in(x, next(seeds)) if isinstance(x, Tensor) else x, arguments)
 
 

@@ -1,9 +1,13 @@
-"""Dropout whose mask is a function of (seed, step, site, global batch row, index in the row). A
-site is one of the model's dropout layers, by number.
+"""Dropout whose mask is a pure function of integers: seed, step, site, global batch row, and the
+element's index in the row. A site is one of the model's dropout layers, by number.
 
 It needs no generator and no saved mask: any slice of a batch, any positions and any heads drop
 exactly the elements that the whole would drop, on any device, eager or compiled. And a hash fuses
 into its neighbours under `torch.compile`; a generator's call cannot.
+
+The integers enter in two parts. A batch row's *keys* at a site are two random 32-bit words, from
+seed, step, site and row. An element's *number* is its index in the row. The hash of key and number
+says whether the element is dropped.
 
 Shapes: B batch, T tokens, D channels, H heads; Q query tokens, S key tokens.
 """
@@ -23,20 +27,23 @@ from pentameter.keyed import bits, folded, make_key
 EMBEDDING_SITE = 0
 
 WORDS = 2**32
-"""Numbers that a word can tell apart, in one block."""
+"""How many elements a 32-bit number tells apart: the most in one block."""
 
 
 class Numbers(NamedTuple):
-    """Elements' numbers within their batch row, as `stream_index` and `weight_index` give them."""
+    """The numbers of elements within their batch row, as `stream_index` and `weight_index` compute
+    them. A row with more than 2^32 elements is numbered in several blocks, each from 0; a block has
+    a key of its own."""
 
     words: Tensor
-    """Int32, of the elements' shape without the batch."""
+    """The element's number in its block, int32, in the elements' shape without the batch."""
     block: Tensor | None = None
-    """Int32, which broadcasts to `words`: these repeat in each block. None: there is one."""
+    """The element's block, int32, in a shape that broadcasts to that of `words`; None if there is
+    one block."""
 
 
 def attention_weights_site(layer: int) -> int:
-    """Return the site number for a layer's attention weights: the index of their keys along
+    """Return the site number of a layer's attention weights: the index of their keys along
     dimension 1 in the result of `dropout_keys`."""
     return 1 + 3 * layer
 
@@ -74,8 +81,9 @@ def dropout_keys(
 
 
 def keep_mask(row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
-    """Return the mask of elements to keep, bool (B, *numbers.words.shape), true with probability
-    1 - p. `row_keys` is one site's keys, int32 (B, 2); `numbers` are the elements'."""
+    """Return the mask of elements to keep, bool (B, *numbers.words.shape), each true with
+    probability 1 - p. `row_keys`, int32 (B, 2), are one site's keys; `numbers` are the
+    elements'."""
     shape = (-1,) + (1,) * numbers.words.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
     if numbers.block is not None:
@@ -84,8 +92,8 @@ def keep_mask(row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
 
 
 def keep_bound(p: float) -> int:
-    """Return the bound for 32-bit hashes, taken as signed, uniform over -2^31 … 2^31 - 1: those
-    below it, a fraction p, drop their element."""
+    """Return the bound below which a 32-bit hash drops its element. Hashes are taken as signed, and
+    are uniform over -2^31 … 2^31 - 1, so that a fraction p lies below it."""
     return round(p * 2**32) - 2**31
 
 
@@ -101,8 +109,7 @@ def drop(x: Tensor, row_keys: Tensor, numbers: Numbers, p: float) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Base for the two dropout modules below: the site's number, the probability p, and the
-    condition for dropping."""
+    """Base module of dropout layers: the site's number, the probability p, and whether to drop."""
 
     def __init__(self, site: int, p: float) -> None:
         super().__init__()
@@ -119,11 +126,11 @@ class KeyedDropout(nn.Module):
 
 
 class StreamDropout(KeyedDropout):
-    """Dropout on the residual stream (B, T, D), whose elements `stream_index` numbers, in a context
-    of `context_length` tokens.
+    """Module: dropout on the residual stream (B, T, D), whose elements `stream_index` numbers, in a
+    context of `context_length` tokens.
 
-    If channels are sharded, tensor parallelism sets `first_channel` to the first local channel and
-    `d_model` to their total number; None means that all are local.
+    If ranks shard channels, tensor parallelism sets `first_channel` to the first local channel and
+    `d_model` to the number of all channels; None means that all are local.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
@@ -147,27 +154,30 @@ class StreamDropout(KeyedDropout):
 
 
 class WeightsDropout(NamedTuple):
-    """Dropout on the attention weights (B, H, Q, S) of one pass, whose elements `weight_index`
-    numbers, within a whole matrix of `context_length` queries and keys for each head."""
+    """Dropout on attention weights in one pass, as a function object for (B, H, Q, S). Elements are
+    numbered by `weight_index`, within a whole matrix of `context_length` queries and keys for each
+    head."""
 
     row_keys: Tensor
     """The site's keys, int32 (B, 2)."""
     p: float
     first_head: int
-    """The number of the first head at hand in the whole model."""
+    """The number in the whole model of the first head in the weights."""
     context_length: int
 
     def __call__(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the weights (B, H, Q, S), or their gradients, with dropout. `query_positions` (Q,)
-        and `key_positions` (S,) say which block of the whole attention matrix they are."""
+        and `key_positions` (S,) are positions in the sequence: they say which part of the whole
+        attention matrix this is."""
         heads = range(self.first_head, self.first_head + weights.shape[1])
         numbers = weight_index(heads, query_positions, key_positions, self.context_length)
         return drop(weights, self.row_keys, numbers, self.p)
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout on a layer's attention weights. If heads are sharded, `head_offset` is the first
-    local one's number in the whole model."""
+    """Module: dropout on a layer's attention weights. It drops nothing itself: `acting` gives the
+    attention an object that does. If ranks shard heads, `head_offset` is the first local one's
+    number in the whole model."""
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
         super().__init__(site, p)
@@ -175,8 +185,8 @@ class AttentionDropout(KeyedDropout):
         self.head_offset = 0
 
     def acting(self, keys: Tensor | None) -> WeightsDropout | None:
-        """Return what drops weights in a pass with these keys of all sites, int32 (B, n_sites, 2);
-        None if nothing does."""
+        """Return the dropout for a pass with these keys of all sites, int32 (B, n_sites, 2); None
+        if nothing is dropped in it."""
         if keys is None or not self.acts(keys):
             return None
         return WeightsDropout(keys[:, self.site], self.p, self.head_offset, self.context_length)
@@ -212,15 +222,16 @@ def weight_index(
 
 
 def rows_per_block(n_rows: int, width: int) -> int | None:
-    """Return how many of `n_rows` rows of `width` elements are numbered in one block; None if all
-    are. Rows are not cut, so that the elements of one have one key."""
+    """Return how many of `n_rows` rows with `width` elements each are numbered in one block of up
+    to 2^32 elements; None if one block holds them all. A row is never split, so that its elements
+    have one key."""
     return None if n_rows * width <= WORDS else WORDS // width
 
 
 def _numbered(rows: Tensor, columns: Tensor, width: int, in_block: int | None) -> Numbers:
-    """Return the Numbers (…, C) of elements in `rows` (…,) and `columns` (C,), int32, of rows of
-    `width` elements, `in_block` of them in each block. Rows are int32 if that is None, for one
-    block, else int64."""
+    """Return the Numbers (…, C) of the elements at `rows` (…,) and `columns`, int32 (C,), in a
+    matrix whose rows have `width` elements. `in_block` rows form a block, and `rows` are int64; if
+    it is None, there is one block, and `rows` are int32."""
     if in_block is None:
         return Numbers(rows[..., None] * width + columns)
     first = (rows % in_block * width).to(torch.int32)

@@ -34,12 +34,13 @@ from pentameter.planning.sub_layers.experts import BALANCE_STATE
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts that each token is sent to, in the order in which they were chosen."""
+    """The experts that each token is sent to, in the order in which they were chosen. A token's
+    *rows* are its copies, one for each of its k experts."""
 
     experts: Tensor
-    """Int64 (N, k); E for a row that its expert has no capacity for."""
+    """Numbers of the experts, int64 (N, k); E for a row that its expert has no capacity for."""
     weights: Tensor
-    """Factors of the experts' outputs (N, k), float32 or float64."""
+    """Factors by which the experts' outputs are multiplied (N, k), float32 or float64."""
     n_experts: int
 
     def order(self) -> tuple[Tensor, Tensor]:
@@ -53,16 +54,18 @@ class Routing:
 
 
 Numbers = Callable[[Tensor, int], Tensor]
-"""Returns the number, from 1, of each of chosen experts (B, T, k), below the given number, among
-those of its sequence that chose the same expert (B, T, k)."""
+"""Type of `choice_numbers` without its last argument: (chosen experts (B, T, k), E) → which one
+each is, counted from 1, among the choices of the same expert in its sequence (B, T, k)."""
 
 
 class Router(nn.Module):
-    """A linear layer in float32 (float64 for float64 weights) whose logits (N, E) choose experts.
+    """Linear layer in float32 (float64 for float64 weights) whose logits (N, E) choose each token's
+    experts.
 
-    `balance` (E,) is a state that the engine updates after each step from `counts`; None unless
-    `model.router.balance` is `bias` (a number added to the scores by which experts are chosen) or
-    `batch` (each expert's tokens in the last step ÷ their mean over experts).
+    `balance` (E,) is a state that the engine updates after each step from `counts`. Its meaning
+    depends on `model.router.balance`: for `bias`, a number added to the scores by which experts are
+    chosen; for `batch`, each expert's tokens in the last step ÷ their mean over experts; else there
+    is none, and it is None.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -75,8 +78,8 @@ class Router(nn.Module):
         state = look_up(BALANCE_STATE, config.router.balance, "model.router.balance", "the router")
         self.balance = None if state is None else nn.Parameter(torch.empty(E), requires_grad=False)
         self.count_sequence: Callable[[Tensor], Tensor] | None = None
-        """Sums counts (B, E) over the ranks that each have a part of every sequence; None if this
-        rank has whole ones."""
+        """Function that sums counts (B, E) over the ranks that each have a part of every sequence;
+        None if this rank has whole sequences."""
         self.auxiliary_loss = AuxiliaryLoss()
         self.register_buffer("counts", torch.zeros(E), persistent=False)
         self.counts: Tensor
@@ -88,7 +91,8 @@ class Router(nn.Module):
         its squared logits."""
 
     def forward(self, x: Tensor, numbers: Numbers = choice_numbers) -> Routing:
-        """Return the Routing of the tokens in x (B, T, D), as `route` does for their logits."""
+        """Return the Routing of the tokens in x (B, T, D): `route` of their logits, with `numbers`
+        as there."""
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):
@@ -96,10 +100,9 @@ class Router(nn.Module):
         return self.route(logits, numbers)
 
     def route(self, logits: Tensor, numbers: Numbers = choice_numbers) -> Routing:
-        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64;
-        `numbers` are as for `routing`. In training, auxiliary losses are attached to its weights,
-        so that the backward pass includes them, and the backward pass adds to `counts` if there is
-        a `balance`."""
+        """Return the Routing of tokens with these logits (B, T, E), in float32 or float64.
+        `numbers` are as for `routing`. In training, the backward pass through its weights includes
+        the auxiliary losses, and adds to `counts` and `logit_sums`."""
         config = self.config
         scores = _scores(logits, config)
         is_softmax = config.router.score_function == "softmax"
@@ -116,10 +119,12 @@ class Router(nn.Module):
         self, chosen: Tensor, weights: Tensor, numbers: Numbers = choice_numbers
     ) -> Routing:
         """Return the Routing of tokens that chose these experts, int64 (B, T, k), whose outputs
-        have these weights (B, T, k). An expert takes no more rows than it has capacity for:
-        ⌈`experts.capacity` · `context_length` · k / E⌉ of a sequence, the first ones, however many
-        tokens stand behind them. `numbers` numbers the rows; it is a cache's for sequences that
-        begin there."""
+        have these weights (B, T, k).
+
+        An expert takes no more rows of a sequence than its capacity: ⌈`experts.capacity` ·
+        `context_length` · k / E⌉, the first ones, whatever tokens follow. `numbers` counts the rows
+        of a sequence that chose the same expert; a cache's counts earlier tokens too.
+        """
         config = self.config
         E, capacity = config.experts.count, config.experts.capacity
         assert E is not None
@@ -130,12 +135,13 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, ranked: Tensor, scores: Tensor) -> Tensor:
-        """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower.
+        """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower
+        number.
 
         Experts are compared by `ranked` (B, T, E), or by `scores` (B, T, E) plus the balance state
         if `model.router.balance` is `bias`. With `router.groups`, only experts in the best
-        `router.open_groups` groups can be chosen; groups are compared by the sum of their
-        `router.group_scores` highest scores, the balance state again added for `bias`.
+        `router.open_groups` groups can be chosen. Groups are compared by the sum of their
+        `router.group_scores` highest scores, to which the balance state is added for `bias`, too.
         """
         config = self.config
         if config.router.balance == "bias":
@@ -170,7 +176,7 @@ class Router(nn.Module):
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
         """Return the auxiliary losses (`router.z_loss`, and the balance loss for `sequence` and
         `batch`), summed over tokens, 0-dim, for logits and scores (B, T, E) and the chosen experts'
-        numbers (B, T, k). None if neither is configured, or outside training."""
+        numbers (B, T, k). None if no such loss is configured, and outside of training."""
         config, found = self.config, []
         if not self.training:
             return None
@@ -212,7 +218,7 @@ def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.library.custom_op("pentameter::chosen_experts", mutates_args=())
 def chosen_experts(ranked: Tensor, n: int) -> Tensor:
-    """Return `_best(ranked, n)`, by an operation whose result recomputation keeps."""
+    """`_best(ranked, n)` as a custom operation, by whose name recomputation keeps the result."""
     return _best(ranked, n).contiguous()
 
 
@@ -244,8 +250,8 @@ def _counts(chosen: Tensor, n_experts: int) -> Tensor:
 
 @torch.no_grad()
 def _logit_sums(logits: Tensor, scores: Tensor, config: ModelConfig) -> Tensor:
-    """Return what `Router.logit_sums` adds for tokens with these logits and scores (B, T, E),
-    float32 (2,)."""
+    """Return the two sums that `Router.logit_sums` collects, over the tokens with these logits and
+    scores (B, T, E), float32 (2,)."""
     if config.router.score_function == "softmax":  # which holds its log-sum-exp: half of the time
         log_sums = logits.amax(-1) - scores.amax(-1).log()
     else:
@@ -254,9 +260,9 @@ def _logit_sums(logits: Tensor, scores: Tensor, config: ModelConfig) -> Tensor:
 
 
 class _Counted(Function):
-    """Identity on the router's weights, whose backward pass adds the number of tokens that chose
-    each expert, and sums over their logits, to the router's tensors. The forward pass adds nothing,
-    since recomputation runs it twice."""
+    """Autograd function: identity on the router's weights. Its backward pass adds to the router's
+    tensors: the number of tokens that chose each expert, and sums over their logits. The forward
+    pass adds nothing, since recomputation runs it twice."""
 
     @staticmethod
     def forward(
@@ -281,8 +287,8 @@ class _Counted(Function):
 
 
 class SortedRows(Function):
-    """Copies each token's row once for each of its experts, sorted by expert; backward adds the
-    copies' gradients."""
+    """Autograd function: copies each token's row once for each of its experts, sorted by expert.
+    Backward adds the copies' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, n_chosen: int) -> Tensor:
@@ -302,7 +308,8 @@ class SortedRows(Function):
 
 
 class RestoredRows(Function):
-    """Puts rows that are sorted by expert back into the order of their tokens."""
+    """Autograd function: puts rows that are sorted by expert back into the order of their
+    tokens."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -342,45 +349,49 @@ class GroupedLinear(nn.Module):
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Returns the experts' outputs (R, D) for rows (R, D) sorted by expert, which end at (E,)."""
+"""Type of the function that applies this rank's experts: (rows (R, D) sorted by expert, index (E,)
+after each expert's last row) → outputs (R, D)."""
 
 
 class Exchange:
-    """Brings rows to their experts, and the outputs back. Here all experts are on this rank, and
-    nothing is sent; `parallel/experts/expert_parallel.py` has the one for sharded experts."""
+    """Brings rows to their experts, and the outputs back, in two calls: `dispatch`, then `outputs`.
+    This one is for experts that are all on this rank, and sends nothing;
+    `parallel/experts/expert_parallel.py` has the one for sharded experts."""
 
     sent_bytes = 0
     """Bytes of rows, outputs and their gradients that this rank has sent to others in passes whose
-    backward pass is done; whoever reads it sets it back."""
+    backward pass is done. Whoever reads it resets it."""
 
     def dispatch(self, rows: Tensor, ends: Tensor) -> Any:
-        """Send rows (R, D) sorted by expert, which end at `ends` (E,), to their experts, without
-        waiting for those that come here. Return what `outputs` needs."""
+        """Start to send rows (R, D) to their experts, and return a handle for `outputs`. The rows
+        are sorted by expert, and `ends` (E,) is the index after each expert's last."""
         return rows, ends
 
     def outputs(self, compute: Compute, dispatched: Any) -> Tensor:
-        """Return the outputs (R, D) of all experts for the rows that were `dispatched`; `compute`
-        applies this rank's experts."""
+        """Wait for the rows that were `dispatched`, and return all experts' outputs (R, D) for
+        them. `compute` applies this rank's experts."""
         output: Tensor = compute(*dispatched)
         return output
 
 
 class Tokens:
-    """The tokens for which this rank has rows computed. Here all of them; `parallel/` has another
-    one for ranks that hold the same tokens, each of which takes a shard."""
+    """Chooses the tokens whose rows this rank sends to experts. Here all of them;
+    `parallel/experts/expert_parallel.py` has another one for ranks that hold the same tokens, each
+    of which takes a shard."""
 
     def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return this rank's shard of tokens (N, D) and of their Routing."""
         return x, routing
 
     def gather(self, y: Tensor, n_tokens: int) -> Tensor:
-        """Return the outputs (N, D) of all N = `n_tokens` tokens, for this rank's shard of them."""
+        """Return the outputs (N, D) of all N = `n_tokens` tokens, given those of this rank's shard
+        of them."""
         return y
 
 
 class Experts(nn.Module):
-    """A sub-layer of experts: the sum of the chosen ones' outputs, weighted by the router, and of
-    the shared ones'."""
+    """A sub-layer of experts: the sum of the chosen experts' outputs, weighted by the router, plus
+    the shared experts' output."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

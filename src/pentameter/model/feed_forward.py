@@ -20,8 +20,8 @@ from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.positions import Positions
 
 Activation = Callable[..., Tensor]
-"""Returns the input (…, F) of a feed-forward layer's last linear for the outputs (…, F) of the
-others: for `up`, or with a gate for `gate` and `up`."""
+"""Type of an activation function: the outputs (…, F) of `up`, or with a gate those of `gate` and of
+`up`, → the input (…, F) of `down`."""
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
@@ -32,7 +32,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "swiglu_clamped": lambda gate, up, *, alpha, limit: _clamped_swiglu(gate, up, alpha, limit),
 }
-"""Value of `model.feed_forward.activation` → its function; `activation_of` binds a model's
+"""Maps a value of `model.feed_forward.activation` to its function; `activation_of` binds a model's
 numbers to it."""
 
 
@@ -66,7 +66,8 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(D, width, bias=config.bias)
         self.down = nn.Linear(width, D, bias=config.bias)
         self.read: Read = read
-        """Applies the column-parallel linears, as `Attention.read` does."""
+        """Function that applies the column-parallel linears to one input. Tensor parallelism
+        replaces it, as it does `Attention.read`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, D) for x (B, T, D)."""

@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 2**22
 
 
 CONSTANTS = {"zeros": 0.0, "ones": 1.0}
-"""Kind of initial value (`Init.kind`) that needs no random numbers → the constant."""
+"""Maps the kinds of initial value (`Init.kind`) that need no random numbers to their constant."""
 
 Region = tuple[tuple[int, int], ...]
 """Type of a rectangular block of a parameter: (start, stop) for each of its dimensions."""
@@ -86,8 +86,8 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
 
 
 def _fill_matrix(spec: ParameterSpec, seed: int, width: int, own: Tensor, first: int) -> None:
-    """Set a matrix within a parameter, whose rows are `width` elements apart and whose first
-    element has the flat number `first`, to its initial value, in place."""
+    """Set a matrix within a parameter to its initial values, in place. `first` is the flat index of
+    its first element in the whole parameter; its rows begin `width` elements apart there."""
     n_columns = min(own.shape[1], BLOCK_ELEMENTS)
     n_rows = BLOCK_ELEMENTS // n_columns
     for row, column in product(range(0, own.shape[0], n_rows), range(0, own.shape[1], n_columns)):
@@ -98,8 +98,8 @@ def _fill_matrix(spec: ParameterSpec, seed: int, width: int, own: Tensor, first:
 
 
 def _drawn(spec: ParameterSpec, seed: int, index: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Draw the elements with these flat numbers for a random initial value, float32 in the index's
-    shape."""
+    """Draw initial values, float32 in the shape of `index`, for the elements with these flat
+    indices in the whole parameter."""
     # A number's low 32 bits are the counter, as a signed word; the rest joins the key.
     low, high = index.astype(np.uint32).view(np.int32), index >> 32
     drawn = np.empty(index.shape, dtype=np.float32)
@@ -115,8 +115,9 @@ def _drawn(spec: ParameterSpec, seed: int, index: npt.NDArray[np.int64]) -> npt.
 def _draw(
     spec: ParameterSpec, seed: int, block: int, counter: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
-    """Draw the elements of a random initial value, in the counter's shape, whose flat numbers are
-    `counter` + `block` · 2^32."""
+    """Draw initial values, in the shape of `counter`, for the elements with the flat indices
+    `counter` + `block` · 2^32 in the whole parameter; a negative counter stands for itself +
+    2^32."""
 
     def uniform(word: int) -> npt.NDArray[np.float64]:
         """Return a number in (0, 1) for each element, the center of its cell among 2^32 equal ones.

@@ -28,15 +28,16 @@ from pentameter.planning.buckets import MAX_LOGITS, row_chunks
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool, float | None], Tensor]
 """Type of `row_loss` and `compiled_row_loss`: (logits, bias, targets, vocab_size, differentiate,
-softcap) → summed loss."""
+softcap) → summed loss of a chunk of token rows."""
 Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 """Type of a function that all-reduces a tensor in place, by maximum or sum, over the ranks that
 shard a vocabulary. Collective."""
 
 
 class HeadMatmul(Protocol):
-    """The two matmuls that the head's loss needs, as `Matmul` has them: plain, or with matrices
-    that ranks shard along both dimensions. Then they are collective."""
+    """Interface of the two matmuls that the head's loss needs. `Matmul` has them; so have the
+    matmuls of a grid, whose matrices ranks shard along both dimensions, and which are
+    collective."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return this rank's block of the logits x · weightᵀ + bias (R, V), from its blocks of x
@@ -235,9 +236,9 @@ def elementwise_row_loss(
     differentiate: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same summed cross-entropy as `row_loss`, in nats, 0-dim, for an unsharded
-    vocabulary, in a form suited to compilation. `logits` (R, V) are overwritten with the sum's
-    gradient if `differentiate`; without it they stay as they are.
+    """Return the same summed cross-entropy as `row_loss`, in nats, 0-dim, written for a compiler,
+    and for a vocabulary that no ranks shard. If `differentiate`, overwrite `logits` (R, V) with the
+    sum's gradient; else they stay as they are.
 
     bias: (V,) or None. targets: int64 (R,), -1 for rows that do not count. vocab_size: number of
     tokens that exist. softcap: bound on the logits; None for none. Every step covers whole rows and
@@ -270,8 +271,8 @@ compiled_row_loss: RowLoss = kernel(elementwise_row_loss)
 
 
 class ChunkedLoss(Function):
-    """Summed cross-entropy for x (N, D) · weightᵀ (V, D) + bias (V,), whose gradients are computed
-    in the forward pass, chunk by chunk."""
+    """Autograd function: summed cross-entropy for x (N, D) · weightᵀ (V, D) + bias (V,). It
+    computes the gradients in the forward pass, chunk by chunk, and backward only scales them."""
 
     @staticmethod
     def forward(

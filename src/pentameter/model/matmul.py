@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 class Matmul:
-    """A linear layer's matmul, x · weightᵀ, and the two in its backward pass, in their inputs'
-    dtype.
+    """The run's way to multiply by a linear layer's weight: x · weightᵀ, and the two matmuls in its
+    backward pass, in their inputs' dtype. This is the plain one.
 
     A subclass for another arithmetic overrides `linear`, `input_gradient` and `weight_gradient`.
     """
@@ -86,8 +86,8 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias (…, N), differentiable, for x (…, K), weight (N, K) and bias (N,)
-    or None. Float32 is multiplied in float32 even where other matmuls of that dtype are rounded to
-    TF32 (precision tf32, `train.matmul_precision`), and so are the gradients."""
+    or None. Float32 is multiplied in float32, and so are its gradients, even where other matmuls of
+    that dtype are rounded to TF32 (precision tf32, `train.matmul_precision`)."""
     if x.dtype is not torch.float32 or not _float32_is_rounded():
         return F.linear(x, weight, bias)
     y: Tensor = exact_product(x.flatten(0, -2), weight.t())
@@ -103,8 +103,9 @@ def _float32_is_rounded() -> bool:
 
 @torch.library.custom_op("pentameter::exact_product", mutates_args=())
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a · b (M, N) for a (M, K) and b (K, N), multiplied in their dtype. A custom operation,
-    since compiled code and autograd multiply at another time than they are told how."""
+    """Return a · b (M, N) for a (M, K) and b (K, N), multiplied in their own dtype, not in TF32. A
+    custom operation, so that PyTorch's global precision is set at the moment of the multiplication,
+    also in compiled code and in backward passes."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -144,9 +145,9 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
     bias (E, N) or None, all in one dtype. ends, int64 (E,): the index after each group's last row.
     Rows behind the last end give 0.
 
-    A custom operation, since its result's shape does not depend on the groups' sizes: compiled code
-    need not know them. `torch.nn.functional.grouped_mm` refuses float64, and leaves the rows behind
-    the last end unwritten (torch 2.13).
+    A custom operation, since its result's shape does not depend on the groups' sizes, so that
+    compiled code need not know them. `torch.nn.functional.grouped_mm` refuses float64, and leaves
+    the rows behind the last end unwritten (torch 2.13).
     """
     y = x.new_empty(len(x), weight.shape[1])
     for group, rows in enumerate(_slices(ends)):
@@ -200,9 +201,9 @@ def _slices(ends: Tensor) -> list[slice]:
 
 
 ROWS_PER_BLOCK = 32
-"""On a CPU, rows of a group are multiplied in multiples of so many in 16 bits. oneDNN compiles a
-kernel for each new number of rows, which takes longer than the matmul itself, and groups have other
-numbers in each step."""
+"""Rows of a group are multiplied in multiples of this number, on a CPU with 16-bit numbers. oneDNN
+compiles a kernel for each new number of rows, which takes longer than the matmul itself, and groups
+have other numbers of rows in each step."""
 
 
 def _whole_blocks(rows: slice, x: Tensor) -> int:
@@ -213,9 +214,10 @@ def _whole_blocks(rows: slice, x: Tensor) -> int:
 
 
 def _row_blocks(rows: slice, x: Tensor) -> list[slice]:
-    """Return slices that together cover a group's `rows` of x (R, …). The last one may reach into
-    the rows behind, whose results the next group, multiplied later, overwrites. Where x ends
-    before, what is left of whole blocks is a slice of its own."""
+    """Return slices of x (R, …) that together cover a group's `rows`, in whole blocks where x needs
+    it. The last slice may reach into the rows behind, whose wrong results the next group,
+    multiplied later, overwrites. Where x ends too early for that, the rows after the last whole
+    block are a slice of their own."""
     stop = rows.start + _whole_blocks(rows, x)
     if stop <= len(x):
         return [slice(rows.start, stop)]

@@ -90,9 +90,10 @@ def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _lowered_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
-    """Return how far YaRN divides each rotary frequency by its factor, fp32 (R / 2,): 0 up to the
-    channel pair that rotates `beta_fast` times in the original context, 1 from the one that rotates
-    `beta_slow` times, and linear in between (Peng et al. 2023, "YaRN", section 3.2)."""
+    """Return how far YaRN lowers each rotary frequency, fp32 (R / 2,): 0 keeps it, 1 divides it by
+    the scaling factor. It is 0 up to the channel pair that rotates `beta_fast` times in the
+    original context, 1 from the one that rotates `beta_slow` times, and linear in between (Peng et
+    al. 2023, "YaRN", section 3.2)."""
     R, scaling = config.turning_channels, config.rope_scaling
 
     def pair_that_turns(times: float) -> float:

@@ -2,7 +2,7 @@
 tensor mode's computation on local shards, activation recomputation, the run's matmul, adapters
 (LoRA).
 
-Shapes: K inputs and N outputs in a layer, or in this rank's shard; r LoRA rank.
+Shapes: K inputs and N outputs of a layer, or of this rank's shard of it; r LoRA rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def install_forwards(
     """Replace `forward` in the model's modules, in place. Parameters, hooks and names in
     `state_dict()` stay.
 
-    A module with an entry in `forwards` gets that. Without one, a linear layer, experts' linear,
-    tied head or head loss gets a forward that multiplies by `matmul`, unless this is the plain one,
-    by which they multiply already. Then a linear layer with an adapter (and no entry) gets a
-    forward that adds the adapter's output.
+    A module that is a key in `forwards` gets the entry's function. Any other linear layer, experts'
+    linear, tied head or head loss gets a forward that multiplies by `matmul`; with the plain matmul
+    it keeps its own, which does the same. A linear layer without an entry but with an adapter then
+    gets a forward that adds the adapter's output.
     """
     for module in model.modules():
         if module in forwards:
@@ -61,14 +61,14 @@ def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
 
 
 def _with_adapter(matmul: Matmul, linear: Any, forward: Forward, x: Tensor) -> Tensor:
-    """Return a linear layer's output (…, N) for x (…, K), from its own `forward`, plus its
-    adapter's."""
+    """Return a linear layer's output (…, N) for x (…, K), computed by `forward`, plus its adapter's
+    output."""
     return adapted(matmul, linear, x, forward(x))
 
 
 def adapted(matmul: Matmul, linear: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return y (…, N) plus the adapter's output, factor · B A x with factor alpha ÷ rank, if the
-    linear layer has an adapter; else y. y is the layer's output for x (…, K), full or this rank's
+    """Return y (…, N) plus the output of the linear layer's adapter, factor · B A x with factor
+    alpha ÷ rank; y itself if it has none. y is the layer's output for x (…, K), full or this rank's
     shard. `matmul` multiplies by A and B."""
     adapter = adapter_of(linear)
     if adapter is None:

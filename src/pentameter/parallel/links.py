@@ -1,4 +1,5 @@
-"""Are the links between ranks well? Messages to the neighbours in each group, timed and checked."""
+"""A check of the links between ranks: messages to the neighbours in each group, timed and
+compared."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ MESSAGE_BYTES = 2**20
 
 
 def measure_links(mesh: Mesh, device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """In each of this rank's groups along mesh dimensions, send a message to the next rank and
-    receive one from the previous. Return dimension → seconds, and sentences without a subject about
-    messages that did not arrive as they were sent. Collective."""
+    """Send a message to the next rank and receive one from the previous, in each of this rank's
+    groups along mesh dimensions. Returns (seconds, faults): `seconds` maps each mesh dimension to
+    the time of its fastest exchange; `faults` has a phrase for each message that did not arrive as
+    it was sent, to follow the rank's name, such as "receives other words from rank 3 …".
+    Collective."""
     seconds, faults = {}, []
     for dimension, group in mesh.named_groups.items():
         before = dist.get_global_rank(group, (group.rank() - 1) % group.size())
@@ -38,5 +41,6 @@ def measure_links(mesh: Mesh, device: torch.device) -> tuple[dict[str, float], l
 
 
 def _message(rank: int, device: torch.device) -> Tensor:
-    """Return what `rank` sends, int64 (MESSAGE_BYTES / 8,)."""
+    """Return the message that `rank` sends, int64 (MESSAGE_BYTES / 8,), from which a receiver can
+    tell its sender."""
     return torch.arange(MESSAGE_BYTES // 8, device=device).mul_(0x9E3779B97F4A7C1).add_(rank)

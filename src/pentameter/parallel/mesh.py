@@ -26,10 +26,10 @@ class Mesh:
     """The DeviceMesh over PARAMETER_DIMENSIONS, on which parameters are placed; None for a single
     process that shards nothing."""
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Maps each dimension with several ranks that shards activations (`context`, `tensor`, a grid's
-    `depth` and `row`) to this rank's process group along it, in coordinate order. The
-    one-dimensional `tensor` group, with any number of ranks, is the DeviceMesh's own; others are
-    created for activations alone. `expert` is the group of `exchange_ranks`."""
+    """This rank's process groups for exchanging activations, by mesh dimension (`context`,
+    `tensor`, a grid's `depth` and `row`), with ranks in coordinate order. A dimension with a single
+    rank has no entry, except `tensor` outside of grids: that group is the DeviceMesh's own.
+    `expert` is the group of `exchange_ranks`."""
     experts: DeviceMesh | None = None
     """The DeviceMesh over EXPERT_DIMENSIONS, on which experts are placed if the layout shards
     them."""
@@ -50,7 +50,8 @@ class Mesh:
 
     @cached_property
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
-        """This rank's groups with several ranks, by mesh dimension, each group once."""
+        """This rank's groups with several ranks, by mesh dimension. A group that belongs to several
+        dimensions has only the first one's entry."""
         named = dict(self.groups)
         for mesh in self.all_parameters:
             for dimension in mesh.mesh_dim_names or ():
@@ -67,8 +68,8 @@ class Mesh:
         return self.layout.coordinates(self.world.rank)
 
     def group_name(self, dimension: str) -> str:
-        """Return the name under which `group_named` finds this rank's group along a dimension in
-        `groups`; "" if the dimension has a single rank."""
+        """Return the name by which `group_named` finds this rank's group along a dimension; "" if
+        `groups` has none for it, as the dimension has a single rank."""
         return self.groups[dimension].group_name if dimension in self.groups else ""
 
 
@@ -131,8 +132,9 @@ _NAMED: dict[str, dist.ProcessGroup] = {}
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group that `build_mesh` registered under a name in this process. PyTorch's
-    custom operations take strings, but no groups. Raises KeyError for any other name."""
+    """Return the process group that `build_mesh` registered under a name in this process. For
+    PyTorch's custom operations, which take strings but no groups. Raises KeyError for any other
+    name."""
     return _NAMED[name]
 
 

@@ -40,9 +40,10 @@ class StageModule(nn.Module):
     this module.
 
     Training and evaluation are eager, until `run_compiled` changes training, or `run_fused` both.
-    With a `generator_offset`, PyTorch's generator is seeded for each micro-batch with its first
-    row's key plus that offset; None leaves the generator alone. `units` are the slice's modules
-    that ZeRO all-gathers one by one, each with whether only matmuls read its parameters.
+    `units` are the slice's modules that ZeRO all-gathers one by one, each paired with whether only
+    matmuls read its parameters. `generator_offset` is for models that draw from PyTorch's
+    generator: it is then seeded before each micro-batch with the key of the micro-batch's first row
+    plus the offset. None leaves the generator alone.
     """
 
     def __init__(
@@ -113,9 +114,9 @@ class StageModule(nn.Module):
         return torch.stack((y,)) if y.ndim == 0 else y
 
     def shard_messages(self, mesh: Mesh, *, receives: bool, sends: bool) -> None:
-        """Exchange shards of the residual stream with other stages from now on, one per rank along
-        `tensor`: all-gather the incoming ones if the slice `receives` from a stage, and return this
-        rank's shard if it `sends` to one."""
+        """From now on exchange the residual stream with other stages in shards, one per rank along
+        `tensor`. If the slice `receives` from a stage, the incoming shards are all-gathered; if it
+        `sends` to one, its output is only this rank's shard."""
         rank, n = mesh.coordinates["tensor"], mesh.layout.tensor
         shards = MessageShards(rank, n, mesh.group_name("tensor"))
         self._received = shards if receives else None
@@ -167,8 +168,10 @@ class StageModule(nn.Module):
         self._train = partial(self._first, graph)
 
     def _first(self, graph: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Make the graph of the forward and of the backward pass, and run it; if that fails, train
-        eagerly from now on, this time too. A step without a graph communicates as one with it."""
+        """Run a training pass for the first time: make the graphs of the forward and of the
+        backward pass, and run the forward one. If that fails, train eagerly from now on, this pass
+        included. A step without a graph communicates as one with it, so that ranks may differ in
+        this."""
         from torch._functorch import config  # its options have no other home
 
         try:
@@ -191,7 +194,7 @@ class StageModule(nn.Module):
 
     @contextlib.contextmanager
     def plainly(self) -> Iterator[None]:
-        """Within this context training is eager."""
+        """Context manager: training is eager inside it."""
         run, self._train = self._train, self._plain
         try:
             yield
@@ -199,8 +202,9 @@ class StageModule(nn.Module):
             self._train = run
 
     def run_captured(self) -> None:
-        """Train from now on by what `torch.compile` captures, forward, backward and recomputation,
-        with PyTorch's own kernels: as exact as without it, and captured in seconds."""
+        """Train from now on by the graphs that `torch.compile` captures (forward, backward and
+        recomputation), but with PyTorch's own kernels instead of compiled ones: as exact as eager
+        training, and ready in seconds."""
         own = MethodType(with_own_code(self._call), self.model)
         self._train = torch.compile(own, dynamic=False, backend="aot_eager")
 
@@ -219,9 +223,9 @@ class StageModule(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
-        """Run the slice eagerly on x (B, …), and return the summed loss, 0-dim, logits or the
-        residual stream. `targets` (None for logits) and `dropout_keys` (None for no dropout) are as
-        in `forward`."""
+        """Run the slice eagerly on x (B, …), with `targets` and `dropout_keys` as in `forward`.
+        Returns the summed loss, 0-dim; logits if `targets` is None; or, before the last stage, the
+        residual stream."""
         return self._call(self.model, x, targets, dropout_keys)
 
     def _rows(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
@@ -240,13 +244,12 @@ def _fused(
 
 
 class MessageShards(NamedTuple):
-    """The shards of a message between stages: this rank among the `n` tensor-parallel ranks of a
-    group, and the group's name.
+    """How tensor-parallel ranks share the sending of the residual stream from one pipeline stage to
+    the next: `rank` is this one's number among the `n` ranks of the group named `group_name`.
 
-    After Narayanan et al. 2021, section 4.1. If these ranks hold the residual stream replicated,
-    all would send the same. Instead each sends 1/n of the sequence, t = T / n tokens, and the
-    receivers all-gather it, which takes less within a node than sending the full stream from node
-    to node.
+    After Narayanan et al. 2021, section 4.1. If these ranks hold the stream replicated, all would
+    send the same. Instead each sends 1/n of the sequence, t = T / n tokens, and the receivers
+    all-gather it, which takes less within a node than sending the full stream from node to node.
     """
 
     rank: int
@@ -263,8 +266,9 @@ class MessageShards(NamedTuple):
 
 
 class Message(Function):
-    """Autograd function for the residual stream at a stage boundary: return this rank's shard, to
-    be sent, if `shards`; otherwise all-gather received shards. The gradient takes the inverse."""
+    """Autograd function at a stage boundary, for the residual stream. If `shards` is true, it
+    returns this rank's shard, to be sent; else it all-gathers received shards. The gradient takes
+    the inverse way."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, parts: MessageShards, shards: bool) -> Tensor:

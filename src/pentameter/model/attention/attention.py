@@ -1,5 +1,4 @@
-"""Causal self-attention: the projections before and after what the run attends by
-(`dot_product.py`).
+"""Causal self-attention: the projections before and after the run's attention (`dot_product.py`).
 
 Shapes: B batch, T tokens, D d_model, H heads, G KV heads (G = H without grouping), K head size; Q
 new tokens (queries), S all tokens (keys), the last Q being the new ones.
@@ -39,9 +38,10 @@ class Read(Protocol):
 
 
 class CausalAttention(nn.Module):
-    """Base for attention sub-layers: the sliding window, attention, and both dropouts. A subclass
-    adds its projections, the last one being `out`. `layer` is the block's index in the whole model,
-    from which the window and the dropout sites follow."""
+    """Base class for attention sub-layers, with what they have in common: the window, the run's
+    attention (`attend`), and dropout on attention weights and on the output. A subclass adds its
+    projections, the last one being `out`. `layer` is the block's index in the whole model, from
+    which the window and the dropout sites follow."""
 
     out: nn.Linear
 
@@ -67,8 +67,9 @@ class CausalAttention(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Return each query's weighted mean value, (B, T, H, K), from q (B, H, T, K), k and v
-        (B, G, S, K), which include cached ones. dropout_keys: int32 (B, n_sites, 2), None for no
-        dropout. sinks: as for `Weighting`."""
+        (B, G, S, K), cached ones included. `positions` are the tokens'. dropout_keys: int32
+        (B, n_sites, 2), None for no dropout. sinks: each head's score (H,) for one more key, None
+        for none."""
         dropout = self.weights_dropout.acting(dropout_keys)
         how = Weighting(self.window, sinks, dropout, positions.attention)
         return self.attend(q, k, v, how).transpose(1, 2)
@@ -87,8 +88,8 @@ def attend_by(model: nn.Module, attention: DotProductAttention) -> None:
 
 
 class Sinks(nn.Module):
-    """A learned score per head for one more key, whose value is 0, in the softmax over its keys:
-    the weights of the others then sum to less than 1."""
+    """Module that holds each head's sink: a learned score for one more key, whose value is 0, in
+    the softmax over its keys. The weights of the others then sum to less than 1."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
@@ -100,8 +101,8 @@ class Sinks(nn.Module):
 
 
 def sink_scores(weight: Tensor) -> Tensor:
-    """Return a copy of the sinks' scores (H,): ZeRO frees what is gathered after a module's forward
-    pass, and attention reads them later."""
+    """Return a copy of the sinks' scores (H,). A copy, as ZeRO frees gathered weights after the
+    module's forward pass, and attention reads them later."""
     return weight.to(weight.dtype, copy=True)
 
 

@@ -1,5 +1,5 @@
-"""The key/value cache: keys and values for past tokens, so that generation need not recompute them;
-and the experts that past tokens chose, where an expert has a capacity.
+"""The key/value cache: keys and values of past tokens, so that generation need not compute them
+again; and, where experts have a capacity, the experts that past tokens chose.
 
 Shapes: B batch, T tokens, H KV heads, K head size, k experts per token.
 """
@@ -16,25 +16,26 @@ from pentameter.config.schema import ModelConfig
 
 
 class Cache(Protocol):
-    """Interface that attention layers expect from a key/value cache."""
+    """Interface of a key/value cache, as attention layers and experts call it."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values (B, H, T, K) for the block with index `layer` in
-        the whole model, H KV heads. Return all those that its attention is to read, the cached and
-        the new ones, (B, H, S, K). Latent attention appends a latent (B, 1, T, C) and a rotated key
-        (B, 1, T, R) in their place."""
+        """Append the new tokens' keys and values, (B, H, T, K) each for H KV heads, in the block
+        with index `layer` in the whole model. Return all keys and values that its attention is to
+        read, the cached and the new ones, (B, H, S, K) each. Latent attention appends a latent
+        (B, 1, T, C) and a rotated key (B, 1, T, R) in their place."""
 
     def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
-        """Append the experts, int64 (B, T, k) below `n_experts`, that the new tokens chose in the
-        block with index `layer`. Return each choice's number, from 1, among those of its sequence
-        that chose the same expert, the cached ones counted, int64 (B, T, k). Only experts with a
-        capacity ask."""
+        """Append the experts that the new tokens chose in the block with index `layer`: `chosen`,
+        int64 (B, T, k), numbers below `n_experts`. Return for each choice which one it is, counted
+        from 1, among the choices of the same expert in its sequence, cached ones included: int64
+        (B, T, k). Only experts with a capacity call it."""
 
 
 def choice_numbers(chosen: Tensor, n_experts: int, before: Tensor | None = None) -> Tensor:
-    """Return the number, from 1, of each of the `chosen` experts, int64 (B, T, k) below
-    `n_experts`, among those of its sequence that chose the same expert, int64 (B, T, k). `before`,
-    int64 (B, S), are the choices of the sequence's earlier tokens, `n_experts` for none."""
+    """Return for each of the `chosen` experts, int64 (B, T, k) below `n_experts`, which one it is,
+    counted from 1, among the choices of the same expert in its sequence: int64 (B, T, k). `before`,
+    int64 (B, S), has the choices of the sequence's earlier tokens, which are counted first;
+    `n_experts` in it stands for no choice."""
     flat = chosen.flatten(1)  # (B, T · k)
     numbers = F.one_hot(flat, n_experts).cumsum(1)
     if before is not None:
@@ -90,8 +91,8 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
-        """Append the new tokens' `chosen` experts (B, T, k) in one layer, and return their numbers
-        among their sequence's choices of the same expert, (B, T, k), as `Cache` says."""
+        """Append the new tokens' `chosen` experts (B, T, k) in one layer, and return their numbers,
+        as `Cache.number_choices` describes them."""
         stored = self._chosen[layer]
         stored[:, self.length : self.length + chosen.shape[1]] = chosen
         return choice_numbers(chosen, n_experts, stored[:, : self.length].flatten(1))

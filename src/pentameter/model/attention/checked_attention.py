@@ -1,5 +1,5 @@
-"""A check, before a run begins, whether attention that drops weights in kernels of its own is right
-on this device.
+"""A check, before a run begins, that attention whose dropout runs in kernels of its own is right on
+this device.
 
 A kernel that compiles need not be correct on a chip and a release on which it was never run, so it
 is compared with attention in fp64 whose weights are stored.
@@ -37,8 +37,8 @@ LEAST_BOUND = 2.0**-15
 
 
 class Problem(NamedTuple):
-    """Inputs for one check: q and the output's gradient g (B, H, T, K), k and v (B, G, T, K), and
-    how queries weigh keys."""
+    """Inputs of one check: q and the output's gradient g (B, H, T, K), k and v (B, G, T, K), and
+    the call's settings."""
 
     q: Tensor
     k: Tensor
@@ -51,8 +51,8 @@ def disagreement(
     attention: DotProductAttention, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return a phrase about the first result or gradient of `attention` that differs by more than
-    rounding from attention with stored weights in fp64 on the same device, with matmuls in `dtype`,
-    for each window in the model; None if there is none."""
+    rounding from attention with stored weights in fp64 on the same device; None if all agree.
+    Matmuls are in `dtype`. Every window that the model has is checked."""
     for size in sorted({model.window(layer) or 0 for layer in range(model.n_layers)}):
         obstacle = _disagreement(attention, _problem(model, dtype, device, size or None))
         if obstacle is not None:
@@ -119,7 +119,7 @@ def _computed(attention: DotProductAttention, problem: Problem) -> tuple[Tensor,
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Return the largest error that rounding explains if matmuls are computed in `dtype`, relative
+    """Return the largest error that rounding explains if matmuls are computed in `dtype`: relative
     to a matrix row's scale, as `row_error` measures it. With tf32 enabled, fp32 counts as tf32."""
     tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     rounding = 2.0**-11 if tf32 else torch.finfo(dtype).eps / 2

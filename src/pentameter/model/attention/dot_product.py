@@ -24,17 +24,18 @@ from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 
 
 class Weighting(NamedTuple):
-    """How queries weigh keys, beside the softmax over their scores. A query sees the keys up to its
-    own position."""
+    """The settings of one attention call, beside q, k and v: which keys a query sees, one more key
+    (a sink), and dropout. Always causal: a query sees no key after its own position."""
 
     window: int | None = None
-    """How many keys a query sees, the last being its own; None for all."""
+    """How many keys a query sees, the last being its own; None for all up to its own."""
     sinks: Tensor | None = None
-    """Each head's score (H,) for one more key, whose value is 0; None for none."""
+    """Each head's score (H,) for one more key, whose value is 0; None for no such key."""
     dropout: WeightsDropout | None = None
-    """Dropout on the weights; None if none are dropped."""
+    """Dropout on the attention weights; None drops none."""
     positions: Tensor | None = None
-    """The keys' positions (S,), by which dropout numbers the weights; None for 0 … S - 1."""
+    """The keys' positions in the sequence (S,), from which the dropout mask of each weight follows;
+    None for 0 … S - 1."""
 
     def key_positions(self, k: Tensor) -> Tensor:
         """Return the positions (S,) of the keys k (B, G, S, K)."""
@@ -43,12 +44,12 @@ class Weighting(NamedTuple):
 
 
 ALL_KEYS = Weighting()
-"""Each query sees all keys up to its own, and nothing else is asked."""
+"""The Weighting without window, sinks and dropout: a query sees every key up to its own."""
 
 
 class DotProductAttention:
-    """Causal attention of queries to the keys at hand: by PyTorch's fused operations, or with the
-    weights stored where some are dropped.
+    """Causal attention of queries to keys, as a function object that a run hands to its model: by
+    PyTorch's fused operations or, if some weights are dropped, with the weights in memory.
 
     A subclass for another way to drop weights overrides `dropping`, for another way to attend
     `__call__`.
@@ -60,7 +61,8 @@ class DotProductAttention:
         return _attend(q, k, v, how) if how.dropout is None else self.dropping(q, k, v, how)
 
     def dropping(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
-        """Return the same if there is `how.dropout`."""
+        """Return the result of a call whose `how.dropout` is not None: (B, H, Q, K), for q
+        (B, H, Q, K), k and v (B, G, S, K)."""
         return attend_explicitly(q, k, v, how)
 
 
@@ -125,12 +127,12 @@ def _attend_beside_sinks(
 def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention for as many queries as keys, with a window that divides T: each block of
-    `window` queries attends to its own keys and to the block before, so work grows with T and not
-    with its square. Returns (B, H, T, K).
+    """Compute attention for as many queries as keys, T, with a window that divides T, (B, H, T, K).
+    Each block of `window` queries attends to its own keys and to the block before, so that work
+    grows with T and not with its square.
 
-    `attention` multiplies q (B, H, T, K), k and v (B, G, T, K) under a mask, like
-    `F.scaled_dot_product_attention`.
+    `attention` is called like `F.scaled_dot_product_attention`, with q (B, H, T, K), k and v
+    (B, G, T, K) and a mask.
     """
     B, n = len(q), q.shape[2] // window
 
@@ -147,7 +149,7 @@ def _attend_in_windows(
 
 
 def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
-    """Return each query's weighted mean value, (B, H, Q, K), like `DotProductAttention`, but with
+    """Return each query's weighted mean value, (B, H, Q, K), like a `DotProductAttention`, but with
     the attention weights (B, H, Q, S) in memory, so that dropout can act on them."""
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
     k, v = for_each_head(k, q), for_each_head(v, q)

@@ -56,7 +56,7 @@ LOG2_E = math.log2(math.e)
 
 class Tiles(NamedTuple):
     """Sizes for one kernel launch: `own`, rows in the tile that a program computes; `others`, rows
-    in the tiles that it iterates over; and warps per program."""
+    in each of the tiles that it iterates over; and warps per program."""
 
     own: int
     others: int
@@ -97,9 +97,9 @@ def _bits(index, key_0, key_1):
 
 @triton.jit
 def _numbered(head, positions, key_0, key_1, context_length, ROWS: tl.constexpr):
-    """Compute what `weight_index` and `keyed.folded` say of a head's queries at `positions`: the
-    number of each one's first weight in its block, and its two key words. ROWS: how many queries a
-    block has; 0 if there is one block."""
+    """Number a head's attention weights for dropout, as `weight_index` and `keyed.folded` do. For
+    each query at `positions` return the number of its first weight within its block, and the two
+    words of the key for that block. ROWS: how many queries a block has; 0 if one block has all."""
     if ROWS == 0:
         numbers = (head * context_length + positions) * context_length
         word_0, word_1 = key_0 + tl.zeros_like(numbers), key_1 + tl.zeros_like(numbers)
@@ -319,8 +319,8 @@ def attend_dropping(
     (B, H, T, K), and the base-2 log-sum-exp of its scores, fp32 (B, H, T).
 
     q is (B, H, T, K), k and v are (B, G, T, K), all in one dtype: fp32, bf16 or fp16. `row_keys`,
-    int32 (B, 2), are the dropout site's; `p`, `first_head` (the first local head) and
-    `context_length` come from a WeightsDropout. `positions` (T,) are those of queries and keys.
+    int32 (B, 2), are one dropout site's keys; `p`, `first_head` (the first local head's number) and
+    `context_length` are fields of a WeightsDropout. `positions` (T,) are those of queries and keys.
     A query sees `window` keys, its own included.
     """
     B, H, T, K = q.shape
@@ -382,8 +382,8 @@ def _launch(
     backward: bool,
 ) -> None:
     """Run a kernel on every tile of tokens, for `n_heads` heads in each batch row of q
-    (B, H, T, K). `in_block` queries are numbered in one block; None for all. `arguments` are the
-    kernel's but for the compile-time ones, which are chosen here."""
+    (B, H, T, K). `in_block` is how many queries are numbered in one block; None for all.
+    `arguments` are the kernel's without the compile-time ones, which are chosen here."""
     B, _, T, K = q.shape
     own, others, warps = tiles(K, q.element_size(), backward=backward)
     queries, keys = (others, own) if kernel is _keys_kernel else (own, others)
@@ -411,7 +411,7 @@ def _factors(p: float, head_size: int) -> tuple[int, float, float]:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Return x, copied if its last dimension is not contiguous, as the kernels need."""
+    """Return x with its last dimension contiguous, as the kernels need: x itself, or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -455,13 +455,13 @@ dropped_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class KernelAttention(DotProductAttention):
-    """Attention whose dropout is computed by the Triton kernels: with the same weights dropped as
-    where they are stored, up to rounding. Queries after cached keys, and sinks, the kernels do not
-    know."""
+    """The DotProductAttention whose dropout is computed by the Triton kernels: the same weights are
+    dropped as where they are stored, and results are equal up to rounding. The kernels support
+    neither sinks nor queries after cached keys; such calls store the weights."""
 
     def dropping(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
-        """Return attention with dropout, (B, H, Q, K), for q (B, H, Q, K), k and v
-        (B, G, S, K)."""
+        """Return attention with dropout, (B, H, Q, K), for q (B, H, Q, K), k and v (B, G, S, K): by
+        the kernels if they support the call."""
         T, dropout = q.shape[2], how.dropout
         if dropout is None or k.shape[2] != T or how.sinks is not None:
             return super().dropping(q, k, v, how)

@@ -22,13 +22,12 @@ from pentameter.model.positions import Positions
 
 
 class Gather(Protocol):
-    """Type for the function that brings the residual stream's tensors, whose tokens may be only
-    some on this rank, to attention, which needs all. Without tensor parallelism it is `whole`,
-    which returns its arguments."""
+    """Type of the function that brings tensors of the residual stream to attention. Under tensor
+    parallelism a rank may have only some tokens, and attention needs all: then it all-gathers.
+    Without, it is `whole`, which returns its arguments."""
 
     def __call__(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Return each part (B, t, N), which has this rank's t tokens, for all T tokens: (B, T,
-        N)."""
+        """Return each part (B, t, N), this rank's t tokens, for all T tokens: (B, T, N)."""
 
 
 class LatentAttention(CausalAttention):
@@ -121,8 +120,8 @@ class LatentAttention(CausalAttention):
         cache: Cache,
     ) -> Tensor:
         """Return each head's attention result (B, T, H, V) over the cached tokens and these, whose
-        latent and key are appended to `cache`. Other arguments are as in `_expanded`, whose result,
-        without dropout, this is but for rounding.
+        latent and key are appended to `cache`. The other arguments, and the result up to rounding,
+        are those of `_expanded` without dropout.
 
         No cached token is expanded into keys and values: queries are multiplied by the keys'
         matrix, and averaged latents by the values'. So attention has one key and value per token
@@ -149,5 +148,5 @@ class LatentAttention(CausalAttention):
 
 
 def whole(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return the parts unchanged: the `Gather` for ranks that have all tokens."""
+    """Return the parts unchanged: the `Gather` where each rank has all tokens."""
     return parts

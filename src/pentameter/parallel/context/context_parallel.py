@@ -1,9 +1,9 @@
 """Context parallelism: ranks that shard each sequence.
 
 Embedding, norms, linears and loss run on each rank's own positions; only attention needs the
-others'. Either keys and values travel round a ring (`ring_attention.py`), or an all-to-all swaps
-sequence shards with all heads for full sequences with some heads, and back (Jacobs et al. 2023,
-"DeepSpeed Ulysses").
+others'. Either keys and values travel round a ring (`ring_attention.py`), or an all-to-all gives
+each rank the full sequence for some of the heads, in exchange for its part of the sequence for all
+heads, and back afterwards (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
 Shapes: B batch rows, H heads, K head size; T tokens in the full sequence, n ranks that shard it.
 """
@@ -22,15 +22,16 @@ from pentameter.planning.layouts.layout import Layout
 
 
 def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
-    """Return the positions (T / n,) that the rank with `context` coordinate `rank` computes, out of
-    a sequence's positions (T,), for n ranks along `context`."""
+    """Return the positions (T / n,) of the tokens that the rank with `context` coordinate `rank`
+    computes, out of a sequence's positions (T,), for n ranks along `context`."""
     chunks = layout.positions(rank, len(positions))
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
 class HeadsAttention(DotProductAttention):
-    """Causal attention in the all-to-all mode: `alone` attends in full sequences to H / n heads on
-    each of the n ranks in the group, of which this one has the number `rank`."""
+    """The DotProductAttention of all-to-all mode: causal attention in full sequences, to H / n
+    heads on each of the n ranks in the group. `rank` is this one's number in it, and `alone` the
+    attention that it computes for its heads, without communication."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, alone: DotProductAttention) -> None:
         self._group_name, self._n_ranks = group.group_name, group.size()

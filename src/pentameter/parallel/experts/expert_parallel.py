@@ -52,8 +52,9 @@ from pentameter.planning.layouts.sharding import shard_size
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn.Module, Forward]:
-    """Have the experts in `model` exchange rows with other ranks, in place, and return the forwards
-    with which each expert's matrices compute on this rank's shards, which are DTensors."""
+    """Have the experts in `model` exchange rows with other ranks, in place. Returns a forward for
+    each expert's linear, which computes with this rank's shards of the matrices, which are
+    DTensors; `install_forwards` puts them in."""
     layout = mesh.layout
     adds_bias = layout.parameter_coordinates(mesh.world.rank)["expert_tensor"] == 0
     forwards: dict[nn.Module, Forward] = {}
@@ -74,9 +75,10 @@ def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn
 def _on_shards(
     matmul: Matmul, linear: GroupedLinear, adds_bias: bool, x: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return (S, outputs) for rows x (S, inputs), by this rank's shards of the experts' matrices.
-    Of the ranks whose results are added, one `adds_bias`; the others' biases get a gradient of 0.
-    """
+    """Return (S, outputs) for rows x (S, inputs) sorted by expert, computed with this rank's shards
+    of the experts' matrices. `ends` (e,) is the index after each expert's last row. If the outputs
+    of several ranks are summed, one of them has `adds_bias` true; on the others the bias is
+    multiplied by 0, so that it still gets a gradient, of 0."""
     bias = None if linear.bias is None else local(linear.bias)
     if bias is not None and not adds_bias:
         bias = bias * 0
@@ -85,8 +87,9 @@ def _on_shards(
 
 @dataclass
 class ExpertExchange(Exchange):
-    """Brings rows to the ranks that hold their experts, and the outputs back. Collective over the
-    named group, in which `n_shards` neighbours hold shards of the same experts."""
+    """The Exchange for sharded experts: brings rows to the ranks that hold their experts, and the
+    outputs back. `group_name` names the group of ranks that exchange rows; in it every `n_shards`
+    adjacent ranks hold shards of the same experts. `sent_bytes` is as in Exchange. Collective."""
 
     group_name: str
     n_shards: int
@@ -94,8 +97,9 @@ class ExpertExchange(Exchange):
 
     @torch.compiler.disable
     def dispatch(self, rows: Tensor, ends: Tensor) -> _Dispatched:
-        """Send rows (R, D) sorted by expert, which end at `ends` (E,), in the matmul dtype, without
-        waiting for those that come here. Collective; the host waits for their numbers."""
+        """Start to send rows (R, D), in the matmul dtype, to their experts' ranks; return the
+        exchange under way, for `outputs`. The rows are sorted by expert, and `ends` (E,) is the
+        index after each expert's last. Collective; the host waits for the numbers of rows."""
         received, n_sent, n_received = self.counted(len(rows), ends)
         leaving = self._for_each_shard(rows.to(matmul_dtype(rows)), n_sent)
         there = Transfer(n_sent, n_received, self.group_name)
@@ -104,7 +108,7 @@ class ExpertExchange(Exchange):
     @torch.compiler.disable
     def outputs(self, compute: Compute, dispatched: _Dispatched) -> Tensor:
         """Return the outputs (R, D) of all experts for the rows that were `dispatched`; 0 for rows
-        behind the last. `compute` applies this rank's experts. Collective."""
+        behind the last expert's. `compute` applies this rank's experts. Collective."""
         there = dispatched.there
         arrived = there.finish(dispatched.arriving)
         outputs = self._by_expert(compute, arrived, dispatched.received)
@@ -120,9 +124,11 @@ class ExpertExchange(Exchange):
         return F.pad(total, (0, 0, 0, dispatched.n_rows - len(total)))
 
     def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Return the rows that this rank receives, int64 (n, e), from each rank for each expert
-        here; how many it sends to each rank; and how many it receives from each. It has `n_rows`,
-        sorted by expert, which end at `ends` (E,). Collective; the host waits for the numbers."""
+        """Exchange the numbers of rows that each rank will send. Returns (received, n_sent,
+        n_received): the rows that this rank will receive from each rank for each of its experts,
+        int64 (n, e); and how many it will send to and receive from each rank. This rank has
+        `n_rows` rows sorted by expert; `ends` (E,) is the index after each expert's last.
+        Collective; the host waits for the numbers."""
         counts = ends.diff(prepend=ends.new_zeros(1))
         sent = counts.unflatten(0, (self.n_ranks // self.n_shards, -1))
         sent = sent.repeat_interleave(self.n_shards, 0)  # (n, e)
@@ -131,7 +137,8 @@ class ExpertExchange(Exchange):
         return received, n_sent, n_received
 
     def _count(self, n_bytes: int, _: Tensor) -> None:
-        """Add bytes, as the hook of a tensor whose gradient is known."""
+        """Tensor hook, called when the tensor's gradient is known: add `n_bytes` to
+        `sent_bytes`."""
         self.sent_bytes += n_bytes
 
     @property
@@ -140,8 +147,8 @@ class ExpertExchange(Exchange):
         return group_named(self.group_name).size()
 
     def _for_each_shard(self, rows: Tensor, n_sent: Sequence[int]) -> Tensor:
-        """Return rows (R, D) as they are sent: those for the experts of one rank once for each rank
-        that has a shard of these, and none behind the last."""
+        """Return rows (R, D) as they are sent: each expert's rows once for every rank that has a
+        shard of it. Rows behind the last expert's are left out."""
         n_once = n_sent[:: self.n_shards]
         *blocks, _ = rows.split([*n_once, len(rows) - sum(n_once)])
         if self.n_shards == 1:
@@ -149,8 +156,9 @@ class ExpertExchange(Exchange):
         return torch.cat([block for block in blocks for _ in range(self.n_shards)])
 
     def _summed(self, returned: Tensor, n_sent: Sequence[int]) -> Tensor:
-        """Return the outputs (R, D), given those of each shard of the experts' matrices, which are
-        added in rank order, in float32 at least."""
+        """Return the outputs (R, D), given those that came `returned`: one block for each shard of
+        the experts' matrices. Blocks for the same rows are added in rank order, in float32 at
+        least."""
         if self.n_shards == 1:
             return returned
         precise = torch.promote_types(returned.dtype, torch.float32)
@@ -160,8 +168,9 @@ class ExpertExchange(Exchange):
         return torch.cat(sums).to(returned.dtype)
 
     def _by_expert(self, compute: Compute, arrived: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs (S, D) for rows (S, D) in the order in which they arrived: by the rank
-        that sent them, then by expert. `counts` (n, e) says how many each rank sent to each."""
+        """Return the outputs (S, D) for rows (S, D) in the order in which they arrived: by sending
+        rank, then by expert. `compute` gets them sorted by expert. `counts` (n, e) says how many
+        rows each rank sent for each expert."""
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
         order = expert.repeat_interleave(counts.flatten(), output_size=len(arrived))
         order = order.argsort(stable=True)
@@ -171,7 +180,8 @@ class ExpertExchange(Exchange):
 
 
 class _Dispatched(NamedTuple):
-    """Rows that were sent to their experts, and those that are to arrive here."""
+    """An exchange of rows under way: the rows that arrive, and what `ExpertExchange.outputs` needs
+    to send outputs back."""
 
     arriving: Tensor
     """The rows sent to this rank (S, D), complete once `there` is finished."""
@@ -179,7 +189,7 @@ class _Dispatched(NamedTuple):
     received: Tensor
     """Numbers of rows from each rank for each expert here, int64 (n, e)."""
     n_rows: int
-    """Rows that this rank had for experts, also those that none has room for."""
+    """Rows that this rank had for experts, including those for which no expert has room."""
     has_gradient: bool
     """Whether the rows get a gradient."""
 
@@ -189,8 +199,8 @@ class _Dispatched(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenShards(Tokens):
-    """Takes a shard of the tokens that `n` ranks of the named group all hold, of which this one is
-    number `rank`, and all-gathers the outputs."""
+    """The Tokens for ranks that hold the same tokens: `n` ranks of the named group, of which this
+    one is number `rank`. It takes this rank's shard of them, and all-gathers the outputs."""
 
     rank: int
     n: int
@@ -225,8 +235,8 @@ class TokenShards(Tokens):
 
 
 class _Shard(Function):
-    """This rank's shard of a tensor that all ranks of a group have alike; the gradients of the
-    shards are all-gathered."""
+    """Autograd function: this rank's shard of a tensor that all ranks of a group hold alike. The
+    gradients of the shards are all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, shards: TokenShards) -> Tensor:
@@ -241,8 +251,8 @@ class _Shard(Function):
 
 
 class _Gather(Function):
-    """All ranks' shards as one tensor; each rank takes its shard of the gradient, which all ranks
-    have alike."""
+    """Autograd function: all ranks' shards, all-gathered into one tensor. Its gradient is the same
+    on all ranks, and each takes its shard of it."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shards: TokenShards, n_rows: int) -> Tensor:
@@ -270,9 +280,10 @@ def counts_exchanged(sent: Tensor, group_name: str) -> Tensor:
 def start_rows(
     rows: Tensor, sent: list[int], received: list[int], group_name: str, number: int
 ) -> Tensor:
-    """Start to exchange rows (R, D) over the named group, `sent[i]` of them with rank i, in order.
-    Return the tensor (S, D) in which rows arrive, `received[i]` of them from rank i, once the
-    Transfer of this `number` has been waited for. Collective, also for a rank without rows."""
+    """Start to exchange rows (R, D) over the named group: `sent[i]` of them, in order, go to rank
+    i. Returns the tensor (S, D) in which rows arrive, `received[i]` of them from rank i. It must
+    not be read before the Transfer with this `number` has been waited for. Collective, also for a
+    rank without rows."""
     result = rows.new_empty((sum(received), rows.shape[1]))
     group = group_named(group_name)
     work = dist.all_to_all_single(
@@ -289,7 +300,7 @@ exchange_rows = torch.library.custom_op("pentameter::exchange_rows", start_rows,
 gather_tokens = torch.library.custom_op(
     "pentameter::gather_tokens", gathered_shards, mutates_args=()
 )
-"""`gathered_shards` by a name of its own, whose results recomputation keeps."""
+"""`gathered_shards` as another operation, whose results recomputation keeps."""
 
 
 @exchange_rows.register_fake
@@ -306,11 +317,14 @@ def _(shard: Tensor, shard_size: int, n_rows: int, group_name: str) -> Tensor:
 
 
 class Transfer:
-    """An exchange of rows over the named group, which sends `n_sent[i]` rows to rank i and receives
-    `n_received[i]` from it. Between `start` and `finish` other work is done; the backward pass does
-    the same in the other direction, overlapped with the gradients of that work.
+    """An exchange of rows over the named group, overlapped with computing: rank i gets `n_sent[i]`
+    rows from this rank, and this rank `n_received[i]` from it. Call `start`, compute something
+    else, then call `finish`. The backward pass exchanges the gradients in the other direction,
+    overlapped with the gradients of that other computation.
 
-    Recomputation may keep what arrived and start nothing, so that there is nothing to wait for."""
+    With recomputation the second forward pass may reuse kept results and start no exchange; `wait`
+    then returns at once.
+    """
 
     def __init__(self, n_sent: list[int], n_received: list[int], group_name: str) -> None:
         self.n_sent, self.n_received, self.group_name = n_sent, n_received, group_name
@@ -333,24 +347,26 @@ class Transfer:
         return arrived
 
     def send(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Start to send rows (R, D), or gradients (S, D) `back`, outside of autograd."""
+        """Start to send rows (R, D) or, if `back`, gradients (S, D) the other way, outside of
+        autograd. Returns the tensor in which the others' arrive."""
         sizes = (self.n_received, self.n_sent) if back else (self.n_sent, self.n_received)
         return exchange_rows(rows, *sizes, self.group_name, self._number)
 
     def wait(self) -> None:
-        """Wait for what was sent last, if it is under way."""
+        """Wait for the exchange that is under way, if there is one."""
         work, self.work = self.work, None
         if work is not None:
             finish(work, "all-to-all", group_named(self.group_name))
 
 
 _transfers: WeakValueDictionary[int, Transfer] = WeakValueDictionary()
-"""Transfers by number, which stands for them in a custom operation, as it takes no objects."""
+"""Maps a Transfer's number to it. A custom operation takes numbers, but no objects."""
 _numbers = itertools.count()
 
 
 class _Start(Function):
-    """Starts a Transfer; its backward pass waits for the gradients that `_Finish` has sent."""
+    """Autograd function that starts a Transfer; its backward pass waits for the gradients that the
+    backward pass of `_Finish` has started to send."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
@@ -368,7 +384,8 @@ class _Start(Function):
 
 
 class _Finish(Function):
-    """Waits for a Transfer; its backward pass starts to send the gradients back."""
+    """Autograd function that waits for a Transfer; its backward pass starts to send the gradients
+    back."""
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
@@ -380,7 +397,7 @@ class _Finish(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """Start to send the gradients g (S, D) back. What is returned only has their shape, so that
-        the backward pass goes on to `_Start`."""
+        """Start to send the gradients g (S, D) back. The result is g itself, whose values nobody
+        reads: it only makes the backward pass go on to `_Start`."""
         ctx.transfer.gradients = ctx.transfer.send(g, back=True)
         return g, None

@@ -27,10 +27,14 @@ from pentameter.parallel.tensor.collectives import gathered_shards, product_oper
 
 
 class Product3d(NamedTuple):
-    """A 3-D matmul over l × l × l ranks (l along each of `depth`, `row` and `tensor`). Ranks along
-    `row` shard the weight block's dimension `cut` (0 or 1), which has `n_cut` entries once
-    all-gathered, in shards of `most`; the last ones may be smaller. `inputs`, `row` and `results`
-    name process groups."""
+    """A record of one 3-D matmul over l × l × l ranks (l along each of `depth`, `row` and
+    `tensor`): its sizes, its process groups by name (`inputs`, `row` and `results`), and the
+    computation.
+
+    A rank's block of the weight is sharded along `row`, in its dimension `cut` (0 or 1): into
+    shards of `most` entries, of which the last ones may be smaller. All-gathered, that dimension
+    has `n_cut` entries.
+    """
 
     n_cut: int
     most: int

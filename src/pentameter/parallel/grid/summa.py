@@ -32,9 +32,9 @@ from pentameter.planning.layouts.sharding import shard_size
 
 
 class Summa(NamedTuple):
-    """A matmul over q × q ranks with a weight that has `n_out` rows (N) over all ranks. `row` and
-    `tensor` name the process groups along these dimensions; `precision` is the `train.precision`
-    whose matmul multiplies blocks."""
+    """A record of one matmul over q × q ranks with a weight that has `n_out` rows (N) over all
+    ranks, and the computation. `row` and `tensor` name the process groups along these dimensions;
+    `precision` is the `train.precision` whose matmul multiplies blocks."""
 
     n_out: int
     row: str

@@ -20,13 +20,13 @@ from pentameter.parallel.gradients import local
 
 
 class RoundedWeights(contextlib.AbstractContextManager[None]):
-    """Context for a step's forward and backward passes, in which the weights that only matmuls read
-    are rounded to `dtype`. Does nothing without units.
+    """Context manager for a step's forward and backward passes: inside it, weights that only
+    matmuls read are rounded to `dtype`. Does nothing without units.
 
     `units` pairs modules with whether only matmuls read their parameters; those with False, even
-    nested in others, are left as they are. Inside the context the modules compute with rounded leaf
-    tensors, created at the first entry and kept. Hooks on the parameters do not fire there, because
-    autograd reaches the leaves instead.
+    nested in others, are left as they are. Inside the context the modules hold rounded leaf tensors
+    in place of their parameters; these are created at the first entry and kept. Hooks on the
+    parameters do not fire there, because autograd reaches the leaves instead.
     """
 
     def __init__(

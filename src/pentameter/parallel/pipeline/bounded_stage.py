@@ -1,8 +1,11 @@
 """Pipeline stages that hold a receive buffer only while a micro-batch needs it.
 
 Before torch 2.15 `PipelineStage` allocates buffers for all micro-batches in a step, and schedules
-hold sent tensors until the step ends: memory that grows with the batch. Both pass through the
-stage's public methods, which mark when a message is posted and when it has been read.
+hold sent tensors until the step ends: memory that grows with the batch. The classes here override
+the stage's public methods that every receive and send passes through, and so know when a receive is
+posted and when its tensor has been read.
+
+A message is an activation or a gradient that one stage sends to another.
 """
 
 from __future__ import annotations
@@ -172,8 +175,8 @@ class SendingStage(BoundedStage):
 
 
 class _WithoutMemory(dict[int, Any]):
-    """Maps a micro-batch's number to PyTorch's receive information, whose buffers are on `meta`
-    until they are allocated.
+    """Dictionary from a micro-batch's number to PyTorch's receive information, whose buffers it
+    moves to `meta` until they are allocated.
 
     PyTorch allocates the buffers for all micro-batches at the first step, one after the other; this
     dictionary releases each before the next is made.

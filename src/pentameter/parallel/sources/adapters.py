@@ -1,8 +1,8 @@
-"""Adds low-rank adapters (LoRA) to a plain model's linear layers; the model's code does not know.
+"""Low-rank adapters (LoRA) for a plain model's linear layers; the model's code does not know.
 
 A layer keeps its weight and its name. A and B become its parameters, and (alpha ÷ rank) · B A x is
-added to its output (`adapted` in `parallel/linear.py`). If tensor parallelism shards the weight, it
-also shards the one that has the sharded axis, A or B; the other is replicated.
+added to its output (`adapted` in `parallel/linear.py`). If tensor parallelism shards the weight
+along an axis, it also shards whichever of A and B has that axis; the other is replicated.
 
 Shapes: r LoRA rank; n inputs and m outputs per layer.
 """
@@ -57,8 +57,9 @@ def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> No
 
 
 def _call_linear_layers(module: nn.Module, arguments: object) -> None:
-    """Do nothing, as a hook: a PyTorch layer that has one calls its linear layers in evaluation,
-    too. Without it a kernel reads their weights, and leaves their adapters out."""
+    """Forward pre-hook that does nothing. That a PyTorch transformer layer has any hook makes it
+    call its linear layers in evaluation too. Without one it uses a kernel that reads their weights,
+    and so leaves their adapters out."""
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:

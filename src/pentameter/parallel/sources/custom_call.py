@@ -1,4 +1,5 @@
-"""Calls of a custom module, or of a slice: by the arguments and the result that its `forward` has.
+"""Functions that call a custom module, or a slice of it, whatever arguments and result its
+`forward` has.
 
 Shapes: B batch rows, T tokens, D channels, V vocabulary.
 """

@@ -149,9 +149,10 @@ class OwnModel(ModelSource):
             return made() if self.init_weights is None else built_without_parameters(made)
 
     def _buffers(self, config: Config, layers: range | None) -> dict[str, Tensor]:
-        """Return the buffers of the full module (`layers` None), or of the slice with these layers,
-        by every name, built without memory for parameters: those that `init_weights` sets then draw
-        less. A slice that draws has the full module's values, which its own draws are not."""
+        """Return the values of the buffers in the full module (`layers` None), or in the slice with
+        these layers, by every name that they have. For modules whose parameters `init_weights`
+        sets; these get no memory here. If building a slice draws random numbers, its buffers are
+        taken from the full module, since a slice draws others."""
         with seeded(config.seed):
             began = torch.get_rng_state()
             module = built_without_parameters(partial(self._construct, config, layers))
@@ -267,7 +268,7 @@ class OwnModel(ModelSource):
 
     def n_targets(self, targets: Tree) -> int | None:
         """Return how many of `targets` (arrays) count in the loss, by the user's `count_targets`.
-        None if there is no such function: then all except -1 count."""
+        None if the user gave no such function: then all targets except -1 count."""
         return None if self.count_targets is None else self.count_targets(targets)
 
     def row_keys(

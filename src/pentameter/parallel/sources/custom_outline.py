@@ -111,8 +111,8 @@ def _table(
 
 
 def _adapted(whole: nn.Module, blocks: Sequence[str], config: Config, built_by: str) -> list[str]:
-    """Return paths to the linear layers within the sub-modules at `blocks` that [lora] adapts. The
-    last layer of `torch.nn.MultiheadAttention` is none of them: it is never called, as the module
+    """Return the paths of the linear layers that [lora] adapts, within the sub-modules at `blocks`.
+    Without the output layer of `torch.nn.MultiheadAttention`, which is never called, as that module
     reads its weight. Raises ConfigError, naming the build function `built_by`, if there are no
     linear layers."""
     attentions = (each for each in whole.modules() if isinstance(each, nn.MultiheadAttention))
@@ -180,8 +180,9 @@ def _matching(whole: nn.Module, paths: Sequence[str], key: str) -> dict[str, nn.
 
 
 def _sharded_dimensions(module: nn.Module, style: ParallelStyle) -> dict[str, int]:
-    """Map parameter names in a module to the dimension that a tensor-parallel style shards. A style
-    that is not PyTorch's own is opaque: its parameters are counted as replicated."""
+    """Return, for each parameter of `module` that a tensor-parallel style shards, the tensor
+    dimension that it shards. {} for a style that is not PyTorch's own: what it does is not known,
+    and its parameters are counted as replicated."""
     columns = isinstance(style, ColwiseParallel)
     if not columns and not isinstance(style, RowwiseParallel):
         return {}

@@ -109,10 +109,13 @@ class GPTSource(ModelSource):
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
         """Return the keys from which one step's dropout masks are computed: two random words for
-        each batch row and dropout site (see `dropout_keys`), as int32 (B, n_sites, 2) on the CPU;
-        None without dropout. `rows` (B,) are the batch rows' numbers in the global batch. In tensor
-        mode 3d this rank computes attention for other rows, `attended` (B,), and the sites on
-        attention weights get those rows' keys; in other modes `attended` is not read."""
+        each batch row and dropout site (see `dropout_keys`), int32 (B, n_sites, 2) on the CPU; None
+        for a model without dropout.
+
+        `rows` (B,) are the batch rows' numbers in the global batch. In tensor mode 3d this rank
+        computes attention for other rows, `attended` (B,), and the sites on attention weights get
+        those rows' keys. In other modes `attended` is not read.
+        """
         model, seed = plan.config.model, plan.config.seed
         if not (model.dropout or model.attention.dropout or model.embedding_dropout):
             return None
@@ -124,10 +127,10 @@ class GPTSource(ModelSource):
 
 
 def gpt_slice(model: GPT) -> ModelSlice:
-    """Return the ModelSlice for a GPT, or for a slice of one. Each sub-layer is a unit that ZeRO
-    all-gathers, and only matmuls read its parameters; the norms, sinks and the router within are
-    units of their own before it, and so is what every token takes beside experts, which may lie on
-    another mesh."""
+    """Return the ModelSlice for a GPT, or for a slice of one. Its units, which ZeRO all-gathers,
+    are the sub-layers, whose parameters only matmuls read. Norms, sinks and routers inside a
+    sub-layer are not read by matmuls alone, and are units of their own, listed before it. So are
+    the shared experts and their gate: the routed experts beside them may lie on another mesh."""
     units: list[tuple[nn.Module, bool]] = []
     for block in model.blocks.values():
         assert isinstance(block, Block)
@@ -153,8 +156,8 @@ def call_gpt_by_row(
     model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None
 ) -> Tensor:
     """Run a GPT slice without dropout on x, int64 (B, T) or the residual stream (B, T, D). The last
-    slice returns each batch row's summed loss against targets (B, T), (B,); others return (B, T,
-    D).
+    slice returns each batch row's summed loss, (B,), against targets (B, T); others return the
+    residual stream (B, T, D). `keys` are not read.
 
     All rows run through the layers at once. Only the head's loss, which any layout computes as one
     sum, takes them one by one.

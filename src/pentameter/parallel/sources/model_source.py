@@ -42,13 +42,13 @@ class ModelSlice:
     """The slice's module; parameters have the names that they have in the full model."""
     call: Call
     units: Sequence[tuple[nn.Module, bool]] = ()
-    """The modules that ZeRO all-gathers as units, in execution order, each with whether only
-    matmuls read its parameters, which can then be rounded before they are sent. Parameters in no
-    unit are gathered with the slice."""
+    """(module, feeds matmuls only) pairs, in execution order: the modules that ZeRO all-gathers as
+    units. If only matmuls read a unit's parameters, they can be rounded before they are sent.
+    Parameters in no unit are gathered with the slice."""
     reads_inputs: bool = False
     """Whether the slice takes the batch's inputs in addition to the residual stream."""
     row_call: Call | None = None
-    """A Call without randomness whose last slice gives the summed loss of each batch row in nats,
+    """A Call without randomness, whose last slice returns each batch row's summed loss in nats,
     (B,). If None, `call` runs on one row after another."""
 
     def call_by_row(self, x: Tree, targets: Tree | None) -> Tensor:
@@ -65,12 +65,12 @@ class ModelSlice:
 
 
 class ModelSource(ABC):
-    """Builds, initializes and keys one model for the engine; implemented by the GPT and custom
-    models."""
+    """Builds and initializes one model for the engine, and derives its random keys; implemented for
+    the GPT and for custom models."""
 
     draws_from_generator = False
     """Whether a forward pass may draw from PyTorch's generator, which is then seeded for each
-    micro-batch; a model with keyed randomness never does."""
+    micro-batch. False for a model whose dropout masks are computed from keys."""
     may_leave_unused = False
     """Whether some parameter may take no part in a micro-batch's loss, and so get no gradient."""
     computes_with_dtensors = False
@@ -79,8 +79,8 @@ class ModelSource(ABC):
     takes_any_batch = False
     """Whether inputs and targets may be any structure of tensors (B, …), not only tokens."""
     table_of: TableOf | None = None
-    """Returns the parameters that a run saves, by its configuration; None for a custom model, which
-    has to be built to know them."""
+    """Function that returns the parameters that a run saves, given its configuration; None for a
+    custom model, which has to be built to know them."""
 
     @abstractmethod
     def outline(self, config: Config) -> ModelOutline:
@@ -122,6 +122,6 @@ class ModelSource(ABC):
         return plan.config.model.context_length
 
     def n_targets(self, targets: Tree) -> int | None:
-        """Return how many of `targets` (arrays) count in the loss, if the model has its own rule;
-        None if all except -1 do."""
+        """Return how many of `targets` (arrays) count in the loss. None if the model has no rule of
+        its own: then all except -1 count."""
         return None

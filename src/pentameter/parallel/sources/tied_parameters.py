@@ -58,10 +58,10 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedReplicas:
-    """Tie parameters across this rank's slices, in place, and return those tied to slices on other
-    ranks. `models` are the slices; `tied` maps each tied parameter's name to the `pipeline`
-    coordinates that hold it, the owner's first. Collective over the world, as it creates process
-    groups."""
+    """Tie parameters across this rank's slices, in place, and return this rank's parameters that
+    slices on other ranks hold, too. `models` are the slices; `tied` maps each tied parameter's name
+    to the `pipeline` coordinates that hold it, the owner's first. Collective over the world, as it
+    creates process groups."""
     tie_within(models, tied)
     if mesh.parameters is None:
         return TiedReplicas()
@@ -100,14 +100,14 @@ def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
 
 
 class TiedReplicas(NamedTuple):
-    """Parameters tied across stages on different ranks: for example an embedding and the tied
-    head's replica."""
+    """This rank's parameters that stages on other ranks hold, too, such as an embedding whose
+    replica is another stage's tied head."""
 
     replicas: frozenset[str] = frozenset()
-    """Names of those that this rank holds but another stage owns."""
+    """Names of those that another stage owns, which counts and saves them."""
     held: Sequence[tuple[dist.ProcessGroup, Sequence[Parameter]]] = ()
-    """Parameters that this rank holds, owned or not, each list with the process group that holds
-    it."""
+    """(group, parameters) pairs: all of them, owned or not, with the process group of the ranks
+    that hold them."""
 
     def add_up(self) -> None:
         """All-reduce each tied parameter's gradient over the ranks that hold it, in place.

@@ -35,8 +35,9 @@ module and its Operation in the plan."""
 
 
 class TensorContext(ABC):
-    """One rank in tensor parallelism, and how each module computes on its shards: the model's
-    sharding, the rank's coordinates and groups, and the run's dtypes and matmul."""
+    """Base class for a tensor mode on one rank: the model's sharding, the rank's coordinates and
+    groups, the run's dtypes and matmul, and the forward of each kind of module on this rank's
+    shards. A subclass is one mode."""
 
     styles: Mapping[Role, Style]
     """Maps an operation's role (`column_parallel`, `norm`, …) to its Style; modules with other
@@ -99,14 +100,15 @@ class TensorContext(ABC):
 
     @abstractmethod
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x (…, D) and targets (…,) for the tokens whose logits this rank computes, in one
-        order, given the local residual stream x (B, T, D) and targets (B, T)."""
+        """Return (x, targets) for the tokens whose logits this rank computes, x (…, D) and targets
+        (…,) in the same token order, given the local residual stream x (B, T, D) and targets
+        (B, T)."""
 
 
 def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forward:
-    """Return the forward of an RMSNorm for queries or keys (…, C), C channels in this rank's heads.
-    A norm per head is local; one over all heads' channels, whose weight is a DTensor, is
-    collective. `op` is not read."""
+    """Return the forward of an RMSNorm for queries or keys (…, C), where C is the channels of one
+    head or of all this rank's heads. A norm of each head is local. One over all heads' channels,
+    whose weight is a DTensor, is collective. `op` is not read."""
     eps = norm.eps
     assert eps is not None
     over_all_heads = isinstance(norm.weight, DTensor)
