@@ -1,8 +1,9 @@
-"""Messages and tools in OpenAI's forms, made the one form that chat templates are given.
+"""Messages and tools from files and clients, normalized to the one form that chat templates get.
 
-What people read from files (`corpora/conversations.py`) and what clients send to a server becomes
-the same here, before anything is rendered: null is absent, content is a text or parts of text,
-reasoning has the names that templates look for, a call's arguments are an object.
+OpenAI's interface and files allow several forms. In the normalized one, null values are absent,
+content is a text or a list of text parts, reasoning stands under every name that templates look
+for, and a call's arguments are an object. Records in files (`corpora/conversations.py`) and
+requests to a server are normalized alike, before anything is rendered.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from pentameter.errors import ConfigError
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is the one that most templates read."""
 ARGUMENTS_TEXT = "arguments_text"
-"""Key of a function that is called: its arguments as the text that they came as, for templates that
-write that."""
+"""Key that `normalized` adds to a called function whose arguments came as text: that text, for
+templates that write arguments unchanged."""
 _SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _SPEAKERS = ("system", "developer", "user", "assistant")
 
 
 def normalized(messages: Any) -> list[dict[str, Any]]:
-    """Return a list of messages in the one form; ConfigError, which numbers the message, for what
-    is none or holds parts that are not text."""
+    """Return a list of messages in the normalized form. Raises ConfigError, with the message's
+    number, for something that is no message, and for content parts that are not text."""
     if not isinstance(messages, list):
         raise ConfigError(f"'messages' is {type(messages).__name__}, not a list")
     return [_message(each, f"message {number}") for number, each in enumerate(messages)]
 
 
 def normalized_tools(tools: Any) -> list[Any] | None:
-    """Return the functions that a model may call, of a list, also one written as JSON, or one of
-    such texts; None for none. Raises ConfigError for anything else."""
+    """Return the functions that a model may call as a list; None if there are none. `tools` is a
+    list, its JSON, or a list of JSON texts. Raises ConfigError for anything else."""
     found = _parsed(tools)
     if found in (None, ""):
         return None
@@ -42,8 +43,9 @@ def normalized_tools(tools: Any) -> list[Any] | None:
 
 
 def normalized_variables(variables: Any) -> dict[str, Any]:
-    """Return what a template is given beside messages and tools, such as `enable_thinking`, of an
-    object or its JSON; none for None. Raises ConfigError for anything else."""
+    """Return further variables for a chat template, such as `enable_thinking`, as a dict.
+    `variables` is an object, its JSON, or None, which gives {}. Raises ConfigError for anything
+    else."""
     found = {} if variables is None else _parsed(variables)
     if not isinstance(found, dict):
         raise ConfigError(f"'chat_template_kwargs' is {variables!r:.60}, not an object")
@@ -51,7 +53,7 @@ def normalized_variables(variables: Any) -> dict[str, Any]:
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    """Return one message, called `name` in errors, in the one form."""
+    """Return one message in the normalized form; `name` is how errors call it."""
     if isinstance(message, Mapping) and "role" not in message and "from" in message:  # ShareGPT's
         spoken = {"role": _SHARE_GPT.get(message["from"], message["from"])}
         message = {**spoken, "content": message.get("value"), **message}
@@ -79,8 +81,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _content(content: Any, role: str, name: str) -> Any:
-    """Return a message's content: a list of text parts, or what it is. What a tool found may be any
-    value; who speaks, speaks text."""
+    """Return a message's content: text parts as a list, anything else unchanged. Roles in _SPEAKERS
+    have text only, else ConfigError; a tool's result may be any JSON value."""
     speaks = role in _SPEAKERS
     if isinstance(content, list) and (speaks or all(map(_is_part, content))):
         for part in content:
@@ -104,8 +106,8 @@ def _is_part(part: Any) -> bool:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call whose function has its arguments as an object, beside the text that they
-    came as."""
+    """Return a tool call with its arguments as an object, and with the text that they came as under
+    ARGUMENTS_TEXT. A call whose arguments are no JSON object is returned as it is."""
     if not isinstance(call, Mapping):
         return call
     call = {key: value for key, value in call.items() if value is not None}
@@ -121,7 +123,8 @@ def _call(call: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the JSON value that a text has, the text if it has none; anything else unchanged."""
+    """Return the value that a text of JSON stands for; the text itself if it is no JSON, and any
+    other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

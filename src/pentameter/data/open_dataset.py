@@ -1,5 +1,6 @@
-"""The one way from `[data]` to tokens: `open_dataset` opens prepared shards, or those of the cache
-for any other data, made if absent; `preparation_of` has shards made elsewhere (`prepare`)."""
+"""The one way from `[data]` to tokens: `open_dataset` opens prepared shards; for any other data, it
+opens shards in the cache, which are written if absent. `preparation_of` is for writing shards
+elsewhere (`prepare`)."""
 
 from __future__ import annotations
 
@@ -50,17 +51,17 @@ def open_dataset(
     warnings: list[str] | None = None,
     kept: Collection[str] = (),
 ) -> Dataset:
-    """Open the data set that `data` describes; text is first prepared into the cache, if it is not
-    there yet. Several `data.sources` are opened one by one and concatenated, all encoded by the
-    first one's tokenizer (even one made from its text). Prepared shards, named by `data.path`, are
-    opened with their own splits and tokenizer.
+    """Open the data set that `data` describes. Text is first prepared into the cache, if it is not
+    there yet. Prepared shards, named by `data.path`, are opened with their own splits and
+    tokenizer. Several `data.sources` are opened one by one and concatenated, all encoded by the
+    first one's tokenizer.
 
-    `tokenizer`, such as a trained model's, replaces `data.tokenizer`; None takes the setting.
-    Prepared shards must have been written with it. `verify` checks the files against their hashes,
-    and makes this process the one that writes a stream's parts; one process per machine must set
-    it. `progress` is called with a pass's name, the bytes done and the bytes in all. `warnings`
-    collects sentences for the user. `kept` are the names of folders in the cache that a run has
-    read, which are opened again though this version would encode otherwise.
+    tokenizer: replaces `data.tokenizer`, as a trained model's does; prepared shards must have been
+    written with it. None takes the setting. verify: whether to check files against their hashes,
+    and to have a token stream's parts written; one process per machine must. progress: called with
+    a pass's name, the bytes done and the bytes in all. warnings: collects sentences for the user.
+    kept: names of folders in the cache that a resumed run has read; they are opened again though
+    this version would encode otherwise.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
     vocabulary, another tokenizer than the shards', …), CorruptError (damaged shards, a file that is
@@ -93,9 +94,9 @@ class _Opener:
     warnings: list[str]
     kept: Collection[str] = ()
     are_several: bool = False
-    """Whether other sources have the same settings: those that cannot apply to one (file settings
-    to prepared shards; to text a chat template, but for its special tokens) are then ignored
-    instead of refused."""
+    """Whether the data set is one of several `data.sources`, which have one set of settings. A
+    setting that cannot apply to it is then ignored instead of refused: settings of files for
+    prepared shards, a chat template for text (but for its special tokens)."""
 
     def open(self, data: DataConfig, tokenizer: Tokenizer | None) -> Dataset:
         """Open the data set at `data.path` or `data.corpus`; `data.sources` is not read.
@@ -129,12 +130,12 @@ def preparation_of(
     is_shared: bool = False,
     progress: Progress = no_progress,
 ) -> Preparation:
-    """Return a Preparation, which can write token shards or open them from the cache, for the
-    corpus that `data` names, or for the files at `paths` instead. Nothing is encoded yet.
+    """Return a Preparation for the corpus that `data` names, or for the files at `paths` instead.
+    It can write token shards, or open them from the cache; nothing is encoded yet.
 
-    `tokenizer` encodes the corpus; it may be a setting (`gpt2`, a file, or `char`, `word` and
-    `bpe:N`, which are made from the corpus later). If `is_shared`, other corpora have the same
-    settings, and text takes only the special tokens of a chat template, which otherwise it refuses.
+    tokenizer: encodes the corpus; a tokenizer, or a setting (`gpt2`, a file, or `char`, `word` and
+    `bpe:N`, which are made from the corpus later). is_shared: whether other corpora have the same
+    settings; text then takes the special tokens of a chat template, instead of refusing it.
 
     Raises ConfigError (unknown corpus, missing path, impossible tokenizer), CorruptError or
     StorageError (damaged or unreadable files).
@@ -220,11 +221,13 @@ def needs_no_download(data: DataConfig) -> bool:
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> list[str]:
-    """Return a warning if the `wanted` tokenizer begins documents with other tokens than `found`,
-    by which shards were prepared. Raise ConfigError if it, or settings in `data`, contradict the
-    shards otherwise. `wanted` may be a setting: `char`, the default,
-    contradicts no tokenizer; others must have its kind, and at least its number of tokens if they
-    give one."""
+    """Raise ConfigError if settings in `data`, or the `wanted` tokenizer, contradict prepared
+    shards. Return a warning if `wanted` only begins documents with other tokens than `found`, the
+    shards' tokenizer, else [].
+
+    `wanted` may be a setting. `char`, the default, contradicts no tokenizer; others must have the
+    shards' kind, and at least their vocabulary size if they give one.
+    """
     absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
     for key, usual in {**absent, **NOT_OF_SHARDS}.items():
         if (value := getattr(data, key)) != usual:

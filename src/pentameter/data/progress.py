@@ -103,7 +103,8 @@ class ProgressBars:
         self._first: tuple[float, int] | None = None
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Draw the pass's bar; of a pass that waits for another process say so."""
+        """Update the pass's bar, created on the first call. For a pass that waits for another
+        process, print a line instead."""
         if name == AWAITING:
             self._bars.console.print(pass_in_words(name))
             return
@@ -123,8 +124,8 @@ class ProgressBars:
 
 @contextmanager
 def progress_on_stderr() -> Iterator[ProgressLines | ProgressBars]:
-    """Give a `Progress` that shows passes on stderr: on a terminal a bar for each, without one a
-    line every LINE_SECONDS."""
+    """Context manager that yields a `Progress` callback for stderr: a bar per pass on a terminal,
+    else a line every LINE_SECONDS."""
     from rich import progress as rich
     from rich.console import Console
 

@@ -35,7 +35,7 @@ class DataSizes:
         )
 
     def without_unknown(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a Plan's JSON with null for the keys in `unknown`."""
+        """Return `record`, a Plan as JSON values, with None for the keys in `unknown`."""
         return {**record, **dict.fromkeys(self.unknown)}
 
 

@@ -1,5 +1,5 @@
-"""Addresses of this machine: the one by which other nodes reach it, and those of its servers, as
-`--host` and `--port` name them."""
+"""Addresses of this machine: the one at which other nodes reach it, and those of its servers, which
+`--host` and `--port` choose."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of a page that is one file and may speak to its own server alone."""
+"""Content-Security-Policy for a page that is a single file: it may connect to its own server
+only."""
 NEXT_PORTS = 20
-"""Ports above one in use of which a free one is named."""
+"""How many ports above one that is in use are tried, to suggest a free one."""
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def own_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the IPv4 address by which other nodes reach this machine, and its network interface:
-    the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it names one, else that of the
-    host's name, else the first. Raises ConfigError if there is none but the loopback."""
+    """Return (IPv4 address, network interface) at which other nodes reach this machine. The
+    interface is the one that GLOO_SOCKET_IFNAME names, else NCCL_SOCKET_IFNAME if it is a plain
+    name, else the one with the address of this host's name, else the first. Raises ConfigError if
+    there is none but the loopback."""
     addresses = _interfaces()
     if name := environ.get("GLOO_SOCKET_IFNAME"):
         if name not in addresses:

@@ -67,15 +67,17 @@ class GpuCapabilities:
 @dataclass(frozen=True)
 class Capabilities:
     """A machine's processor and accelerators as plain values, so that a test can pretend to have
-    others. Of the GPUs it has those that torch can compute on, up to the first that it cannot."""
+    others. `gpus` are those that torch can compute on, up to the first that it cannot."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
     gpu_runtime: str | None
-    """`cuda 12.8` or `rocm 6.4`, which torch is built for; None if it is built for the CPU only."""
+    """The runtime that torch is built for, `cuda 12.8` or `rocm 6.4`; None if it is built for the
+    CPU only."""
     mps: bool
     gpu_obstacle: str | None = None
-    """A sentence that says why a GPU of this machine is left out; None if none is."""
+    """A sentence that says why a GPU of this machine is left out of `gpus`; None if none is left
+    out."""
 
     def gpu(self, device: torch.device) -> GpuCapabilities:
         """Return the GPU with `device`'s index (0 if it has none). Raises ConfigError if
@@ -89,8 +91,8 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Compiler:
-    """The compiler command that `torch.compile` would call (None if there is none), whether it
-    works, and the reason for either."""
+    """The compiler command that `torch.compile` calls (None if there is none), whether it works,
+    and why or why not."""
 
     command: str | None
     works: bool
@@ -123,8 +125,9 @@ def machine_capabilities(root: Path = Path("/")) -> Capabilities:
 
 
 def _usable_gpus() -> tuple[tuple[GpuCapabilities, ...], str | None]:
-    """Return the GPUs that torch shows up to the first for which it has no kernels, as numbers must
-    stay theirs, and a sentence that names this one; None if it has them for all."""
+    """Return (GPUs that torch can compute on, obstacle). GPUs are listed up to the first that this
+    torch has no kernels for, so that their numbers stay torch's. `obstacle` is a sentence that
+    names that one; None if there is none."""
     gpus: list[GpuCapabilities] = []
     if not torch.cuda.is_available():
         return (), None
@@ -175,8 +178,9 @@ version compatibility")."""
 
 
 def _driver_obstacle(runtime: str, root: Path) -> str | None:
-    """Return a sentence that says why torch, built for `runtime`, finds no GPU where the system
-    shows NVIDIA's; None if it shows none, or CUDA_VISIBLE_DEVICES hides them."""
+    """Return a sentence that says why torch, built for `runtime`, finds no GPU although the system
+    shows an NVIDIA one. None if it shows none, or CUDA_VISIBLE_DEVICES is set, which may hide
+    it."""
     shown = any((root / "dev").glob("nvidia[0-9]*"))
     shown = shown or (root / "usr/lib/wsl/lib/nvidia-smi").exists()  # WSL has no such file in /dev
     if not runtime.startswith("cuda") or not shown or "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -250,10 +254,10 @@ _TRITON_CAPABILITY = 70
 
 
 def find_compiler(device: torch.device, capabilities: Capabilities | None = None) -> Compiler:
-    """Return the compiler that `torch.compile` would call for a device, and whether it works, found
-    out by having `torch.compile` build a small function and run it: in the folder that a run will
-    use, with the headers that a run will use. The first time that takes some 10 s on a CPU, most of
-    which a run that compiles then need not take.
+    """Return the compiler that `torch.compile` calls for a device, and whether it works. That is
+    found out by compiling and running a small function, in the folder and with the headers that a
+    run will use. The first time this takes some 10 s on a CPU; most of it is saved when a run
+    compiles later.
 
     On a CPU the generated C++ includes Python.h and OpenMP. On a GPU Triton generates the kernels,
     and needs a C compiler to launch them. On MPS the answer is always no. capabilities: this
@@ -301,7 +305,8 @@ def _probe(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tried(device: torch.device, command: str, how: str, options: dict[str, Any]) -> Compiler:
-    """Return the compiler with the verdict of a trial: `how` it works, or why it does not."""
+    """Have `torch.compile` build and run a small function, and return its compiler with the result.
+    how: the reason to give if it works. options: those of `torch.compile`."""
     # With its own code, as PyTorch compiles the same code for few sets of options.
     probe = FunctionType(_probe.__code__.replace(), _probe.__globals__)
     try:
@@ -326,8 +331,8 @@ _NEEDED = "whose path has no blank, whose disk has room for 1 GB and lets progra
 
 
 def compiler_error(error: Exception) -> str:
-    """Return the words of a failed compilation that say what is wrong, of the many that PyTorch
-    prints: the compiler's first error, else the first line."""
+    """Return the line of a failed compilation's error that says what is wrong: the compiler's first
+    error, else the first line. PyTorch prints many more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if " error: " in line]
     first = (said or lines or [type(error).__name__])[0]

@@ -68,7 +68,8 @@ class ChildEndedError(EOFError):
 
 
 class Child:
-    """A process that runs `command`, and is killed when this process ends."""
+    """A child process that runs `command`, and is killed when this process ends, however that
+    happens."""
 
     def __init__(
         self,
@@ -153,13 +154,14 @@ class PythonChild(Child):
         prints: bool = False,
         task: str = "help this one",
     ) -> None:
-        """Start the interpreter. It calls `function` (`module:name`) once, with `arguments`; the
-        callable that this returns answers each request.
+        """Start the interpreter. It calls `function` (`module:name`) once, with `arguments`, and
+        uses the callable that it gets to answer each request.
 
-        The child's stdout and stderr go to `output`; by default stderr is this process's, and
-        stdout is discarded, or with `prints` this process's, too. environment: the child's
-        variables. folder: a temporary folder that the child removes if this process is killed and
-        cannot. Raises StorageError if the system cannot start a process, which names its `task`.
+        output: file for the child's stdout and stderr; by default stderr is this process's, and
+        stdout is discarded, or with `prints` this process's. environment: the child's variables.
+        folder: a temporary folder that the child removes if this process is killed and cannot.
+        task: what the child is for, in the message of the StorageError that is raised if no process
+        can be started.
         """
         from multiprocessing import Pipe
 
@@ -218,12 +220,13 @@ class Forked:
 
 
 class ForkServer(PythonChild):
-    """A fresh interpreter that imports a module, named by the constructor's `function`, and then
-    forks workers that find it imported.
+    """A Python interpreter that imports a module, the constructor's `function`, and then forks
+    workers, which have it imported already.
 
     Importing torch takes seconds of processor time: here that is paid once. Forking is safe because
-    the fork server computes nothing: it has a single thread, and torch has started none. Where it
-    is not safe (`forks`), each worker is a fresh interpreter and pays for itself.
+    the fork server computes nothing: it has a single thread, and torch has started none. Where
+    forking is not safe (`forks`), each worker is a fresh interpreter that imports the module
+    itself.
     """
 
     def _role(self) -> str:
@@ -231,8 +234,8 @@ class ForkServer(PythonChild):
 
     def fork(self, function: str, output: int | None = None) -> Forked:
         """Fork a worker that answers each request by calling `function` (`module:name`) with it.
-        Its stdout and stderr go to the file descriptor `output`, None for the fork server's. Raises
-        ChildEndedError if the fork server has ended."""
+        `output` is the file descriptor for its stdout and stderr; None leaves it the fork server's.
+        Raises ChildEndedError if the fork server has ended."""
         from multiprocessing import Pipe
         from multiprocessing.reduction import send_handle
 
@@ -262,7 +265,7 @@ class ForkServer(PythonChild):
 
 
 class ForkedChild:
-    """A worker of a ForkServer as a process that runs to its end, like a Child."""
+    """A worker of a ForkServer that runs one request to its end, with the methods of a Child."""
 
     def __init__(self, server: ForkServer, worker: Forked) -> None:
         self._server, self._worker = server, worker
@@ -314,8 +317,8 @@ class ForkedChild:
 
 
 def forks() -> bool:
-    """Return whether a process that has imported torch may be forked here. On macOS the system ends
-    such a child once it uses Objective-C, and Apple's GPU hangs in it."""
+    """Return whether forking a process that has imported torch is safe on this system. On macOS it
+    is not: the system ends such a child once it uses Objective-C, and Apple's GPU hangs in it."""
     return sys.platform != "darwin"
 
 
@@ -330,10 +333,10 @@ def _command(role: str, connection: int, function: str, *arguments: str) -> list
 
 
 def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
-    """From now on, kill this process and those it started as soon as its parent is gone. Call it in
-    a process that `Child` started; elsewhere it does nothing.
+    """From now on, kill this process and those that it has started as soon as its parent is gone.
+    Call it in a process that `Child` started; elsewhere it does nothing.
 
-    Returns the temporary folder that is removed then, empty if there is none.
+    Return the temporary folder that is removed then; "" if there is none.
     """
     lifeline = environ.pop(LIFELINE, "")  # what this process starts has nothing to do with it
     descriptor, _, folder = lifeline.partition(" ")
@@ -375,9 +378,13 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
 
 
 def _serve_workers(connection: Connection, module: str, *, forks: bool) -> NoReturn:
-    """Import `module`, then fork a worker for each function name received, with the descriptors of
-    its connection and perhaps of its output, and kill a worker for each process id received, until
-    the connection closes. Without `forks` nothing is imported, and workers are interpreters."""
+    """Answer a ForkServer's requests until the connection closes. For (function name, number of
+    descriptors), followed by the descriptors of a worker's connection and perhaps its output, start
+    a worker and send its process id. For a process id, kill that worker and send its exit code.
+
+    With `forks`, `module` is imported first, and workers are forked; otherwise they are fresh
+    interpreters, and nothing is imported here.
+    """
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import recv_handle
 
@@ -473,8 +480,8 @@ def _kill(worker: int) -> int:
 
 
 def _go_on_without_parent() -> None:
-    """Have Linux resume this process, if it is suspended then, when its parent ends: a suspended
-    one would see no pipe that closes."""
+    """On Linux, have the kernel resume this process when its parent ends. A suspended process would
+    not notice that the pipe from its parent closes."""
     if sys.platform == "linux":
         import ctypes  # `--help` need not wait for it
 

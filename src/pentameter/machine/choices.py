@@ -111,8 +111,9 @@ def choose_precision(
 
 
 def emulates(precision: str, device: torch.device, capabilities: Capabilities) -> bool:
-    """Return whether `device` computes matmuls in `precision` by widening the inputs to fp32: a CPU
-    does so for fp16, and for bf16 without hardware for it. Then fp32's peak is the limit."""
+    """Return whether `device` computes matmuls in `precision` by converting the inputs to fp32, so
+    that fp32's peak is the limit. A CPU does so for fp16, and for bf16 if it has no hardware for
+    it."""
     if device.type != "cpu":
         return False
     has_bf16 = capabilities.cpu.fast_bf16 or capabilities.cpu.arm_bf16
@@ -147,14 +148,14 @@ def choose_compile(
     precision: str | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[bool, str]:
-    """Return (whether to compile, reason): whether `train.compile` = `setting` has `torch.compile`
-    compile the step, and the reason in words. Nothing is compiled here but a probe.
+    """Return (whether to compile the step by `torch.compile`, the reason in words). Nothing is
+    compiled here but a probe.
 
-    `auto` compiles if a compiler works and the whole run, with `total_flops`, is long enough for
-    the saved time to pay for about 40 s spent compiling. The whole run, not its rest, so that a
-    resumed run chooses the same. precision: from `choose_precision`; None for its `auto`.
-    capabilities: this machine's, by default looked up. Raises ConfigError if `setting` is True and
-    no compiler works.
+    setting: `train.compile`. `auto` compiles if a compiler works and the saved time of the whole
+    run, `total_flops`, exceeds the 40 s or so spent on compiling. The rest of the run does not
+    count by itself, so that a resumed run chooses the same. precision: from `choose_precision`;
+    None for its `auto`. capabilities: this machine's, by default looked up. Raises ConfigError if
+    `setting` is True and no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
     match setting:
@@ -197,8 +198,8 @@ def choose_asynchronous(
 
 
 def _eager_flops(device: torch.device, precision: str | None, capabilities: Capabilities) -> float:
-    """Return the FLOP/s to expect from uncompiled training on `device` in `precision` (None: its
-    `auto`). They come from tables only, so that the same machine always gives the same figure."""
+    """Return the FLOP/s to expect from uncompiled training on `device` in `precision`; None stands
+    for its `auto`. The figures come from tables, so that a machine always gets the same one."""
     if precision is None:
         precision = choose_precision("auto", device, capabilities)[0]
     if device.type == "cpu":

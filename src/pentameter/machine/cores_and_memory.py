@@ -24,17 +24,18 @@ INTERPRETER_BYTES = 300_000_000
 """A process's memory in bytes before it has a model: Python, torch, and the training code."""
 
 _QUOTA_THREADS = "PENTAMETER_QUOTA_THREADS"
-"""Environment variable with the OMP_NUM_THREADS that a CPU quota, and no user, set."""
+"""Environment variable in which `prepare_threads` notes the OMP_NUM_THREADS that it set for a CPU
+quota, to tell it from a user's."""
 
 Collect = Callable[[Any], list[Any]]
-"""Type for an all-gather: from this process's value, all processes' values, ordered by
+"""Type of an all-gather: maps this process's value to the list of all processes' values, ordered by
 rank. Collective."""
 
 _LOOK = "--dry-run shows what each process would hold, and starts none"
 
 BUSY_CORES = 0.5
-"""Least number of cores, kept busy by other programs, that is worth a warning; fewer are an idle
-machine's noise."""
+"""Number of cores that other programs must keep busy for a warning; fewer are an idle machine's
+noise."""
 
 
 def usable_cores() -> frozenset[int]:
@@ -81,9 +82,9 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group, and of every group around it that can be
-    seen from here, in which `controller` (`cpu`, `memory`) sets its limits; in versions 1 and 2
-    (cgroups(7), and proc(5) for mountinfo)."""
+    """Yield the folders of the control groups that limit this process through `controller` (`cpu`,
+    `memory`): its own group and each one around it that can be seen from here. Versions 1 and 2 are
+    read (cgroups(7), and proc(5) for mountinfo). root: where /proc and /sys are."""
     mounts = [line.partition(" - ") for line in _read(root / "proc/self/mountinfo").splitlines()]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -125,9 +126,9 @@ def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables for one process among `n_processes` that divide this
-    machine's cores: `environ` with OMP_NUM_THREADS set, unless the user set it or the
-    process is alone."""
+    """Return the environment for one of `n_processes` processes that share this machine's cores:
+    `environ` with OMP_NUM_THREADS set to a process's part. It is unchanged if there is one process,
+    and keeps the user's OMP_NUM_THREADS."""
     if n_processes == 1:
         return dict(environ)
     n_threads = chosen_threads(environ) or max(1, n_usable_cores() // n_processes)
@@ -137,12 +138,13 @@ def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ
 def fair_thread_count(
     cores: frozenset[int], all_cores: Iterable[frozenset[int]], quota: float | None = None
 ) -> int:
-    """Return the number of threads, at least one, for a process that may use the cores `cores`:
-    these ÷ the processes that may use any of them.
+    """Return the number of threads, at least one, for a process that may run on `cores`: their
+    number ÷ the processes that may use any of them.
 
     all_cores: for each process on the machine, this one included, the cores that it may use. So
-    processes that SLURM bound to separate cores use all theirs, and the others split common ones.
-    quota: their CPU quota in cores (`cpu_quota`), which they split, too; None for none.
+    processes that SLURM bound to separate cores use all of theirs, and others split common ones.
+    quota: a CPU quota in cores (`cpu_quota`), which these processes split as well; None for no
+    quota.
     """
     n_users = max(1, sum(1 for other in all_cores if other & cores))
     n_cores = len(cores) if quota is None else min(len(cores), int(quota))
@@ -178,7 +180,8 @@ def check_memory(n_processes: int, needed_bytes: int) -> None:
 
 
 def or_container() -> str:
-    """Return " (or its container)", for what is said of this machine, if there are such limits."""
+    """Return " (or its container)" if this process has a limit on CPU or memory, else "": an
+    addition to messages about this machine."""
     return "" if cpu_quota() is None and memory_limit() is None else " (or its container)"
 
 
@@ -197,9 +200,9 @@ WAIT_POLICIES = {
     "quiet": {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"},
     "busy": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
-"""Machine's load (`quiet` or `busy`) → OpenMP environment variables that say how long an idle
-thread spins before it sleeps. GNU's counts turns, some 140 cycles each, 3 ms in all; Intel's is in
-ms. Passive threads sleep at once."""
+"""Load of the machine (`quiet` or `busy`) → OpenMP environment variables that say how long an idle
+thread spins before it sleeps. On a quiet machine that is 3 ms: GNU's OpenMP counts turns of some
+140 cycles, Intel's milliseconds. On a busy one, passive threads sleep at once."""
 
 _BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread that is waited for
 _LOOK_SECONDS = 0.05
@@ -308,9 +311,9 @@ def _busy_seconds(cores: Collection[int]) -> float:
 
 
 class BusyTime:
-    """A clock of the thread that creates it. It runs while the thread computes and, on Linux, while
-    it could compute but another program has its core; it stands while the thread waits for another
-    process, a disk or a timer. Call `close` in the end."""
+    """A clock for the thread that creates it. It runs while the thread computes and, on Linux,
+    while it could compute but another program has its core. It stands while the thread waits for
+    another process, a disk or a timer. Call `close` in the end."""
 
     def __init__(self) -> None:
         self._fd = -1

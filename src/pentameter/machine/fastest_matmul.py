@@ -1,8 +1,8 @@
-"""The fastest matmul ever measured on this machine: the rate that MFU is relative to if the device
-has no published peak.
+"""The fastest matmul ever measured on this machine. MFU is relative to that rate if the device has
+no published peak.
 
-A measurement for some tenths of a second tells the machine's speed just then, which beside other
-programs may be a hundredth of its best. So the best is kept in the cache folder, by device,
+A measurement of some tenths of a second tells the machine's speed at that moment, which may be a
+hundredth of its best while other programs run. So the best is kept in the cache folder, by device,
 threads, processes that measure at once, dtype and torch release.
 """
 
@@ -38,8 +38,8 @@ class Ceiling:
     busy_cores: float = 0.0
 
     def warning(self) -> str | None:
-        """Return a sentence for people, that MFU will read too high, if other programs kept the
-        machine busy during the measurement; else None."""
+        """Return a sentence for people if other programs kept the machine busy during the
+        measurement, so that MFU will read too high; else None."""
         if self.busy_cores < BUSY_CORES:
             return None
         return (
@@ -57,11 +57,12 @@ def ceiling(
     collect: Collect = lambda value: [value],
     measure: Callable[[torch.device, torch.dtype], float] = measure_matmul,
 ) -> Ceiling:
-    """Measure a matmul in `dtype` now, and return the best rate ever measured on this machine under
-    the same conditions, this one included. Keeps it in the cache folder for later runs. Collective.
+    """Measure a matmul in `dtype` now, and return the best rate measured on this machine so far
+    under the same conditions, this measurement included. It is kept in the cache folder.
+    Collective.
 
     Args:
-        name: the device's product name, one condition.
+        name: the device's product name, one of the conditions.
         device: the device to measure.
         dtype: the matmul's dtype.
         n_processes: processes in this run on this machine; they measure at once.

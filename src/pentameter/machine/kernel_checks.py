@@ -1,10 +1,11 @@
-"""Proof that compiled kernels compute what their source says, before a run believes them.
+"""Checks that compiled kernels compute what their source says, before a run relies on them.
 
 A compiler may be wrong: g++ 11 and 12 lose stores in a kernel that `torch.compile` writes, and NaN
 or stale memory takes the gradients' place (`benchmarks/inductor_tile.py`). So each kernel runs once
-beside its plain form, on drawn numbers in the shapes, strides and dtypes of a run. What disagrees
-is built with less optimization, and what then disagrees is not used. Verdicts are kept in the cache
-folder, by all that they depend on: compiler, flags, torch, processor, threads and source.
+beside its plain form (PyTorch's operations), on random numbers in the shapes, strides and dtypes of
+a run. If the results differ, it is built with less optimization; if they still differ, it is not
+used. Verdicts are kept in the cache folder, by all that they depend on: compiler, flags, torch,
+processor, threads and source.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ LEVELS: tuple[Level, ...] = ("-O3", "-O2", "plain")
 optimization, or in its plain form, by PyTorch's operations."""
 
 MOST_ROUNDINGS = {2: 16.0, 4: 512.0, 8: 512.0}
-"""Bytes of the narrowest numbers that a kernel reads or writes → the largest error of a result, in
-roundings of these of the result's largest number. Of 16 bits few are rounded one after another, and
-sums are in fp32. Sums of 2^18 wide numbers are off by 512 roundings of either sign. Lost or stale
-numbers are off by as much as they are: of the largest, by 256 roundings of bf16."""
+"""Bytes of the narrowest dtype that a kernel reads or writes → the largest error allowed in a
+result, in units of that dtype's rounding error at the result's largest number. For 16 bits it is
+small: few such numbers are rounded one after another, and sums are in fp32. For wider dtypes, sums
+of 2^18 numbers may be off by 512 roundings of either sign. Lost or stale numbers give far larger
+errors: as large as the largest number, 256 roundings of bf16."""
 
 _COMPILED = ("model", "fused_cpu")
-"""Packages whose code is compiled, into whose proofs their sources go."""
+"""Packages whose code is compiled; their sources are part of a verdict's key."""
 
 
 def worst(*levels: Level) -> Level:
@@ -57,12 +59,14 @@ def disagreement(
     bound: float | None = None,
     least_top: float = 0.0,
 ) -> str | None:
-    """Return a phrase that says how a kernel's results differ from those of its plain form by more
-    than rounding, in shape, dtype, numbers that are not finite, or size; None if they agree.
+    """Return a phrase that says how a kernel's `results` differ from `expected`, those of its plain
+    form, by more than rounding: in shape, dtype, numbers that are not finite, or value. None if
+    they agree.
 
-    may_differ: the share of a result's numbers, all finite, that may have any size. bound: the
-    largest error of a result ÷ its largest number; by default the widest `bound_of` the dtypes.
-    least_top: what a smaller largest number counts as, where a result may be rounding alone.
+    may_differ: the fraction of a result's finite numbers that may have any value. bound: the
+    largest error allowed ÷ the result's largest number; by default `bound_of` the least precise
+    dtype. least_top: lower limit for that largest number, where a result may be nothing but
+    rounding errors.
     """
     dtypes = {x.dtype for x in (*results, *expected) if x.is_floating_point()}
     bound = max(map(bound_of, dtypes), default=0.0) if bound is None else bound
@@ -99,14 +103,15 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """Return the largest error of one kernel that reads or writes a dtype ÷ its result's largest
-    number: MOST_ROUNDINGS."""
+    """Return the largest error allowed of a kernel that reads or writes `dtype` ÷ its result's
+    largest number, from MOST_ROUNDINGS."""
     return torch.finfo(dtype).eps / 2 * MOST_ROUNDINGS[dtype.itemsize]
 
 
 def stand_in(x: Tensor, seed: int) -> Tensor:
-    """Return a tensor with x's shape, strides and dtype, full of normal numbers; with x's own
-    values if these are integers, or are not all finite, as a mask's."""
+    """Return a tensor with x's shape, strides and dtype, for running a kernel on. It holds normal
+    random numbers drawn with `seed`; if x has integers or numbers that are not finite, as a mask
+    has, x's own values."""
     size, strides = x.shape, x.stride()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
     flat = x.detach().new_empty(max(extent, 0) if x.numel() else 0)
@@ -123,16 +128,17 @@ def stand_in(x: Tensor, seed: int) -> Tensor:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """Return the verdict that `record` kept under a key from `key_of`; None if there is none, or
-    only a damaged one."""
+    """Return the verdict that `record` has kept under `key`, from `key_of`; None if there is none,
+    or it is damaged."""
     verdict = read_record(_folder() / f"{key}.json", dict[str, Any]) or {}
     is_whole = isinstance(verdict.get("name"), str) and verdict.get("level") in LEVELS
     return verdict if is_whole else None
 
 
 def record(key: str, name: str, level: Level, **more: Any) -> None:
-    """Keep a verdict, that the kernels `name` run at `level`, and whatever else is to be known of
-    it, in the cache folder; if that cannot be written, the next start proves again."""
+    """Keep a verdict in the cache folder under `key`: that the kernels called `name` run at
+    `level`, with further values in `more`. If the folder cannot be written, the next start checks
+    again."""
     verdict = {"name": name, "level": level, "toolchain": toolchain(), **more}
     with suppress(StorageError):
         make_folder(_folder())
@@ -140,7 +146,8 @@ def record(key: str, name: str, level: Level, **more: Any) -> None:
 
 
 def verdicts() -> Iterator[tuple[str, Level]]:
-    """Yield (name, level) for each verdict in the cache that holds for today's toolchain."""
+    """Yield (name, level) for each verdict in the cache that was found with the present
+    toolchain."""
     for path in sorted(_folder().glob("*.json")):
         verdict = recall(path.stem)
         if verdict is not None and verdict.get("toolchain") == toolchain():
@@ -148,15 +155,15 @@ def verdicts() -> Iterator[tuple[str, Level]]:
 
 
 def key_of(*parts: object) -> str:
-    """Return the key of a verdict on a kernel that `parts` describe, by their `repr`: a hash over
-    these, the toolchain and the sources of compiled code."""
+    """Return the key for the verdict on a kernel: a hash over `parts`, which describe it, by their
+    `repr`, the toolchain, and the sources of compiled code."""
     content = repr((toolchain(), _sources(), parts))
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def toolchain() -> str:
-    """Return a hash over what makes a kernel of its source: compiler, flags, torch, processor,
-    vector instructions and the number of threads."""
+    """Return a hash over all but the source on which a compiled kernel depends: compiler, flags,
+    torch, processor, vector instructions and the number of threads."""
     cpu = machine_capabilities().cpu
     command = compiler_command()
     flags = sorted(
@@ -168,7 +175,8 @@ def toolchain() -> str:
 
 @functools.cache
 def _version(command: str | None) -> tuple[object, ...]:
-    """Return what tells a compiler from another: path, size, time and what it says of itself."""
+    """Return values that distinguish a compiler from others: its path, size, modification time and
+    the output of `--version`; () if it is not found."""
     path = None if command is None else shutil.which(command)
     if path is None:
         return ()
@@ -182,7 +190,7 @@ def _version(command: str | None) -> tuple[object, ...]:
 
 @functools.cache
 def _sources() -> str:
-    """Return a hash over the sources of what is compiled, and of the proof itself."""
+    """Return a hash over the sources of compiled code and of this file."""
     package = Path(__file__).parents[1]
     files = sorted(path for name in _COMPILED for path in (package / name).rglob("*.*"))
     files.append(Path(__file__))
@@ -191,9 +199,9 @@ def _sources() -> str:
 
 
 def careful_compiler() -> str:
-    """Return the path of a program that is the compiler, but optimizes with -O2 whatever it is
-    told. Raises StorageError if the cache cannot be written, runs no programs, or its path has a
-    blank, at which PyTorch cuts its command lines."""
+    """Return the path of a script that calls the compiler with `-O2` after its other options, so
+    that it optimizes no further. Raises StorageError if the cache cannot be written, lets no
+    programs run, or has a path with a blank, at which PyTorch cuts its command lines."""
     command = compiler_command() or "g++"
     number = hashlib.sha256(command.encode()).hexdigest()[:8]
     path = _folder() / f"O2-{number}" / Path(command).name

@@ -18,13 +18,12 @@ _GPU_SIZES = (2048, 4096, 8192)
 def peak_flops(
     device_name: str, precision: str, matmul_precision: MatmulPrecision | None = None
 ) -> float | None:
-    """Return the published dense peak, in FLOP/s, for the device whose driver calls it
-    `device_name` ("NVIDIA A100-SXM4-80GB"), for the settings `train.precision` and
-    `train.matmul_precision`; None if unknown.
+    """Return the published peak of a device in FLOP/s, for dense matmuls with the settings
+    `train.precision` and `train.matmul_precision`; None if the device or precision is not in the
+    table. device_name: as the driver calls it ("NVIDIA A100-SXM4-80GB").
 
-    A CPU has no meaningful figure, because clocks fall under wide vectors: there MFU counts
-    against a measured matmul (`measure_matmul`). The same goes for a device or a precision
-    missing from the table.
+    A CPU has no meaningful figure, because clocks fall under wide vectors. MFU is then relative to
+    a measured matmul (`measure_matmul`), as it is for anything that the table lacks.
     """
     device = device_of_driver(device_name)
     return None if device is None else device.peak_flops(precision, matmul_precision)

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 CORE_TFLOPS = {"fp32": 0.08, "bf16": 0.03, "fp64": 0.04}
 CORE_TFLOPS_BF16 = 0.4
-"""TFLOP/s per core in bf16 matmuls with hardware for them; CORE_TFLOPS without
+"""TFLOP/s per core in bf16 matmuls, on a CPU with hardware for them; without, CORE_TFLOPS holds
 (benchmarks/measurements/README.md: 0.33 TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
 CORE_BYTES_PER_SECOND = 8e9
 SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
 
 def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
-    """Return (Cluster, whether its figures are published or measured rather than typical) for
-    `world_size` processes, `local_size` per machine.
+    """Return (Cluster, is_known) for `world_size` processes, `local_size` per machine. `is_known`
+    is True if its figures are published or measured, False if they are typical ones.
 
-    Published figures are taken for a known GPU. Those that `doctor --measure` saved are taken
-    without GPUs, if all processes are on this machine. In all other cases they are typical for a
-    CPU with this many cores.
+    Published figures are taken for a known GPU; those that `doctor --measure` saved, if there is no
+    GPU and all processes are on this machine. Otherwise they are typical for a CPU with this many
+    cores.
     """
     from pentameter.machine.capabilities import machine_capabilities  # it imports torch
 
@@ -63,16 +63,18 @@ def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
 SLOW = 1.3
 """Ratio of measured to planned step time above which steps count as slow."""
 SlowStepWarning = Callable[[float, float], str | None]
-"""Maps the seconds that steps took, and those of them that waited for a batch, to the text of a
-warning; to None if they are as planned."""
+"""Type of a function from the seconds that steps took, and the seconds of these that they waited
+for a batch, to a warning; to None if they are as fast as planned."""
 
 
 def slow_step_warning(
     plan: Plan, precision: str, device_type: str, local_size: int
 ) -> SlowStepWarning | None:
-    """Return the warning for a run's steps that take more than SLOW × their predicted time, in
-    `precision` on a device of `device_type` (cpu, cuda), `local_size` processes on each machine;
-    None if the devices' speed is neither known nor measured."""
+    """Return a function that warns of a run's steps if they take more than SLOW × their predicted
+    time; None if the devices' speed is neither published nor measured.
+
+    precision: the steps' (`bf16`). device_type: `cpu` or `cuda`. local_size: processes per machine.
+    """
     cluster, is_known = this_cluster(plan.layout.world_size, local_size)
     device, products = cluster.device, (precision, plan.config.train.matmul_precision)
     is_known = is_known and plan.built_by is None  # operations unknown

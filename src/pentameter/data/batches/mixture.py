@@ -1,9 +1,9 @@
 """A mixture of data sets: which one each batch row comes from, and the row's index in it.
 
 Rows are numbered through all steps. In each block of `BLOCK_ROWS` rows, every data set has a fixed
-number of rows, by its weight, in an order that is drawn anew for each block. So a row's data set is
-a pure function of (seed, step, row); so is the count of that set's earlier rows, and each data set
-is read in its own order, row after row, epoch after epoch.
+number of rows, by its weight, in an order that is drawn anew for each block. So a row's data set,
+and the number of earlier rows from the same data set, are pure functions of (seed, step, row). Each
+data set is read in its own order, row after row, epoch after epoch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pentameter.errors import ConfigError
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 4096
-"""Rows per block, within which each data set's number of rows is exact; also the resolution of
-weights."""
+"""Rows per block, in which each data set has exactly its number of rows; weights are rounded to
+multiples of one in so many."""
 
 ROWS_AT_ONCE = 1 << 20
-"""Batch size given to each data set's order; the steps of these orders are not the run's."""
+"""Batch size of each data set's order. Its steps are blocks of this many rows from the data set,
+not the run's steps."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows after which every data set has been read whole; by then some may have been read more
-        than once."""
+        """Rows after which every data set has been read at least once; some have been read more
+        often by then."""
         return max(
             -(-order.rows_per_epoch * BLOCK_ROWS // count)
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
@@ -81,8 +82,8 @@ class Mixture:
         return float(np.dot(fractions, self._counts)) / BLOCK_ROWS
 
     def counts(self, n_rows: int) -> list[int]:
-        """Return, for each data set, an upper bound on its rows among the first `n_rows` of the run
-        (counted in whole blocks)."""
+        """Return, for each data set, how many rows it has at most among the first `n_rows` of the
+        run: its rows in as many whole blocks as hold them."""
         n_blocks = -(-n_rows // BLOCK_ROWS)
         return (n_blocks * self._counts).tolist()
 

@@ -25,9 +25,12 @@ Row = list[tuple[int, int]]
 
 @dataclass(eq=False)
 class Order(ABC):
-    """A reading order: chooses the tokens from `split` for each row in a step's global batch of
-    `batch_size` rows, up to `context_length` + 1 each. `seed` draws random orders, and in a mixture
-    `source`, the data set's index."""
+    """A reading order: chooses the tokens of `split` that each row in a step's global batch of
+    `batch_size` rows holds, at most `context_length` + 1.
+
+    `seed` is for orders that draw. In a mixture `source` is the data set's index, so that each data
+    set draws other numbers.
+    """
 
     split: TokenSplit
     _: KW_ONLY
@@ -63,18 +66,18 @@ class Order(ABC):
 
     @abstractmethod
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """Return the token spans of the rows with indices `numbers` (B,) in a step's global
-        batch."""
+        """Return the rows with the indices `numbers` (B,) in a step's global batch, each as a list
+        of token spans (start, stop) in the split."""
 
     def _key(self, name: str, *numbers: int) -> keyed.Key:
-        """Return the key for the random numbers called `name` and numbered, unlike that of any
-        other data set of a mixture."""
+        """Return the key for random numbers that `name` and `numbers` identify. Each data set of a
+        mixture has other keys."""
         of_source = (self.source,) if self.source else ()  # as runs on one data set have it
         return keyed.make_key(name, self.seed, *numbers, *of_source)
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return, for each row in a step, its epoch and its index within that epoch, (B,) each. A
-        step may begin in one epoch and end in the next."""
+        """Return, for the rows with indices `numbers` (B,) in a step, each one's epoch and its
+        index within that epoch, (B,) each. A step may begin in one epoch and end in the next."""
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
@@ -90,8 +93,8 @@ class Order(ABC):
 
 
 class Windows(Order):
-    """An order whose rows are full windows with context_length + 1 tokens; ConfigError if the split
-    is too short for one."""
+    """Base class of orders whose rows are full windows of context_length + 1 tokens. Raises
+    ConfigError if the split is too short for one."""
 
     def __post_init__(self) -> None:
         split, context_length = self.split, self.context_length
@@ -109,7 +112,7 @@ class Windows(Order):
         """Number of adjacent windows in the split.
 
         Neighbors share one token: a window's last target is the next one's first input. Up to
-        context_length - 1 tokens at the end, too few for a window, are left over.
+        context_length - 1 tokens at the end, too few for a window, are not read.
         """
         return (self.split.n_tokens - 1) // self.context_length
 
@@ -162,10 +165,10 @@ class Sequential(Windows):
 
 
 class Streamed(Windows):
-    """Adjacent windows in blocks of `BLOCK_TOKENS` tokens, permuted within each block.
+    """Adjacent windows in blocks of about `BLOCK_TOKENS` tokens, permuted within each block.
 
-    A row needs no token behind its block, so the text may still be tokenized meanwhile. The rows
-    per epoch are known once the text has ended.
+    Reading a row needs no token after its block, so the rest of the text may still be tokenized
+    meanwhile. The number of rows per epoch is known once the text has ended.
     """
 
     def starts(self, step: int, numbers: Int64) -> Int64:
@@ -222,10 +225,11 @@ class Columns(Order):
 
 
 class DocumentRows(Order):
-    """One document per row, permuted anew each epoch: its first context_length + 1 tokens.
+    """One document per row, permuted anew each epoch. A longer document is cut to its first
+    context_length + 1 tokens.
 
-    A document with a single token predicts nothing, and is left out; so is a conversation whose
-    first answer begins after these tokens.
+    Documents with a single token are left out, as they predict nothing; so are conversations whose
+    first answer begins after the cut.
     """
 
     def __post_init__(self) -> None:
@@ -305,8 +309,8 @@ class PackedDocuments(Sequential):
         return [span for span in row if span[0] < span[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """Return the documents' indices in the epoch's order, and each one's end in the epoch's
-        text (n_documents,)."""
+        """Return (order, ends) of an epoch's text, which is all documents in permuted order: the
+        documents' indices, and where each ends in that text, (n_documents,) each."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             key = self._key("epoch", epoch)

@@ -1,7 +1,8 @@
-"""Batch rows as training reads them, shown to people: sources, documents, tokens, text and loss
+"""Batch rows shown to people as training reads them: data sets, documents, tokens, text and loss
 mask.
 
-Computed by `TrainingBatches`, which also feeds the training, so that nothing can differ.
+They come from `TrainingBatches`, which also feeds the training, so they cannot differ from what is
+trained on.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of a row, decoded: either ordinary ones or a single special one, and
-    either all or none of them targets that count in the loss (`counts`)."""
+    """Consecutive tokens of a row, decoded: ordinary ones, or a single special one. Either all or
+    none are targets that count in the loss (`counts`)."""
 
     text: str
     is_special: bool
@@ -121,8 +122,8 @@ def _span(document_starts: Int64, start: int, stop: int) -> Span:
 def _stretches(
     ids: npt.NDArray[Any], counts: npt.NDArray[np.bool_], tokenizer: Tokenizer
 ) -> Iterator[Stretch]:
-    """Yield a row's text in stretches of like tokens; `counts` (n,) tells which tokens count as
-    targets. Each special token is a stretch by itself."""
+    """Yield a row's text in stretches, each of consecutive tokens that count in the loss (`counts`
+    (n,)) or do not. Each special token is a stretch by itself."""
     special = {number: text for text, number in tokenizer.special_tokens.items()}
     if (end := tokenizer.end_of_text) is not None:
         special.setdefault(end, tokenizer.decode([end]))

@@ -42,8 +42,8 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets with B rows: token ids and their successors, or for a custom model a
-    user's data, as any structure of arrays (B, …)."""
+    """Inputs and targets with B rows: token ids and their successors; for a custom model a user's
+    own data, any nested structure of arrays (B, …)."""
 
     inputs: Tree
     """(B, T) token ids."""
@@ -52,7 +52,8 @@ class Batch:
     rows: Int64
     """(B,) each row's index in the global batch (or evaluation pass)."""
     count: int | None = None
-    """Number of targets that count in the loss, if -1 does not mark the others; None if it does."""
+    """Number of targets that count in the loss; None if it is the number of targets that are not
+    -1."""
 
     @property
     def n_targets(self) -> int:
@@ -73,9 +74,9 @@ def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
     """Return the rows of an evaluation batch that `rank` computes.
 
     Every rank gets equally many: ⌈batch rows ÷ (batch shards × pipeline)⌉ × pipeline, so that a
-    pipeline can run that many micro-batches. Rows that are missing for this are copies of the first
-    row with masked targets. Raises ConfigError if rows are missing and the targets are not
-    integers, which cannot be masked.
+    pipeline can run that many micro-batches. If that takes more rows than there are, the others are
+    copies of the first row with masked targets. Raises ConfigError if such rows are needed and the
+    targets are not integers, which cannot be masked.
     """
     n_parts = layout.n_batch_shards * layout.pipeline
     n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline
@@ -136,14 +137,13 @@ def masked_tokens(split: TokenSplit, spans: Row) -> MaskedTokens:
 
 
 class TrainingBatches:
-    """Batches from a training split, by step.
+    """The batches of a training split, each a pure function of its step.
 
-    `order` is a `data.order`, a key in `orders.ORDERS`; with `packing`, `documents` fills rows with
-    one document after another. `batch_size` counts the rows in the whole step, over all devices. A
-    split with several parts is read as a mixture by `weights`, one per part, each drawn by keys of
-    its own; without `own_keys`, as by earlier versions, all by the same, so that parts of equal
-    length are read alike. Raises ConfigError for a split that is too short, an unknown order, or
-    one that does not suit the data.
+    order: a `data.order`, a key of `orders.ORDERS`; with `packing`, `documents` fills rows with one
+    document after another. batch_size: rows in a step, over all devices. weights: for a split with
+    several parts, which are mixed, one number per part. own_keys: whether each part draws by its
+    own keys; False as in earlier versions, where parts of equal length were read alike. Raises
+    ConfigError for a split that is too short, an unknown order, or one that does not suit the data.
     """
 
     are_tokens = True
@@ -209,8 +209,8 @@ class TrainingBatches:
 
     @property
     def target_fraction(self) -> float:
-        """Positions in an epoch's rows whose target counts in the loss ÷ all positions; the others
-        are padding, or tokens that are read but not learned."""
+        """Positions in an epoch's rows whose target counts in the loss ÷ all positions. The other
+        positions are padding, or tokens that are read but not learned."""
         return self._source.target_fraction
 
     @property
@@ -221,8 +221,8 @@ class TrainingBatches:
         return n_tokens / (n_rows * (self._context_length + 1))
 
     def prepare(self, n_steps: int) -> None:
-        """Start tokenizing the text for the first `n_steps` steps in the background; does nothing
-        for text that is tokenized already."""
+        """Start tokenizing the text of the first `n_steps` steps in the background; return at once.
+        Does nothing for text that is tokenized already."""
         n_rows = n_steps * self._batch_size
         counts = self.mixture.counts(n_rows) if self.mixture is not None else [n_rows]
         for order, count in zip(self._orders, counts, strict=True):
@@ -252,8 +252,8 @@ class TrainingBatches:
 
 
 def suited_to(split: TokenSplit, config: Config) -> Config:
-    """Return `config` with a `data.order` in which the split can be read; unchanged unless the
-    split has conversations and the order reads windows.
+    """Return `config` with a `data.order` that suits the split. It changes only if the split has
+    conversations and the order reads windows.
 
     Conversations are read whole, so the order becomes `documents`. They are packed, as rows with
     one short conversation each are mostly padding, if every data set has more than context_length

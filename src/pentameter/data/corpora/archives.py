@@ -62,8 +62,8 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
 
 
 class _Archive:
-    """The blocks of an archive, in order. `read` of its stream gives fewer bytes at its end
-    only."""
+    """Reader of the blocks in a tar archive, in order. `stream.read` must return fewer bytes than
+    asked for only at the end."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self._stream, self._where = stream, where
@@ -79,14 +79,15 @@ class _Archive:
         return data
 
     def chunks(self, n_bytes: int) -> Iterator[bytes]:
-        """Yield a file's content, the next `n_bytes`, and read what fills its last block;
-        CorruptError if the archive ends before."""
+        """Yield a file's content, the next `n_bytes`, in chunks, then skip the padding of its last
+        block. Raises CorruptError if the archive ends before."""
         for start in range(0, n_bytes, _READ_BYTES):
             yield self.read(min(_READ_BYTES, n_bytes - start))
         self.read(-n_bytes % _BLOCK_BYTES)
 
     def next_header(self) -> _Header | None:
-        """Return the next file's header, changed by what stands before it; None at the end."""
+        """Return the next file's header, with name and size from extension headers (GNU, pax)
+        before it; None at the archive's end."""
         keys = dict(self._for_all)
         while (block := self._next_block()) is not None:
             header = self._parsed(block)
@@ -114,8 +115,8 @@ class _Archive:
         return None
 
     def _next_block(self) -> bytes | None:
-        """Return the next block that is not zeros, a header; None at the archive's end, which zeros
-        mark. Another archive may follow them."""
+        """Return the next header block, after skipping blocks of zeros, which mark an archive's
+        end; another archive may follow. None at the end of the stream."""
         has_end = False
         while block := self._stream.read(_BLOCK_BYTES):
             if any(block):
@@ -130,7 +131,7 @@ class _Archive:
         return None
 
     def _parsed(self, block: bytes) -> _Header:
-        """Return the header in a block; CorruptError if it is none by its checksum."""
+        """Return the header in a block; CorruptError if its checksum is wrong."""
         known, sums = self._number(block[148:156], 8), block[:148] + b" " * 8 + block[156:]
         # Some old programs summed signed bytes.
         if known != sum(sums) != known + 256 * sum(byte > 127 for byte in sums):
@@ -146,7 +147,8 @@ class _Archive:
         return _Header(_as_text(name), size, kind)
 
     def _number(self, field: bytes, base: int) -> int:
-        """Return the number in a header's field, as digits or, where a size is large, as bytes."""
+        """Return the number in a header's field: digits in `base`, or, for a large size, a
+        big-endian integer after the byte 0x80."""
         if field[:1] == b"\x80":
             return int.from_bytes(field[1:])
         digits = field.partition(b"\0")[0].strip() or b"0"
@@ -158,7 +160,8 @@ class _Archive:
             raise self._damage(f"no number in the header before byte {self._offset:,}") from error
 
     def _extra(self, size: int) -> bytes:
-        """Return the `size` bytes behind a header that say more of the next file."""
+        """Return the `size` bytes of an extension header, which describes the next file, and skip
+        its padding."""
         if size > LONGEST_HEADER_BYTES:
             raise self._damage(f"a header of {size:,} bytes before byte {self._offset:,}")
         return self.read(size + -size % _BLOCK_BYTES)[:size]

@@ -1,4 +1,5 @@
-"""Compressed files (gzip, Zstandard) as streams of what is in them, by the suffix of their name."""
+"""Opens compressed files (gzip, Zstandard) as streams of their content; a name's suffix tells the
+format."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
 
 
 def chunked_file(chunks: Iterator[bytes]) -> BinaryIO:
-    """Return chunks of bytes as a buffered stream."""
+    """Return a buffered binary stream over the bytes in `chunks`."""
     return cast(BinaryIO, io.BufferedReader(_ChunkedFile(chunks)))
 
 
@@ -93,10 +94,10 @@ class _ChunkedFile(io.RawIOBase):
 
 
 def _gunzipped(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield what is in gzip data, of one member or several, zeros behind them or not. Python's
-    `gzip` takes no data at all for an empty text, and reads names byte by byte.
+    """Yield the content of gzip data. There may be several members, and zeros after them. Unlike
+    Python's `gzip`, it refuses empty data, and does not read names byte by byte.
 
-    Raises EOFError if it ends early, zlib.error if it is damaged.
+    Raises EOFError if the data end early, zlib.error if they are damaged.
     """
     if not (data := stream.read(_READ_BYTES)):
         raise EOFError("it is empty")

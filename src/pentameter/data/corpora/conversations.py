@@ -62,8 +62,8 @@ class Conversations(Corpus):
     """A corpus of conversations in JSONL files or tables."""
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
-        """Yield each conversation with its file and line (or a table's row) for messages; files are
-        read as they are asked for.
+        """Yield each conversation with its place for messages, its file and line or row. A file is
+        read when its first record is asked for.
 
         Raises CorruptError for a record that is no conversation or not JSON, StorageError for a
         file that cannot be read.
@@ -74,8 +74,8 @@ class Conversations(Corpus):
 
 
 def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
-    """Return True if all files are JSONL or tables by their names, and the first record is a
-    conversation: it has `messages`, `conversations`, or `prompt` and `completion`, and not the text
+    """Return whether files hold conversations: all are JSONL or tables by their names, and the
+    first record has `messages`, `conversations`, or `prompt` and `completion`, and lacks the text
     field that `contents` names. Raises StorageError for unreadable files, CorruptError for damaged
     ones."""
     if not hold_records(files):
@@ -117,11 +117,10 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str) -> Chat:
-    """Check messages and return a Chat: the `given` ones (a prompt's) come first and are not
-    learned, then `messages`, whose assistant messages are learned, but for those of `weight` 0 or
-    `train` false. `record` has what else the
-    template is given. Raises CorruptError, at `where`, for invalid messages or none by the
-    assistant."""
+    """Check messages, and return them as a Chat: first the `given` ones, a prompt's, which are not
+    learned, then `messages`. In these the assistant's are learned, unless their `weight` is 0 or
+    their `train` false. `record`, from which they come, has tools and further variables of the
+    template. Raises CorruptError, at `where`, for invalid messages, or if none is learned."""
     tools = record.get("tools")
     if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
         tools = [{"type": "function", "function": each} for each in functions]

@@ -1,7 +1,8 @@
-"""The bytes that a table's rows become when they are decoded, found without decoding them.
+"""Finds how many bytes a table's rows (Arrow) become when they are decoded, without decoding them.
 
-Arrow can say a long value once and repeat it by numbers (dictionaries, runs, views, lists that
-overlap), so that terabytes of rows fit into a kilobyte. Rows are therefore cut by what they become.
+Arrow can store a long value once and repeat it by indices (dictionaries, runs, views, lists that
+overlap), so terabytes of rows fit into a kilobyte. Batches of rows are therefore cut by decoded
+size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 EXACT_BYTES = 1 << 25
-"""Size up to which `decoded_bytes` counts; of more it only says that it is more."""
+"""Size up to which `decoded_bytes` counts exactly; beyond, its result only says that there are
+more."""
 
 _NULL_BYTES, _NUMBER_BYTES, _TEXT_BYTES, _LEAST_BYTES = 4, 8, 3, 2  # null 12345678 "", 1,
 _OFFSETS = {"String": "<i4", "Binary": "<i4", "LargeString": "<i8", "LargeBinary": "<i8"}
@@ -21,8 +23,9 @@ _VIEW_BYTES = 16  # of which the first four are the text's length
 
 
 def cut_rows(batch: Any, most_rows: int, most_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Yield the rows of a valid record batch (pyarrow) as slices in order, each with its decoded
-    bytes: at most `most_rows` rows, and more than `most_bytes` only where a single row has."""
+    """Yield the rows of a valid record batch (pyarrow) as consecutive slices, each with its decoded
+    bytes. A slice has at most `most_rows` rows, and at most `most_bytes` unless it is a single
+    row."""
     n_rows = batch.num_rows
     for start in range(0, n_rows, most_rows):
         waiting = [(start, min(most_rows, n_rows - start))]
@@ -37,8 +40,9 @@ def cut_rows(batch: Any, most_rows: int, most_bytes: int) -> Iterator[tuple[Any,
 
 
 def decoded_bytes(array: Any) -> int:
-    """Return about how many bytes a valid array's (pyarrow) values have as JSON; a number above
-    EXACT_BYTES if they have more. Takes little time and memory, whatever the array repeats."""
+    """Return about how many bytes the values of a valid array (pyarrow) have as JSON; some number
+    above EXACT_BYTES if they have more than that. Takes little time and memory, however often the
+    array repeats values."""
     n_bytes = _LEAST_BYTES * len(array)
     if 0 < n_bytes <= EXACT_BYTES:
         for part in _parts(array):
@@ -49,7 +53,8 @@ def decoded_bytes(array: Any) -> int:
 
 
 def _parts(array: Any) -> Iterator[int]:
-    """Yield the decoded bytes of what a non-empty array's values consist of, part by part."""
+    """Yield numbers that sum to the decoded bytes of a non-empty array, one for each component
+    (names, texts, children)."""
     n, kind = len(array), array.type
     match type(array).__name__.removesuffix("Array"):
         case "String" | "Binary" | "LargeString" | "LargeBinary" | "StringView" | "BinaryView":
@@ -82,8 +87,8 @@ def _parts(array: Any) -> Iterator[int]:
 
 
 def _scattered(array: Any) -> Iterator[Any]:
-    """Yield the slices of child arrays to which the values of a list view or a union refer, several
-    perhaps to the same."""
+    """Yield the slices of child arrays to which the values of a list view or union refer; several
+    values may refer to the same slice."""
     if hasattr(array, "sizes"):
         for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)):
             yield array.values.slice(array.offsets[row].as_py(), array.sizes[row].as_py())
@@ -105,8 +110,8 @@ def _scattered(array: Any) -> Iterator[Any]:
 def _repeated(
     values: Any, numbers: npt.NDArray[Any], times: npt.NDArray[np.int64]
 ) -> Iterator[int]:
-    """Yield the decoded bytes of an array's values with the indices `numbers` (n,), each `times`
-    (n,) times; all texts at once."""
+    """Yield decoded bytes of selected values of an array: those with the indices `numbers` (n,),
+    each counted `times` (n,) times. All texts are summed in one number."""
     if type(values).__name__.removesuffix("Array") in (*_OFFSETS, "StringView", "BinaryView"):
         lengths = _text_lengths(values, numbers) + _TEXT_BYTES
         yield int(lengths.astype(np.float64) @ times)
@@ -116,8 +121,8 @@ def _repeated(
 
 
 def _text_lengths(array: Any, chosen: Any) -> npt.NDArray[np.int64]:
-    """Return the bytes of an array's `chosen` texts (indices, or a slice), int64; nothing is copied
-    of the others, of which a dictionary may have millions."""
+    """Return the bytes of an array's texts at `chosen` (indices, or a slice), int64. Other texts,
+    of which a dictionary may have millions, are not copied."""
     n, buffer = len(array), array.buffers()[1]
     if (dtype := _OFFSETS.get(type(array).__name__.removesuffix("Array"))) is not None:
         offsets = np.frombuffer(buffer, dtype)[array.offset : array.offset + n + 1]

@@ -107,9 +107,9 @@ def is_binary(start: bytes) -> bool:
 
 
 def lacks_text(start: bytes) -> bool:
-    """Return True if a file's first bytes, `start`, are those of a picture, a recording, a program
-    or unknown binary data: a file that a user would leave out. False for kinds that hold text in
-    another form (PDF, ZIP, …) and for UTF-16 and UTF-32 with their marks."""
+    """Return whether a file's first bytes, `start`, are those of a picture, a recording, a program
+    or unknown binary data, which a user would leave out of a corpus. False for text, for kinds that
+    hold text in another form (PDF, ZIP, …), and for UTF-16 and UTF-32 with their marks."""
     if (kind := detect_kind(start)) is not None:
         return kind.remedy.startswith(_LEAVE_OUT)
     return is_binary(start) and not any(map(start.startswith, MARKS.values()))

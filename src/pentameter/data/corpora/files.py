@@ -84,7 +84,8 @@ class InputFile(Protocol):
 
     @property
     def key(self) -> list[str | int | None] | str | None:
-        """JSON values that identify its content without reading it; None if only reading tells."""
+        """JSON values that identify the file's content without reading it; None if it must be read
+        to know."""
 
     def sha256(self) -> str:
         """Return its sha256, in hex, reading all of it."""
@@ -122,9 +123,9 @@ class LocalFile:
         return size * USUAL_COMPRESSION if is_small else size
 
     def lacks_text(self) -> bool:
-        """Whether its beginning is that of a picture, a program or other binary data. False where
-        its suffix says how to read it (table, archive, compressed), for token ids (`.bin`), and if
-        it cannot be read."""
+        """Return whether the file begins as a picture, a program or other binary data does. False
+        if its suffix says how to read it (table, archive, compressed), for token ids (`.bin`), and
+        if it cannot be read."""
         name = self.name.lower()
         if is_table(name) or compression_of(name) or name.endswith((TAR_SUFFIX, TOKEN_SUFFIX)):
             return False
@@ -192,8 +193,9 @@ def _documents_in(
     opened: AbstractContextManager[BinaryIO], name: str, where: str, contents: FileContents
 ) -> Iterator[Iterator[str]]:
     """Yield the documents in a file or an archive's member, each as an iterator of text chunks.
-    `opened` is a context manager that gives its decompressed bytes. If `name` has JSONL's suffix,
-    each record is a document, otherwise the whole text is one; `where` names it in messages."""
+    `opened` is a context manager that yields its decompressed bytes. If `name` has a suffix of
+    JSONL, each record is a document, otherwise the whole text is one. `where` names the file in
+    messages."""
     if not is_jsonl(name):
         yield _text_in(opened, where, contents)
         return
@@ -255,9 +257,11 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
 def _undecodable(
     file: str, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
-    """Build the CorruptError for bytes that cannot be decoded, with a hint on the likely encoding.
-    The bytes given to the decoder begin at `offset` in the file; `line` is the JSONL line, None for
-    text."""
+    """Return the CorruptError for bytes that cannot be decoded, with a hint at the likely encoding.
+
+    file, line: where they are; `line` is None but in JSONL. error: the decoder's. offset: where the
+    bytes given to the decoder begin in the file.
+    """
     name = codecs.lookup(encoding).name
     position, hint = str(error), _ENCODING_HINT
     if isinstance(error, UnicodeDecodeError):

@@ -47,7 +47,8 @@ class Inputs:
 
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
-    """Files by split, `val` and `test`, if tables have these in their names."""
+    """Files by split, `val` and `test`, if a user named them, or tables have these words in their
+    names."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about files that are not read."""
 
@@ -110,15 +111,16 @@ def inputs_at(
     paths: Sequence[str | Path], contents: FileContents = UTF8, *, has_held_out: bool = False
 ) -> Inputs:
     """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs. `has_held_out`
-    says that the user has named what is held out, and needs no advice on it.
+    says that the user has named held-out files, so that no warning advises it.
 
-    A folder stands for the files below it, sorted by path. Hidden files and folders, `__pycache__`,
-    symlinks to folders, symlinks to files that are in it anyway and special files (pipes, sockets)
-    are left out; in a folder with tables (Parquet, Arrow), so is everything else; in one without,
-    binary files, unless `contents` names another encoding than UTF-8. If all files are tables and
-    some are named for training, those named for validation and test are held out. Raises
-    ConfigError for a path that does not exist or holds no file, StorageError for one that cannot be
-    read.
+    A folder stands for the files below it, sorted by path. Left out are hidden files and folders,
+    `__pycache__`, symlinks to folders, symlinks to files that are listed anyway, and special files
+    (pipes, sockets). In a folder with tables (Parquet, Arrow), all other files are left out; in one
+    without, binary files, unless `contents` names another encoding than UTF-8.
+
+    If all files are tables and some are named for training, those named for validation and test are
+    held out. Raises ConfigError for a path that does not exist or holds no file, StorageError for
+    one that cannot be read.
     """
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
@@ -152,8 +154,8 @@ def inputs_at(
 
 
 def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputFile]]:
-    """Divide a folder's files into those to read and those left out, which hold binary data. If all
-    do, none is left out: reading the first then says what it is."""
+    """Return (files to read, files left out) of a folder's `files`: those with binary data are left
+    out. If all have binary data, none is: reading the first then tells the user what it is."""
     kept: list[InputFile] = []
     left_out: list[InputFile] = []
     for file in files:
@@ -163,8 +165,8 @@ def _with_text(files: Sequence[InputFile]) -> tuple[list[InputFile], list[InputF
 
 
 def _left_out_warning(folder: str | Path, files: Sequence[InputFile]) -> str:
-    """Return a sentence for the user: how many binary `files` in `folder` are not read, and of
-    which suffixes."""
+    """Return a warning for the user: how many binary `files` in `folder` are not read, with their
+    suffixes."""
     counts = Counter(PurePosixPath(file.name).suffix or file.name for file in files)
     kinds = ", ".join(f"{n:,} × {kind}" for kind, n in counts.most_common(4))
     rest = ", …" if len(counts) > 4 else ""
@@ -175,11 +177,11 @@ def _left_out_warning(folder: str | Path, files: Sequence[InputFile]) -> str:
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
-    """List the regular files below a folder, sorted by the parts of their path, without hidden
-    ones; symlinks to folders are not followed, nor are those to files that are listed anyway.
+    """List the regular files below a folder, sorted by the parts of their path. Left out are hidden
+    files and folders, folders named in `skip`, symlinks to folders, and symlinks to files that are
+    listed anyway.
 
-    Folders named in `skip` are not entered. Raises ConfigError if there is no file, StorageError if
-    a folder cannot be listed.
+    Raises ConfigError if there is no file, StorageError if a folder cannot be listed.
     """
     found: list[Path] = []
 
@@ -203,9 +205,9 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
 
 
 def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
-    """List the files at a path. The second result is the path itself if it is a folder, or a URL
-    with a pattern or folder, else "". Raises ConfigError for a path that does not exist or holds no
-    file, StorageError for one that cannot be read."""
+    """Return (files at a path, root). `root` is `path` as text if that is a folder, or a URL with a
+    pattern or folder, else "". Raises ConfigError for a path that does not exist or holds no file,
+    StorageError for one that cannot be read."""
     if is_remote(path):
         remote, root = remote_files(str(path))
         return list(remote), root
@@ -227,9 +229,9 @@ def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
 
 
 def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
-    """Yield a data set's tables without the cache files that `datasets` leaves beside them. In a
-    folder with a state.json, as `save_to_disk` writes it, they are only the Arrow files that it
-    lists. Raises CorruptError if a listed file is missing."""
+    """Yield a data set's tables without cache files that `datasets` left beside them. In a folder
+    that `save_to_disk` wrote, only the Arrow files listed in its state.json are yielded. Raises
+    CorruptError if a listed file is missing."""
     inside: dict[Path | None, set[str]] = {}
     for file in tables:  # those of a folder need not follow one another
         inside.setdefault(_folder_of(file), set()).add(file.name)
@@ -273,12 +275,16 @@ def _by_split(
     has_held_out: bool,
     are_alone: bool,
 ) -> Inputs:
-    """Return the tables as Inputs, assigned to splits by words in their paths. `named` pairs each
-    table with its path relative to the folder that the user named. Without a table for training,
-    all are one text; otherwise those named for no split are left out, with a line in `warnings`.
-    Nor does a folder that holds all of them hold any out (`/home/dev`).
-    `has_held_out` and `are_alone` say that what a warning advises was done: other files are held
-    out, and each table was named by itself."""
+    """Return tables as Inputs, each assigned to the split that a word in its path names.
+
+    If no table is for training, all are read as one text. Otherwise tables whose path names no
+    split are left out, with a warning. Folders common to all tables say nothing about held-out
+    splits (`/home/dev`).
+
+    named: (table, its path relative to the folder that the user named). warnings: gets sentences
+    for the user. has_held_out: the user has named held-out files. are_alone: the user has named
+    each table by itself. Both suppress the warnings that advise so.
+    """
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
     alike = (

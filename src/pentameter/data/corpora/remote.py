@@ -68,7 +68,8 @@ _LOGIN = re.compile(r"log-?in|log-?on|sign-?in|sso|auth|saml|session", re.IGNORE
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that `fsspec` opens, as an `InputFile`; `str()` gives its URL without secrets."""
+    """A file at a URL that `fsspec` opens, as an `InputFile`. `str()` gives the URL without
+    secrets."""
 
     url: str = field(repr=False)
     n_bytes: int
@@ -92,8 +93,9 @@ class RemoteFile:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a copy may go on where it broke off: the version says that all bytes are the
-        same. Without one, or with a weak one, two versions would be joined unnoticed."""
+        """Whether an interrupted copy may be continued: the version guarantees that the bytes are
+        the same. Without a version, or with a weak ETag, parts of two versions could be joined
+        unnoticed."""
         return self.version is not None and not self.version.startswith("W/")
 
     def sha256(self) -> str:
@@ -115,8 +117,9 @@ class RemoteFile:
 
 
 def remote_files(url: str) -> tuple[list[RemoteFile], str]:
-    """List the file at a URL, or those that match its `*`, or those below its folder, sorted by
-    path; hidden ones are left out. Also return the URL if it is such a pattern or folder, else "".
+    """Return (files, root) for a URL: the file there, those that match its `*`, or those below its
+    folder, sorted by path, without hidden ones. `root` is the URL if it is a pattern or a folder,
+    else "".
 
     Over HTTP, which has no folders, a URL is always one file. Raises ConfigError for a missing
     package, an unknown scheme, or no such file; StorageError if the server does not answer after
@@ -151,8 +154,8 @@ def remote_files(url: str) -> tuple[list[RemoteFile], str]:
 
 
 def _is_hidden(name: str, pattern: str) -> bool:
-    """Return True if a part of a path begins with a dot, and no part of the user's pattern does;
-    both without the folder that the user named."""
+    """Return whether a part of the path `name` begins with a dot, unless a part of the user's
+    `pattern` does, too. Both are relative to the folder that the user named."""
     parts, asked = ([*path.split("/")] for path in (name, pattern))
     return any(part[:1] == "." for part in parts) and not any(part[:1] == "." for part in asked)
 
@@ -186,8 +189,8 @@ def cached_file(file: RemoteFile) -> Path:
 
 
 def _n_kept(file: RemoteFile, partial: Path) -> int:
-    """Return how many bytes of an incomplete copy need not come again; they are deleted if all
-    must."""
+    """Return how many bytes of an incomplete copy, `partial`, can be kept. If the file is not
+    resumable, the copy is deleted, and none is kept."""
     if not file.is_resumable:
         partial.unlink(missing_ok=True)
     return partial.stat().st_size if partial.exists() else 0
@@ -243,8 +246,9 @@ def _append(file: RemoteFile, partial: Path, offset: int) -> None:
 
 
 def _refuse_page(file: RemoteFile, stream: Any, start: bytes) -> None:
-    """Raise CorruptError if an HTTP server sends a web page, whose first bytes are `start`, for a
-    file of another kind by its name, or instead of what it was asked for, to log in."""
+    """Raise CorruptError if an HTTP server sends a web page instead of the file: the body begins as
+    HTML (`start`), and either the file's name is not a page's, or the request was redirected to a
+    login."""
     response = getattr(stream, "r", None)  # of fsspec's HTTP
     if response is None or not _PAGE.match(start[:4096]):
         return
@@ -301,8 +305,8 @@ def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
 
 
 def _check_whole(file: RemoteFile, partial: Path) -> None:
-    """Raise _IncompleteError and delete `partial` if its size is wrong or the file has changed on
-    the server meanwhile: parts of two versions may be in it."""
+    """Raise _IncompleteError, and delete `partial`, if its size is wrong, or the file on the server
+    has another size or version by now, so that the copy may hold parts of two."""
     fs, path = _file_system(file.url)
     fs.invalidate_cache()
     now = _remote_file(fs, file.url, path, fs.info(path))
@@ -312,8 +316,9 @@ def _check_whole(file: RemoteFile, partial: Path) -> None:
 
 
 def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFile:
-    """Return the file `name` with the size and version in `info`, its record from the file system
-    `fs`; `url` is the one that found it. Raises StorageError if the server reports no size."""
+    """Return the RemoteFile for the path `name` in the file system `fs`. info: the file's record
+    there, with size and version. url: the one by which it was found. Raises StorageError if the
+    server reports no size."""
     if info.get("size") is None:
         info = {**info, **fs.info(name)}
     whole = name if is_remote(name) else url_within(url, name) or fs.unstrip_protocol(name)

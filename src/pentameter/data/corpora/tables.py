@@ -33,20 +33,21 @@ MOST_ROWS = 4096
 """Maximum rows decoded at once."""
 
 FLAT_ROWS = 8
-"""Maximum rows of a Parquet file without lists that pyarrow decodes at once: each may be one long
-text that the file has once. More of them are not read faster."""
+"""Most rows that pyarrow decodes at once from a Parquet file without nested columns. Each may be a
+long text that the file stores once. Decoding more at once is not faster."""
 
 LONGEST_ROW_BYTES = EXACT_BYTES
 """Maximum decoded bytes of a row, as of a line of JSONL."""
 
 SMALL_BYTES = 1 << 16
-"""Bytes of a Parquet file's row groups up to which they are looked through for lists that take no
-bytes there."""
+"""Size up to which a Parquet file's row groups are scanned for lists with many values that take no
+space in the file."""
 
 _OF_FOREIGN_BYTES = (
     ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError,
 )  # fmt: skip
-"""Further errors that pyarrow and Python raise for names, sizes and values that cannot be."""
+"""Errors, besides pyarrow's own, that pyarrow and Python raise for damaged names, sizes and
+values."""
 _ARROW_FILE = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -57,8 +58,8 @@ def is_table(file: PurePath | str) -> bool:
 
 
 def split_of(path: PurePosixPath) -> str | None:
-    """Return the split (`train`, `val`, `test`) named by a word in a table's path, in its last part
-    that names one; None if no part does."""
+    """Return the split (`train`, `val`, `test`) that a table's path names: that of its last part
+    with such a word; None if no part has one."""
     found = (split_in(part) for part in reversed(path.parts))
     return next((split for split in found if split is not None), None)
 
@@ -178,9 +179,9 @@ def _arrow_batches(file: Path, columns: list[str]) -> Iterator[Any]:
 
 
 def _validate(batch: Any, file: Path, first: int) -> None:
-    """Raise CorruptError unless all that a record batch refers to (offsets, indices) lies within
-    it, and its texts are UTF-8: pyarrow would read memory beyond the file. Its first row is number
-    `first` of the file."""
+    """Raise CorruptError unless the offsets and indices in a record batch stay within it, and its
+    texts are UTF-8: pyarrow would read memory beyond it. first: the number of its first row in the
+    file."""
     invalid = _pyarrow(file).lib.ArrowException
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -191,8 +192,9 @@ def _validate(batch: Any, file: Path, first: int) -> None:
 
 
 def _decoded(rows: Any, file: Path, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a record batch as dicts without null values. The first is number `first` of
-    the file, for the message of the CorruptError for a value that Python cannot have."""
+    """Yield the rows of a record batch as dicts without null values. Raises CorruptError for a
+    value that Python cannot represent. first: the number of the first row in the file, for the
+    message."""
     try:
         records = rows.to_pylist()
     except Exception as error:  # each type has errors of its own: no UTF-8, a date out of range, …
@@ -209,9 +211,9 @@ def _decoded(rows: Any, file: Path, first: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _arrow_reader(file: Path, columns: Sequence[str] = ()) -> Iterator[Any]:
-    """Context manager that yields a reader for the batches in an Arrow file or stream, of which it
-    decompresses only `columns` (none: all); CorruptError without an end mark. Not memory-mapped:
-    the pages of a large file would count as this process's memory."""
+    """Context manager that yields pyarrow's reader for an Arrow file or stream. `columns` are those
+    to decompress, all if empty. Raises CorruptError if the end mark is missing. The file is not
+    memory-mapped, as a large one's pages would count as this process's memory."""
     pyarrow = _pyarrow(file)
     ipc = pyarrow.ipc
     with file.open("rb") as opened:
@@ -261,7 +263,8 @@ def _reason(error: Exception) -> str:
 
 
 def _pyarrow(file: Path) -> Any:
-    """Import pyarrow, with its formats; ConfigError if it is absent, which names `file`."""
+    """Return pyarrow, imported with its Parquet module. Raises ConfigError, naming `file`, if it is
+    not installed."""
     try:
         import pyarrow.parquet
 

@@ -1,5 +1,6 @@
-"""Tokenizing ahead of training: one process per machine writes a stream's parts in the background,
-as far as the run will read, and every process in the run waits for the tokens that it needs."""
+"""Tokenizes a text ahead of training. One process per machine writes a token stream's parts in the
+background, as far as the run will read; all processes of the run wait for the tokens that they
+need."""
 
 from __future__ import annotations
 
@@ -41,20 +42,19 @@ _ERRORS: Mapping[str, type[PentameterError]] = {
 
 
 def failure_file(folder: Path) -> Path:
-    """Return the file in a stream's folder with the error of the process that writes its parts, for
-    those of the same run that wait. Other runs on the machine write there, too, and fail or are
-    stopped for reasons of their own."""
+    """Return the path, in a token stream's folder, of the file for the error with which writing its
+    parts failed. Waiting processes of the same run read it. Its name depends on the run, as other
+    runs may write the same stream, and fail or are stopped for reasons of their own."""
     run = "\0".join(os.environ.get(name, "") for name in _RUN)
     return folder / f"failed-{hashlib.sha256(run.encode()).hexdigest()[:12]}.json"
 
 
 class Ahead(Source):
-    """Writes a stream's parts (shards of a text that is tokenized while a run reads it) in the
-    background. It is the `Source`, the object that a stream asks for tokens, in the leading process
-    on a machine.
+    """The `Source` of a token stream in the leading process on a machine: it has the parts written
+    in the background, by a child process that ends with this one.
 
-    `origin` is the text with its tokenizer and splits, `folder` the stream's folder. A child
-    process does the work, and ends with this one. Its errors are raised by `wait`.
+    origin: the text with its tokenizer and splits. folder: the stream's folder. `wait` raises the
+    child's errors.
     """
 
     def __init__(self, origin: Origin, folder: Path) -> None:
@@ -67,8 +67,8 @@ class Ahead(Source):
         self._error: Exception | None = None
 
     def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background until all parts together hold `n_tokens` training
-        tokens, or the text ends; return at once."""
+        """Start writing parts in the background until all together hold `n_tokens` training tokens,
+        or the text has ended; return at once."""
         self._n_wanted = max(self._n_wanted, n_tokens)
         if self._thread is None or not self._thread.is_alive():
             failure_file(self._folder).unlink(missing_ok=True)
@@ -76,8 +76,9 @@ class Ahead(Source):
             self._thread.start()
 
     def wait(self, n_tokens: int) -> None:
-        """Ask for parts with `n_tokens` training tokens in all, and sleep for POLL_SECONDS; the
-        caller then looks whether they are there. Raises the error if writing has failed."""
+        """Have parts written until they hold `n_tokens` training tokens (`prepare`), and sleep for
+        POLL_SECONDS; the caller then looks whether they are there. Raises the error with which
+        writing failed."""
         if self._error is not None:
             raise self._error
         self.prepare(n_tokens)
@@ -95,9 +96,9 @@ class Ahead(Source):
             self._child = None
 
     def _run(self) -> None:
-        """Write parts until they hold the tokens wanted or the text ends (in the background
-        thread). An error is kept for `wait`, and those of pentameter are written to `failure_file`
-        for other processes."""
+        """Write parts, in the background thread, until they hold the tokens wanted or the text has
+        ended. An error is kept for `wait`; a PentameterError is also written to `failure_file`, for
+        other processes."""
         n_ready = number = 0
         try:
             while True:
@@ -116,8 +117,9 @@ class Ahead(Source):
             write_atomic(failure_file(self._folder), json.dumps(failure).encode())
 
     def _write_next(self) -> None:
-        """Have the child process, started on the first call, write the next part. Raises its error,
-        StorageError if it cannot be started or ends."""
+        """Have the child process write the stream's next part, and wait until it has. The first
+        call starts the child. Raises the child's error; StorageError if it cannot be started, or is
+        killed."""
         request = None
         try:
             if self._child is None:
@@ -136,8 +138,8 @@ class Ahead(Source):
 
 
 class Follower(Source):
-    """A `Source` (the object that a stream asks for tokens) that writes no parts: it waits for
-    those that another process on this machine writes into `folder`."""
+    """The `Source` of a token stream in the other processes on a machine: it writes nothing, and
+    waits for the parts that the leading process writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -166,14 +168,14 @@ class TokenStreamPreparation(TextPreparation):
     encoded."""
 
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
-        """Open the text as a stream in the cache; waits until its first part has been written.
+        """Open the text as a token stream in the cache; wait until its first part is written.
 
-        `setting` is `data.tokenizer`. If `tokenizer` is a trained model's and equals the one that
-        this setting made from the text, the stream from that training is opened, so that nothing is
-        encoded twice. `warnings` is unused. With `verify`, this process has the parts written, and
-        checks their hashes; other processes on the machine wait for them. Raises ConfigError for a
-        tokenizer or split that needs the whole text, and for an empty one; CorruptError for damage;
-        StorageError if reading or writing fails.
+        setting: `data.tokenizer`. If `tokenizer` is a trained model's and equals the one that this
+        setting made from the text, the stream that this model was trained on is opened, so that
+        nothing is encoded twice. verify: whether this process has the parts written, and checks
+        their hashes; one process per machine does, the others wait for the parts. warnings: unused.
+        Raises ConfigError for a tokenizer or split that needs the whole text, and for an empty one;
+        CorruptError for damage; StorageError if reading or writing fails.
         """
         origin = origin_of(self.corpus, self.tokenizer, self.splitting)
         made = replace(origin, tokenizer=setting)

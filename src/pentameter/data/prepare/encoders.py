@@ -40,8 +40,9 @@ BATCHES_AHEAD = 2  # per process: one at work, one waiting
 def batches(
     items: Iterable[Item], most_characters: int, n_characters: Callable[[Item], int]
 ) -> Iterator[list[Item]]:
-    """Yield items in lists, each ended by the item that brings it to `most_characters`, as
-    `n_characters` counts them. If reading the next one fails, those before it are yielded first."""
+    """Yield items in lists. A list ends with the item that brings the sum of `n_characters(item)`
+    to `most_characters`. If reading the next item raises an error, the items before it are yielded
+    first."""
     batch: list[Item] = []
     held = 0
     try:
@@ -59,7 +60,7 @@ def batches(
 
 
 def _counted(passage: Passage) -> int:
-    """Return the characters of a passage, and 16 more, so that many tiny ones make a batch too."""
+    """Return the characters of a passage plus 16, so that many tiny passages fill a batch, too."""
     return len(passage.text) + 16
 
 
@@ -156,9 +157,9 @@ def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChil
 
 
 def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:
-    """Build the function that a child process serves, from the path to a saved tokenizer. It maps a
-    list of texts to (all their ids in one array, each text's length in ids); the array is uint16 if
-    all ids fit, else uint32."""
+    """Return the function that a child process serves. It maps a list of texts to (all their ids in
+    one array, each text's number of ids); the array is uint16 if all ids fit, else uint32.
+    tokenizer_file: the path of a saved tokenizer."""
     tokenizer = load_tokenizer(tokenizer_file)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 

@@ -1,9 +1,9 @@
-"""Conversations into token shards, with the assistant tokens, which alone a model learns.
+"""Conversations into token shards, with the loss mask: a model learns the assistant tokens alone.
 
 Messages become text by the tokenizer's chat template; prompt and completion stay as they are,
 followed by the end of text. Each text is encoded whole, as transformers does, and a token is
-learned if one of its characters is in an answer. No conversation is ever split: each lies in one
-split, by its position or by the hash of its text. Two passes, as over text: the first counts and
+learned if one of its characters is in an answer. A conversation lies in one split, chosen by its
+position or by the hash of its text. There are two passes, as over text: the first counts and
 hashes, the second encodes.
 """
 
@@ -77,8 +77,8 @@ class Document:
 
 
 class Remarks:
-    """Warnings of a chat template that leaves out parts of conversations, or writes answers
-    otherwise than it asks for them."""
+    """Collects warnings about a chat template that leaves out parts of conversations, or writes
+    answers without the generation prompt with which it asks for them."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -87,7 +87,12 @@ class Remarks:
     def add(
         self, chat: Chat, documents: Sequence[Document], where: str, rendering: Rendering, date: str
     ) -> None:
-        """Look at a chat, with its file and line for the sentences, and what became of it."""
+        """Compare a chat with the `documents` that the template made of it, and count what is
+        missing.
+
+        where: the chat's file and line, for the warnings. rendering: renders by the template. date:
+        the day that the template is told.
+        """
         learned = "".join(
             text for each in documents for text, is_target in each.segments if is_target
         )
@@ -109,14 +114,14 @@ class Remarks:
             self._note(prompt, [prompt], around, where)
 
     def _note(self, what: str, texts: Sequence[str], written: str, where: str) -> None:
-        """Note, if `texts` are not empty and none of them stands in `written`, that `what` is left
-        out."""
+        """Count that the template left `what` out if `texts` is not empty and none of them is in
+        `written`."""
         if texts and not any(text in written for text in texts):
             first, n = self._found.get(what, (where, 0))
             self._found[what] = first, n + 1
 
     def sentences(self, chat: ChatTemplate) -> list[str]:
-        """Return what was found, for people."""
+        """Return a warning for each thing that was missing."""
         said = []
         for what, (where, n) in self._found.items():
             first = f"{n:,} time{'s' if n > 1 else ''} (first in {where})"
@@ -130,7 +135,8 @@ class Remarks:
 
 
 def _names(functions: Sequence[Any]) -> list[str]:
-    """Return the names of functions, or of those that calls call."""
+    """Return the names in a list of tools or tool calls, in OpenAI's form; entries without one are
+    left out."""
     inner = [each.get("function", each) for each in functions if isinstance(each, Mapping)]
     names = [each.get("name") for each in inner if isinstance(each, Mapping)]
     return [name for name in names if isinstance(name, str)]
@@ -138,7 +144,7 @@ def _names(functions: Sequence[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Conversations, and what makes documents of them."""
+    """Conversations, with the template and settings that turn them into documents."""
 
     conversations: Conversations
     chat: ChatTemplate | None
@@ -227,10 +233,13 @@ class ConversationContents(Contents):
 
     @property
     def key(self) -> dict[str, Any]:
-        """JSON values that identify the conversations in a cache; the template is included, because
-        it is stored with the tokenizer, and the special tokens, because a tokenizer made from
-        conversations by an earlier version has none of them. Earlier versions also split the
-        documents of one conversation, and encoded prompt and answer apart."""
+        """JSON values that identify the conversations in the cache.
+
+        The template is included because it is stored with the tokenizer. The other entries tell
+        what earlier versions did otherwise: they gave a tokenizer made from conversations no
+        special tokens, put the documents of one conversation into several splits, and encoded
+        prompt and answer apart.
+        """
         chat = None if self.chat is None else self.chat.to_json()
         split = {"split": "conversations"} if self.has_several else {}
         special = [*self.source.special_texts]
@@ -266,18 +275,20 @@ class ConversationContents(Contents):
 
 @dataclass(frozen=True)
 class ConversationPreparation(Preparation):
-    """Conversations, which are split by their position, or by the hash over each one's text. All
-    documents of a conversation, each a longer part of it, lie in one split."""
+    """Conversations on their way to shards, split by position, or by the hash of each one's text.
+    If a conversation becomes several documents, each a longer part of it, all lie in one split."""
 
     corpus: Conversations
     chat: ChatTemplate | None = None
-    """The template that renders messages; None if the tokenizer has none, and for plain prompts."""
+    """The template that renders messages; None if the tokenizer has none, which suffices for
+    prompts and completions."""
     date: str = TEMPLATE_DATE
     """The day that the template is told, YYYY-MM-DD."""
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences on what the template makes of the conversations, also of those held out."""
+        """Warnings about what the template leaves out of the conversations, held-out ones
+        included."""
         return [sentence for part in self.contents.parts for sentence in part.remarks]
 
     def _read(self, corpus: Conversations, split: str, splitting: Splitting) -> Contents:
@@ -334,8 +345,9 @@ def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[D
 
 
 def _tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Mask]]:
-    """Yield each document's token ids and loss mask, both (n_tokens,). One that no template
-    rendered gets the tokenizer's prefix, and its end of text, learned, if there is one."""
+    """Yield each document's token ids and loss mask, both (n_tokens,). A document that no template
+    rendered begins with the tokenizer's prefix, not learned, and ends with its end of text,
+    learned."""
     prefix = np.array(tokenizer.prefix, np.int64)
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], np.int64)
     for is_rendered, several in itertools.groupby(documents, lambda each: each.is_rendered):

@@ -158,8 +158,8 @@ def _note_characters(chunk: str, seen: npt.NDArray[np.bool_]) -> None:
 
 @dataclass
 class PassageWriter:
-    """Writes passages' tokens and, around each document that has any, the tokenizer's prefix and
-    its end of text, if it has them."""
+    """Writes passages' tokens to shards. Before a document it puts the tokenizer's prefix, after it
+    the end of text, if the tokenizer has them; a document without a token gets neither."""
 
     tokenizer: Tokenizer
     is_starting: bool = False

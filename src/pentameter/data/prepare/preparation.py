@@ -121,8 +121,8 @@ class Preparation(ABC):
     special_texts: Sequence[str] = (END_OF_TEXT,)
     """Texts of the special tokens that the tokenizer has, or gets if it is made from the corpus."""
     kept: Collection[str] = field(default=(), kw_only=True)
-    """Names of the cache's folders that a run has read, which it goes on with, even if an earlier
-    version wrote them otherwise."""
+    """Names of folders in the cache that a resumed run has read. They are opened again even if an
+    earlier version wrote them, which encoded otherwise."""
 
     @cached_property
     def contents(self) -> Contents:
@@ -141,9 +141,9 @@ class Preparation(ABC):
 
     @abstractmethod
     def _read(self, corpus: Any, split: str, splitting: Splitting) -> Contents:
-        """Read one corpus in a first pass. `split` is `train` for the corpus itself, and `val` or
-        `test` for one held out, which lies there whole; `splitting` is how the corpus itself is
-        split."""
+        """Make the first pass over one corpus, and return its contents. `split` is `train` for the
+        corpus itself, which is split by `splitting`; `val` or `test` for a held-out corpus, all of
+        which belongs to that split."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class Preparation(ABC):
         warnings: list[str],
         count_tokens: Callable[[int], None] | None = None,
     ) -> None:
-        """Write the shards into a new `folder`, which appears whole or not at all. One process at a
-        time prepares a folder, others wait.
+        """Write the shards into a new `folder`, which is renamed into place once it is complete.
+        One process at a time prepares a folder, others wait.
 
         `count_tokens` is called after each batch with the tokens written so far, in all splits;
         `warnings` collects sentences for the user. Raises FolderExistsError if the folder exists or
@@ -186,8 +186,8 @@ class Preparation(ABC):
                 writer.finish(contents.description())
 
     def _made_tokenizer(self, warnings: list[str]) -> Tokenizer:
-        """Return the tokenizer; a setting is turned into one, from the corpus's text if it has to
-        be (`char`, `word`, `bpe:N`). Remarks on its training go to `warnings`."""
+        """Return the tokenizer. If `tokenizer` is a setting, it is loaded, or made from the
+        corpus's text (`char`, `word`, `bpe:N`); `warnings` gets sentences on its training."""
         setting, contents = self.tokenizer, self.contents
         if isinstance(setting, Tokenizer):
             return setting
@@ -267,15 +267,16 @@ def cached_folder(key: Mapping[str, Any]) -> Path:
 
 
 def known_by(tokenizer: str | Tokenizer) -> str:
-    """Return the setting or hash by which a tokenizer is identified in the cache's keys."""
+    """Return the text that stands for a tokenizer in the cache's keys: a setting itself, or a
+    tokenizer's hash."""
     return tokenizer if isinstance(tokenizer, str) else tokenizer.hash
 
 
 def holds_tokenizer(folder: Path, setting: str, tokenizer: str | Tokenizer) -> bool:
-    """Return True if the tokenizer stored with the shards in `folder` equals `tokenizer`, a trained
-    model's, so that these shards are the ones that it would give. Returns False if `tokenizer` is a
-    setting, if `setting`, to which the folder belongs, makes no tokenizer from text, or if the
-    folder holds no tokenizer."""
+    """Return whether the shards in `folder` were encoded by `tokenizer`, a trained model's, so that
+    they can be read in place of new ones. `setting` is the `data.tokenizer` to which the folder
+    belongs. False if that makes no tokenizer from text, if `tokenizer` is itself a setting, or if
+    the folder holds no tokenizer."""
     if isinstance(tokenizer, str) or not is_made_from_text(setting):
         return False
     file = folder / TOKENIZER_FILE

@@ -84,9 +84,10 @@ class Passage(NamedTuple):
 def split_passages(
     documents: Documents, bounds: SplitBounds, chunker: Chunker
 ) -> Iterator[Passage]:
-    """Yield the documents' text as passages, in order, cut by `chunker` and at the ends of splits,
-    which `bounds` gives: one split's index per document, or the ends of train, val and test in
-    characters. Each document's last passage, which may be empty, has `ends` true."""
+    """Yield the documents' text as passages, in order. `chunker` cuts it; so does each split's end
+    within a document. `bounds` says which split a text is in: one index in SPLITS per document, or
+    the ends of train, val and test in characters. Each document's last passage, which may be empty,
+    has `ends` true."""
     position = 0
     for number, document in enumerate(documents):
         split, starts = SPLITS[0], True

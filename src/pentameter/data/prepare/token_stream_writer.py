@@ -1,8 +1,9 @@
-"""Writes a text as the parts of a stream (`shards/token_stream.py`), one after another.
+"""Writes a text as the parts of a token stream (`shards/token_stream.py`), one after another.
 
-To continue after any interruption, each part records its end: after a passage (a piece of text
-encoded by itself) of a file. Passages follow from a file and the kind of tokenizer alone. The
-text's end is not known, so held-out splits come first: separate texts, or its first passages.
+Any later process can continue: each part records how far it got, as a file and the number of its
+passages written. A passage is a piece of text that is encoded by itself; where passages end depends
+only on the file and the kind of tokenizer. The text's length is not known beforehand, so held-out
+splits come first: they are separate texts, or the text's first passages.
 """
 
 from __future__ import annotations
@@ -52,31 +53,30 @@ this: few files, and a quick start."""
 MOST_HELD_OUT_BYTES = 1 << 23
 """Maximum UTF-8 bytes held out per split from the text's start: training waits for them."""
 MOST_OVER = 0.01
-"""Greatest share of a text by which a held-out split may exceed its fraction: so it ends with a
-whole passage, where that is short, and where it was before a file was mended."""
+"""Largest fraction of the text by which a held-out split may exceed its size, so that it can end
+with a whole passage if that is short, and keeps its end when a file changes a little."""
 WORD_CHARACTERS = 1000
-"""Characters within which a passage that is cut is cut between two words."""
+"""Characters after the place for a cut within which the end of a word is looked for."""
 LEARNED_BYTES = 1 << 26
 """UTF-8 bytes, from the start of the training split, on which a tokenizer is trained."""
 NICENESS = 10
 """Added to the background process's niceness, because the run computes on the same cores."""
 WHOLE = (sys.maxsize, sys.maxsize, sys.maxsize)
-"""`SplitBounds` for a text that is not split: all is train."""
+"""`SplitBounds` for a text that is not split: all of it is train."""
 HASH_THREADS = 8  # files at once, as where shards are checked
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything that decides a stream's tokens, a stream being a text that is tokenized while a
-    run reads it."""
+    """Frozen record of everything that decides a token stream's tokens."""
 
     text: Text
     tokenizer: str | Tokenizer
     """A tokenizer, or the setting for one that is trained on the text's beginning."""
     splitting: Splitting
     keys: tuple[Any, ...]
-    """For each of `files`, its sha256, or the key that identifies its content without reading; a
-    changed file is noticed by it."""
+    """For each of `files`, JSON values that identify its content: its key if it has one, else its
+    sha256. A file that changes during a run is noticed by it."""
     first_tokens: int
     """Minimum training tokens in the first part; each later part has twice as many, up to
     LARGEST_TOKENS."""
@@ -135,16 +135,16 @@ def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> O
 
 
 def _known_by(file: InputFile) -> Any:
-    """Return a file's key, which identifies its content without reading, or else its sha256, in
-    hex."""
+    """Return JSON values that identify a file's content: its key, known without reading it, else
+    its sha256 in hex."""
     return file.key or file.sha256()
 
 
 @dataclass(frozen=True)
 class Position:
-    """The point up to which a stream has been written, as each part's header records it, so that
-    any later process can continue there. The unit is a passage: a piece of one document's text that
-    is encoded by itself."""
+    """Frozen record of how far a token stream has been written. Each part's header has one, so that
+    any later process can continue there. It counts passages: pieces of a document's text that are
+    encoded by themselves."""
 
     file: int = 0
     """Index, in `Origin.files`, of the file with the last passage written."""
@@ -155,7 +155,8 @@ class Position:
     is_starting: bool = False
     """True if the current document has no token yet in the current split."""
     has_tokens: bool = False
-    """True if the current document has a token in any split. Both are a `PassageWriter`'s state."""
+    """True if the current document has a token in any split. This and `is_starting` restore the
+    state of a `PassageWriter`."""
 
 
 class _NothingLeftError(Exception):
@@ -163,8 +164,8 @@ class _NothingLeftError(Exception):
 
 
 class Parts:
-    """Writes one stream's parts (each a folder with shards) into `folder`, one with each call of
-    `write_next`."""
+    """Writes the parts of the token stream of `origin` into `folder`, one with each call of
+    `write_next`. Each part is a folder with shards."""
 
     def __init__(self, origin: Origin, folder: Path) -> None:
         self._origin, self._folder, self._hash = origin, folder, origin.hash
@@ -174,8 +175,9 @@ class Parts:
         self._encoded: Iterator[tuple[Passage, npt.NDArray[Any], Position]]
 
     def write_next(self) -> bool:
-        """Write the first part that is not there yet, and return True. If no text is left, write
-        the file that records the stream's end instead, and return False, as on every later call.
+        """Write the next part that does not exist yet, and return True; takes until the part is
+        written. If no text is left, write the file that records the stream's end (END_FILE), and
+        return False; so does each later call.
 
         Raises ConfigError for an empty text or one that cannot be encoded, CorruptError for a
         damaged file, StorageError if reading or writing fails or a file has changed.
@@ -205,8 +207,8 @@ class Parts:
         return True
 
     def _begin(self, number: int) -> None:
-        """Position `_encoded` and `_written` at the start of part `number`, from the end that the
-        part before records."""
+        """Prepare to write part `number`: set `_encoded` and `_written` to continue at the position
+        that the header of the part before records."""
         if number:
             header = part_header(self._folder, number - 1)
             tokenizer = load_tokenizer(header.parent / TOKENIZER_FILE)
@@ -261,9 +263,13 @@ class Parts:
             bytes_before += n_bytes if split == "train" else 0
 
     def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
-        """Yield the text's passages with a split set: val first, then test, then train. A held-out
-        split is its fraction of the text (up to MOST_OVER more), at most MOST_HELD_OUT_BYTES, and
-        empty if it is a separate text. `n_bytes` is the bytes of text before the first passage."""
+        """Yield the text's passages with their split set: val first, then test, then train. A
+        passage that reaches over a split's end may be cut.
+
+        A held-out split has its fraction of the text, or up to MOST_OVER more, and at most
+        MOST_HELD_OUT_BYTES. It is empty here if it is a separate text. n_bytes: UTF-8 bytes of the
+        text before the first passage.
+        """
         text, splitting = self._origin.text, self._origin.splitting
         fractions = (splitting.validation_fraction, splitting.test_fraction)
         sizes = [min(int(each * text.n_bytes), MOST_HELD_OUT_BYTES) for each in fractions]
@@ -325,9 +331,9 @@ class Parts:
 
 
 def _cut(passage: Passage, start: int, ends: Sequence[int], grain: int) -> Iterator[Passage]:
-    """Yield a passage that begins at `start`, cut behind each of `ends` that it exceeds by more
-    than `grain`: at the next multiple of that, and the end of a word if one comes soon. All are
-    UTF-8 bytes of the whole text."""
+    """Yield a passage, cut in two wherever it reaches beyond one of `ends` by more than `grain`: at
+    the next multiple of `grain`, or the end of a word soon after. `start`, where the passage
+    begins, `ends` and `grain` count UTF-8 bytes of the whole text."""
     for end in ends:
         if end <= start or start + utf8_size(passage.text) - end <= grain:
             continue
@@ -341,9 +347,10 @@ def _cut(passage: Passage, start: int, ends: Sequence[int], grain: int) -> Itera
 
 
 def preparer() -> Callable[[tuple[Origin, Path] | None], bool]:
-    """Build the function that a background process serves. Each call writes one part, and returns
-    True, or False once the text has ended. The first call is given a stream's origin and folder,
-    later ones None. Raises the process's niceness by NICENESS."""
+    """Return the function that a background process serves (`PythonChild`). Each call writes one
+    part of a token stream and returns True; False once the text has ended. The first call is given
+    the stream's (origin, folder), later ones None. Also raises this process's niceness by
+    NICENESS."""
     os.nice(NICENESS)
     parts: list[Parts] = []
 

@@ -41,9 +41,9 @@ CHECK_THREADS = 8  # files at once: one core hashes more slowly than an array of
 
 
 class TokenSequence:
-    """Token ids over one or more memory-mapped arrays, read like one 1-D array: `tokens[a:b]` is an
-    array (a view if it lies in one file), `tokens[i]` an int. Only tokens [start, stop) of the
-    arrays belong to it."""
+    """Token ids in one or more memory-mapped arrays, read like one 1-D array: `tokens[a:b]` is an
+    array (a view if it lies in one file), `tokens[i]` an int. It covers the tokens [start, stop) of
+    the arrays, counted from the first array's start."""
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> None:
         self._arrays: list[npt.NDArray[Any]] = []
@@ -52,8 +52,8 @@ class TokenSequence:
             self._append(array)
         self._start, self._stop = start, stop
         self.waiting: Callable[[], None] = lambda: None
-        """Called repeatedly while tokens are awaited, so that a watchdog sees that this process is
-        alive."""
+        """Called repeatedly while a token stream waits for tokens, so that a watchdog sees that
+        this process is alive."""
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -64,19 +64,20 @@ class TokenSequence:
         return self._arrays[0].dtype
 
     def up_to(self, n_tokens: int) -> int:
-        """Return how many of the first `n_tokens` exist; a stream first waits for them."""
+        """Return how many of the first `n_tokens` exist. A `TokenStream` first waits for them."""
         return min(n_tokens, len(self))
 
     def hash_of(self, n_tokens: int) -> str | None:
-        """Return None, as `Dataset.hash` identifies these tokens. A stream, whose later text may
-        change, returns the sha256, in hex, over its first `n_tokens`."""
+        """Return None: `Dataset.hash` identifies these tokens. A `TokenStream`, whose later text
+        may change, returns the sha256, in hex, over its first `n_tokens`."""
         return None
 
     def prepare(self, n_tokens: int) -> None:
-        """Do nothing, as all tokens exist; a stream starts tokenizing up to `n_tokens`."""
+        """Do nothing, as all tokens exist. A `TokenStream` starts tokenizing in the background
+        until there are `n_tokens`."""
 
     def close(self) -> None:
-        """Do nothing; a stream stops tokenizing."""
+        """Do nothing. A `TokenStream` stops tokenizing in the background."""
 
     def part(self, start: int, stop: int) -> TokenSequence:
         """Return the tokens [start, stop) as a TokenSequence over the same arrays."""
@@ -125,7 +126,7 @@ class TokenSequence:
 
 @dataclass(frozen=True, eq=False)
 class AssistantRanges:
-    """The assistant tokens in a split of conversations, which alone a model learns, as ranges."""
+    """The assistant tokens in a split of conversations, as ranges; a model learns only these."""
 
     bounds: npt.NDArray[np.int64]
     """(n_ranges, 2): start and stop of each range, relative to the split, in order, without
@@ -168,7 +169,7 @@ class TokenSplit:
     tokens: TokenSequence
     """The token ids, memory-mapped."""
     n_bytes: int
-    """UTF-8 bytes of the split's text, by which bits per byte are computed."""
+    """UTF-8 bytes of the split's text; bits per byte are computed with it."""
     document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     """Index of each document's first token (n_documents,), relative to the split."""
     assistant: AssistantRanges | None = None
@@ -176,12 +177,12 @@ class TokenSplit:
     parts: tuple[TokenSplit, ...] = ()
     """The splits of several data sets that this one concatenates; empty for a single data set."""
     beginning: TokenSplit | None = None
-    """For a stream, whose text is still being tokenized, the tokens in its first part, which are
-    there at every start; None for a complete split."""
+    """For a token stream, whose text is still being tokenized, a split with the tokens of its first
+    part, which exist whenever a run starts; None for a split that is complete."""
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens in the split; in a stream, those so far."""
+        """Number of tokens in the split; in a token stream, of those written so far."""
         return len(self.tokens)
 
     @property
@@ -205,7 +206,7 @@ class TokenSplit:
 
     @property
     def document_bounds(self) -> npt.NDArray[np.int64]:
-        """Index of each document's first token, then the last one's end (n_documents + 1,)."""
+        """Index of each document's first token, then the split's end (n_documents + 1,)."""
         return np.append(np.asarray(self.document_starts, dtype=np.int64), self.n_tokens)
 
 
@@ -238,11 +239,11 @@ def _all_tokens(split: TokenSplit) -> AssistantRanges:
 
 
 def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
-    """Return the beginning of a split: the fewest whole documents that have `n_tokens`, or, in a
-    split with one document, exactly `n_tokens`. The whole split if it has no more.
+    """Return the beginning of a split: the fewest whole documents that have at least `n_tokens`; in
+    a split with one document, exactly `n_tokens`. The whole split if it has no more.
 
-    If it concatenates several parts, each is shortened in proportion to its size. A stream gives
-    tokens from its first part alone, so that nothing waits. `n_bytes` shrinks in proportion to the
+    If it concatenates several parts, each is shortened in proportion to its size. Of a token stream
+    only the first part is used, so that nothing waits. `n_bytes` shrinks in proportion to the
     tokens.
     """
     split = split.beginning or split
@@ -296,9 +297,9 @@ class Dataset:
         return [split.tokens for split in train.parts or (train,)]
 
     def hash_of(self, n_tokens: int) -> str:
-        """Return the sha256, in hex, that identifies the data read by a run after `n_tokens`
-        training tokens: for a stream over these alone, as later text may have changed; else
-        `hash`."""
+        """Return the sha256, in hex, that identifies what a run has read after `n_tokens` training
+        tokens. For a token stream it covers these tokens alone, as later text may have changed;
+        otherwise it is `hash`."""
         known = None
         if len(self.training_tokens) == 1:
             known = self.training_tokens[0].hash_of(n_tokens)
@@ -306,8 +307,8 @@ class Dataset:
 
     @property
     def is_of_fragments(self) -> bool:
-        """Whether these are conversations that an earlier version encoded in fragments, by a
-        tokenizer of which fragments may have other tokens than the whole text."""
+        """Whether the data are conversations that an earlier version encoded piece by piece. With
+        this tokenizer a piece may get other tokens than it has within the whole text."""
         has_marks = "answers" in self.header and not ENCODED_WHOLE.items() <= self.header.items()
         return has_marks and isinstance(self.tokenizer, LibraryBacked)
 
@@ -336,12 +337,13 @@ def open_shards(
     progress: Progress = no_progress,
     tokenizer: Tokenizer | None = None,
 ) -> Dataset:
-    """Open prepared shards: check header, tokenizer, sizes, every id and every file's hash.
+    """Open prepared shards as a Dataset: check header, tokenizer, sizes, every id and every file's
+    hash.
 
-    Without `verify`, hashes are not checked: another process on this machine does. `tokenizer` is
+    Without `verify` hashes are not checked, as another process on this machine does it. tokenizer:
     the one that wrote the shards, if it is loaded already; None loads it from their folder.
-    `progress` is called with the bytes verified so far. Raises CorruptError with file and position
-    for any damage, StorageError if a file cannot be read.
+    progress: called with the bytes verified so far. Raises CorruptError with file and position for
+    any damage, StorageError if a file cannot be read.
     """
     header = read_header(header_path)
     folder, dtype = header_path.parent, DTYPES[header["dtype"]]
@@ -397,10 +399,10 @@ def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.ND
 
 
 def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, AssistantRanges]:
-    """Return the assistant tokens by split, memory-mapped; empty if all tokens are learned.
+    """Return the assistant tokens by split, memory-mapped; {} if all tokens are learned.
 
-    Raises CorruptError unless, in each split, ranges are in order, without overlap, within it and
-    as long in total as the header says.
+    Raises CorruptError unless each split's ranges are in order, without overlap, inside the split,
+    and have as many tokens in all as the header says.
     """
     if "answers" not in header:
         return {}
@@ -428,11 +430,13 @@ def _open_answers(folder: Path, header: Mapping[str, Any]) -> dict[str, Assistan
 def _open_positions(
     folder: Path, header: Mapping[str, Any], kind: str, n_each: int
 ) -> tuple[Path, dict[str, npt.NDArray[np.int64]]]:
-    """Memory-map a data set's file of token offsets, for the `kind` `documents` (`n_each` 1, where
-    each begins) or `answers` (2, where each begins and ends). Return its path, and a map from split
-    to its offsets (n_items · n_each,), counted from the split's first token. `header` is the data
-    set's, with the file's name and the item count in each split. Raises CorruptError if the file's
-    size is wrong."""
+    """Memory-map a data set's file of token positions. Return its path, and split → positions
+    (n_items · n_each,), counted from the split's first token.
+
+    kind: `documents`, with `n_each` = 1 position per item (where a document begins), or `answers`,
+    with 2 (where a range begins and ends). header: the data set's, with the file's name and each
+    split's number of items. Raises CorruptError if the file's size is wrong.
+    """
     path = folder / header[kind]["name"]
     ends = np.cumsum([n_each * part[kind] for part in header["splits"].values()])
     _check_size(path, int(ends[-1]) * POSITION.itemsize)

@@ -41,8 +41,8 @@ COUNTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Maps a kind of positions file to the counts that each split has for it in the header."""
 ENCODED_WHOLE: Mapping[str, str] = MappingProxyType({"encoded": "whole"})
-"""The header's entry for conversations, which those lack that an earlier version encoded in
-fragments."""
+"""Header entry that marks conversations as encoded whole. Shards from an earlier version, which
+encoded them in fragments, lack it."""
 POSITION = np.dtype("<u8")
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
@@ -55,15 +55,16 @@ def header_hash(header: Mapping[str, Any]) -> str:
 
 
 def data_hash(header: Mapping[str, Any]) -> str:
-    """Return the sha256, in hex, by which runs know the data that a header describes: over all that
-    `header_hash` covers but ENCODED_WHOLE, as the tokens may be the same without it."""
+    """Return the sha256, in hex, by which runs identify the data that a header describes. It covers
+    what `header_hash` does without the entry ENCODED_WHOLE, since the tokens may be the same
+    without it."""
     content = {key: value for key, value in header.items() if key not in ENCODED_WHOLE}
     return header_hash(content)
 
 
 def find_header(path: str | Path | None) -> Path | None:
-    """Return the path to the header of prepared shards, given that path or its folder; None if
-    there is none, and for None.
+    """Return the path of the header of prepared shards, given that path or its folder. None if
+    there are no shards, or if `path` is None.
 
     Raises CorruptError for a folder that has shard files or a tokenizer but no header, ConfigError
     for one with several headers.

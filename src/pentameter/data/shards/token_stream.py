@@ -1,12 +1,13 @@
-"""A stream: the token shards of a text that is still being tokenized, read as one split.
+"""A token stream: the token shards of a text that is still being tokenized, read as one split.
 
     DIR/part-00000/   shards (`format.py`): val, test and the first tokens of train
     DIR/part-00001/   shards with the next tokens of train; and so on, each larger than the last
     DIR/end.json      {"parts": 12}, once the text has ended
 
 Part ends follow from the text and the settings alone, and so does each token's position in the
-stream. A part appears whole. Its header records, as its text, a hash of the stream's origin and the
-place in the text from which the next part continues. `prepare/token_stream_writer.py` writes parts.
+stream. A part's folder is renamed into place once all its files are written, so it is never seen
+unfinished. Its header records, as its text, a hash of the stream's origin and the place in the text
+from which the next part continues. `prepare/token_stream_writer.py` writes parts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def part_header(folder: Path, number: int) -> Path:
 
 
 def is_token_stream(folder: Path) -> bool:
-    """Return True if a folder has a stream's first part."""
+    """Return whether a folder has the first part of a token stream."""
     return part_header(folder, 0).exists()
 
 
@@ -47,8 +48,8 @@ def n_tokens_of(header: Path) -> int:
 
 
 def n_parts_of(folder: Path) -> int | None:
-    """Return a stream's final number of parts; None while its text continues. CorruptError if
-    end.json is damaged."""
+    """Return how many parts a token stream has in the end; None while its text is still being
+    tokenized. Raises CorruptError if end.json is damaged."""
     path = folder / END_FILE
     if not path.exists():
         return None
@@ -66,19 +67,20 @@ def tokens_for(n_rows: int, context_length: int) -> int:
 
 
 class Source:
-    """Where a stream's parts come from, as `TokenStream` sees it. This one, of a stream that is
-    only read, has no parts but those in `folder`."""
+    """Base class of the objects that a `TokenStream` asks for further parts. This one asks nobody:
+    its stream has only the parts that are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background, up to `n_tokens` training tokens, if this is what
-        writes them; return at once."""
+        """Start writing parts in the background until they hold `n_tokens` training tokens in all;
+        return at once. Does nothing in a class that writes no parts, as this one."""
 
     def wait(self, n_tokens: int) -> None:
-        """Sleep for a moment while `n_tokens` training tokens are awaited. Raises CorruptError if
-        nobody writes them, or the error with which writing has failed."""
+        """Sleep for a moment; the caller then looks whether `n_tokens` training tokens are written,
+        and if not calls again. Raises CorruptError if nobody writes them, or the error with which
+        writing failed."""
         raise CorruptError(
             f"{self._folder} lacks some of the first {n_tokens:,} tokens. The command that trained "
             "on them prepares them again from the same text"
@@ -89,9 +91,13 @@ class Source:
 
 
 class TokenStream(TokenSequence):
-    """The training tokens of the stream in `folder`, as far as they are written; `up_to` waits for
-    more, which `source` writes. The constructor waits for the first part. `verify` checks each
-    part's hashes, with calls to `progress`."""
+    """The training tokens of the stream in `folder`, as far as its parts are written. `up_to` waits
+    for more.
+
+    The constructor opens all parts that are there, and waits for the first. source: writes the
+    parts, or waits for another process that does. verify: whether to check each part's hashes, with
+    calls to `progress`.
+    """
 
     def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
         self.source = source
@@ -116,11 +122,13 @@ class TokenStream(TokenSequence):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text has ended and all parts are open."""
+        """Whether all of the text is tokenized and all parts are open, so that no token will be
+        added."""
         return n_parts_of(self._folder) == len(self._parts)
 
     def prepare(self, n_tokens: int) -> None:
-        """Start tokenizing up to `n_tokens` training tokens in the background; return at once."""
+        """Start tokenizing text in the background until there are `n_tokens` training tokens;
+        return at once."""
         self.source.prepare(n_tokens)
 
     def close(self) -> None:
@@ -128,8 +136,8 @@ class TokenStream(TokenSequence):
         self.source.close()
 
     def up_to(self, n_tokens: int) -> int:
-        """Wait until the first `n_tokens` are written or the text has ended; return how many of
-        them there are. Raises the error if writing has failed."""
+        """Wait until `n_tokens` training tokens are written or the text has ended. Return how many
+        of the first `n_tokens` exist then. Raises the error with which writing failed."""
         while len(self) < n_tokens and not self.is_whole:
             if not self._open_next():
                 self.source.wait(n_tokens)
@@ -137,8 +145,8 @@ class TokenStream(TokenSequence):
         return super().up_to(n_tokens)
 
     def hash_of(self, n_tokens: int) -> str:
-        """Wait for the first `n_tokens`; return the sha256, in hex, over the parts that hold them,
-        which later text does not change."""
+        """Return the sha256, in hex, over the parts that hold the first `n_tokens`, after waiting
+        for these. Text that is added later does not change it."""
         n_tokens = self.up_to(n_tokens)
         hashes = []
         for part in self._parts:
@@ -151,7 +159,8 @@ class TokenStream(TokenSequence):
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self) -> TokenSplit:
-        """Return the training split, with the documents and bytes in the parts opened so far."""
+        """Return the training split. It grows with the stream, but its document starts and bytes
+        are those of the parts opened so far."""
         starts, n_tokens, n_bytes = [], 0, 0
         for part in self._parts:
             train = part.split("train")
@@ -189,8 +198,8 @@ class TokenStream(TokenSequence):
 def open_token_stream(
     folder: Path, source: Source, *, verify: bool = True, progress: Progress = no_progress
 ) -> Dataset:
-    """Open the stream in a folder as a Dataset, waiting for its first part; `source` writes the
-    parts.
+    """Open the token stream in a folder as a Dataset. Waits for its first part, which `source`
+    writes, or another process for which `source` waits.
 
     `verify` checks each part's hashes. Raises CorruptError for any damage, and the errors with
     which `source` fails.

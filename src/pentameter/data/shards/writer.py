@@ -31,8 +31,8 @@ SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
 
 class _Split:
-    """One split as it is written: its token files, files of positions, and counts for the header.
-    `kinds` are the position files to write (`documents`, `answers`)."""
+    """A split while it is written: its token files, its files of positions, and its counts for the
+    header. `kinds` are the position files to write (`documents`, `answers`)."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], kinds: Sequence[str]) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype
@@ -48,12 +48,13 @@ class _Split:
         self._hasher = hashlib.sha256()
 
     def add_positions(self, kind: str, positions: npt.NDArray[np.int64]) -> None:
-        """Append positions (n,), given relative to the next token to be written, to the file for
-        `kind`."""
+        """Append positions (n,) to the file for `kind`. They count from the next token to be
+        written."""
         self.positions[kind].write((positions + self.n_tokens).astype(POSITION).tobytes())
 
     def append(self, ids: npt.NDArray[Any]) -> None:
-        """Append ids (n_tokens,) to the current token file, starting new files as each is full."""
+        """Append ids (n_tokens,) to the current token file; a new file begins whenever one has
+        SHARD_TOKENS."""
         self.n_tokens += len(ids)
         while len(ids):
             if self._stream is None:
@@ -87,8 +88,8 @@ class _Split:
 
 
 class ShardWriter:
-    """Context manager that writes shards NAME-… into an empty folder: call `write` repeatedly, then
-    `finish`.
+    """Context manager that writes shards, `NAME-00000.bin` and so on, into an empty folder: call
+    `write` repeatedly, then `finish`.
 
     With `has_loss_mask`, every `write` needs a loss mask. Without it no loss mask is stored, and
     all tokens are learned.

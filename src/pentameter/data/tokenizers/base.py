@@ -52,8 +52,8 @@ class Tokenizer(ABC):
     chat: ChatTemplate | None = None
     """The chat template that renders messages, if one came with the tokenizer; it changes no id."""
     published: Mapping[str, str] = MappingProxyType({})
-    """Maps name to text for the small files that came with the tokenizer in a Hugging Face folder,
-    which an export writes again; they change no id."""
+    """Maps name to text for small files that came with the tokenizer in a Hugging Face folder. An
+    export writes them again; they change no id."""
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -63,8 +63,9 @@ class Tokenizer(ABC):
 
     @property
     def byte_ids(self) -> Collection[int]:
-        """The ids that are decoded together with those next to them: of tokens that are single
-        bytes, a row of which is a text as a whole or not at all, and of no token."""
+        """The ids that decode to text only together with their neighbors: tokens for single bytes,
+        a run of which is valid UTF-8 as a whole or not at all. Ids without a token are among
+        them."""
         return ()
 
     @property
@@ -92,8 +93,8 @@ class Tokenizer(ABC):
         return None
 
     def to_tokenizer_json(self) -> bytes | None:
-        """Return the content of a `tokenizer.json` by which Hugging Face's libraries give the same
-        ids; None for a kind that they cannot express (words)."""
+        """Return the bytes of a `tokenizer.json` with which Hugging Face's libraries encode text to
+        the same ids; None for a kind of tokenizer that cannot be written so (words)."""
         return None
 
     @abstractmethod
@@ -113,11 +114,13 @@ class Tokenizer(ABC):
     def encode_segments(
         self, documents: Sequence[Sequence[Segment]], *, is_rendered: bool
     ) -> list[tuple[Ids, Mask]]:
-        """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,).
+        """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,), bool.
+        A document is a list of segments (text, whether a model learns it).
 
         With `is_rendered`, a chat template wrote the texts: its special tokens become their ids,
-        `escaped` ones in messages do not. A tokenizer without offsets encodes segments one by one.
-        Raises ConfigError for a text that cannot be encoded.
+        while those in messages, which `escaped` has marked, become ordinary text. This
+        implementation encodes segments one by one. Raises ConfigError for a text that cannot be
+        encoded.
         """
         found = []
         for segments in documents:
@@ -134,8 +137,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """Return everything that decides the ids, as JSON values, in the form that `from_content`
-        reads."""
+        """Return everything that decides the ids, as the JSON values that `from_content` reads."""
 
     @cached_property
     def hash(self) -> str:
@@ -186,7 +188,7 @@ class Tokenizer(ABC):
 
 
 class Encoded(NamedTuple):
-    """A text as tokens."""
+    """A text as tokens, each with the characters that it stands for."""
 
     ids: Ids
     """(n_tokens,) token ids."""
@@ -195,8 +197,9 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, encoding: Any, start: int = 0, *, has_offsets: bool = True) -> Self:
-        """Return the library's result for a text, or for a part of it that begins at `start`;
-        without offsets, these are empty."""
+        """Return an `Encoding` of the `tokenizers` library as an Encoded. `start` is the character
+        at which the encoded part begins in the whole text, and is added to offsets. Without
+        `has_offsets`, there are none: (0, 2)."""
         offsets = chain.from_iterable(encoding.offsets if has_offsets else ())
         ids = encoding.ids
         return cls(
@@ -206,16 +209,16 @@ class Encoded(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the parts of one text, in order, as one."""
+        """Return the consecutive parts of a text as one Encoded."""
         if len(parts) == 1:
             return parts[0]
         offsets = np.concatenate([np.empty((0, 2), np.int64), *(part.offsets for part in parts)])
         return cls(np.concatenate([_NO_IDS, *(part.ids for part in parts)]), offsets)
 
     def learned(self, lengths: Sequence[int], are_learned: Sequence[bool]) -> Mask:
-        """Return the loss mask for a text in segments, by each one's number of characters and
-        whether it is learned: as in transformers, True for every token with a character in one that
-        is."""
+        """Return the loss mask (n_tokens,) for a text in segments. A token is True if one of its
+        characters is in a learned segment, as in transformers. lengths: characters in each segment.
+        are_learned: whether a model learns it."""
         ends, chosen = np.cumsum([0, *lengths]), np.array(are_learned, dtype=bool)
         starts, stops = ends[:-1][chosen], ends[1:][chosen]
         number = np.searchsorted(stops, self.offsets[:, 0], side="right")  # of the next to end
@@ -232,8 +235,8 @@ class LibraryBacked(Tokenizer):
         self, documents: Sequence[Sequence[Segment]], *, is_rendered: bool
     ) -> list[tuple[Ids, Mask]]:
         """Return each document's token ids (n_tokens,), int64, and its loss mask (n_tokens,), as
-        `Tokenizer.encode_segments` does, but encode its text whole: a token that begins in one
-        segment and ends in another is learned if either is."""
+        `Tokenizer.encode_segments` does. The segments are joined and encoded as one text, so a
+        token may begin in one segment and end in another; it is learned if either segment is."""
         texts = ["".join(text for text, _ in segments) for segments in documents]
         encoded = self._encoded_rendered(texts) if is_rendered else self._encoded(texts)
         found = []
@@ -249,8 +252,8 @@ class LibraryBacked(Tokenizer):
 
     @abstractmethod
     def _encoded_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the tokens of texts that a chat template wrote, special ones included; offsets are
-        those of the unescaped texts."""
+        """Return the tokens of texts that a chat template wrote, special tokens included. Offsets
+        count characters of the texts after `unescaped`."""
 
     def encode(self, text: str) -> Ids:
         """Return token ids (n_tokens,), int64, without any special token.

@@ -71,8 +71,8 @@ class BpeTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Maps text to id for the tokens that no text encodes to: those with several characters
-        that no merge makes, such as `<|endoftext|>`."""
+        """Maps text to id for the tokens that no text encodes to: those with several characters of
+        the byte alphabet that no merge makes, such as `<|endoftext|>`."""
         made = set(map("".join, self.merges))
         return {
             self.decode([number]): number
@@ -148,9 +148,9 @@ class BpeTokenizer(LibraryBacked):
         return cls.from_vocabulary(vocabulary, list(map(_pair, range(len(merges)), merges)))
 
     def to_tokenizer_json(self) -> bytes:
-        """Return the content of a `tokenizer.json` like GPT-2's with this vocabulary. With a chat
-        template, special tokens in a text are recognized there, as one token each; without,
-        `<|endoftext|>` alone is."""
+        """Return the bytes of a `tokenizer.json` like GPT-2's, with this vocabulary. Hugging Face's
+        libraries then recognize special tokens in a text, as one token each: all of them if this
+        tokenizer has a chat template, otherwise `<|endoftext|>` alone."""
         import tokenizers
 
         whole = self._plain()
@@ -246,8 +246,9 @@ class BpeTokenizer(LibraryBacked):
 def _joined(
     pieces: Sequence[str | int], encoded: Iterator[Encoded], lengths: Mapping[int, int]
 ) -> Encoded:
-    """Return a text's tokens from its pieces: ids of special tokens, whose `lengths` are known, and
-    texts, of which `encoded` yields the tokens."""
+    """Return a text's tokens from its `pieces`, in order: ids of special tokens, and the texts
+    between them. `encoded` yields the tokens of each such text; `lengths` maps a special token's id
+    to its number of characters."""
     parts, start = [], 0
     for piece in pieces:
         n_characters = len(piece) if isinstance(piece, str) else lengths[piece]
@@ -310,8 +311,8 @@ def train_bpe(
 
 
 def _without_long_runs(text: str) -> Iterator[str]:
-    """Yield a text in pieces, cut behind any 1,000 characters in a row that are all white space or
-    have none: training takes time quadratic in a word's length."""
+    """Yield a text in pieces, for training alone, which takes time quadratic in a word's length. It
+    is cut after 1,000 characters in a row without white space, or of white space only."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]

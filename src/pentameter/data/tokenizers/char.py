@@ -77,9 +77,9 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from the parsed result of `to_tokenizer_json`; None for any other
-        content. `end` and `warnings` are unused. Raises CorruptError unless ids number the
-        characters in code-point order."""
+        """Build a tokenizer from a parsed `tokenizer.json` of the kind that `to_tokenizer_json`
+        writes; None for any other. `end` and `warnings` are unused. Raises CorruptError unless ids
+        number the characters in code-point order."""
         model = content["model"]
         of_each_character = {
             "type": "Split",
@@ -95,7 +95,8 @@ class CharTokenizer(Tokenizer):
         return tokenizer
 
     def to_tokenizer_json(self) -> bytes:
-        """Return a `tokenizer.json` with one token per character, which refuses an unknown one."""
+        """Return the bytes of a `tokenizer.json` with one token per character. Hugging Face's
+        libraries raise an error for a character that it does not know, as `encode` does."""
         import tokenizers
 
         # No such token exists: an unknown character is an error there as it is in pentameter.
@@ -134,9 +135,9 @@ class CharTokenizer(Tokenizer):
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
     """Return a sentence, for the user, that advises `bpe:N` in place of `char`; None if characters
-    do well. `n_tokens` is the text's length in characters, `vocab_size` the number of distinct
-    ones. There is advice if these are at least MANY_CHARACTERS and occur less than SELDOM times on
-    average."""
+    do well. There is advice if a text has at least MANY_CHARACTERS distinct characters, which occur
+    less than SELDOM times on average. vocab_size: the number of distinct ones. n_tokens: the text's
+    length in characters."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))

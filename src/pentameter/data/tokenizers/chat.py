@@ -66,8 +66,8 @@ Segment = tuple[str, bool]
 
 
 class MarkedText(str):
-    """A text with marks in special tokens, which stay marks where it is printed within a list or an
-    object."""
+    """A str with APART marks in its special tokens (`escaped`). Its `repr` keeps the marks, so that
+    they survive where a template prints a list or an object that contains the text."""
 
     __slots__ = ()
 
@@ -108,9 +108,9 @@ class ChatTemplate:
 
     @property
     def special_texts(self) -> list[str]:
-        """The special tokens of a tokenizer that is made for the template: `<|NAME|>` in its
-        source, in order, and texts of `tokens` that stand there or to which it refers. All are two
-        or more visible characters of ASCII."""
+        """The special tokens for a tokenizer that is made for this template: `<|NAME|>` in its
+        source, in order, then those texts in `tokens` that its source contains or refers to by key.
+        Only texts of two or more visible ASCII characters are taken."""
         source = "\n".join(self.sources.values())
         known = [
             text
@@ -142,13 +142,13 @@ def without_marks(text: str) -> str:
 
 
 def escaped(value: Any, special_tokens: Collection[str], n_levels: int = 0) -> Any:
-    """Return a copy of a message or any JSON value, in whose texts and keys a mark stands behind
-    the first character of each special token (a text in `special_tokens`). So the text stays plain
-    text, and nothing a person wrote can end a turn or begin another. `unescaped` undoes it. Keys in
-    FIELDS, by which templates look values up, stay as they are.
+    """Return a copy of a message or any JSON value with each special token (a text in
+    `special_tokens`) broken up: a mark, APART, follows its first character, in texts and in keys.
+    Then nothing that a person wrote becomes a special token, or ends a turn. `unescaped` removes
+    the marks. Keys in FIELDS, by which templates look values up, stay as they are.
 
     Raises TemplateRefusalError for a text with one of the noncharacters that serve as marks here,
-    and for more than MOST_LEVELS levels, counted from `n_levels`.
+    and for more than MOST_LEVELS levels of nesting, counted from `n_levels`.
     """
     if isinstance(value, str):
         return _escaped_text(value, special_tokens)
@@ -171,8 +171,8 @@ def escaped(value: Any, special_tokens: Collection[str], n_levels: int = 0) -> A
 
 
 def _escaped_text(text: str, special_tokens: Collection[str]) -> str:
-    """Return a text with a mark behind the first character of each special token, also where one
-    begins within another."""
+    """Return a text with a mark after the first character of each special token in it, of
+    overlapping ones too. Raises TemplateRefusalError if the text contains a mark already."""
     if found := _MARKS.search(text):
         raise TemplateRefusalError(
             f"a message holds U+{ord(found[0]):04X}, a noncharacter, which marks answers here; "

@@ -41,7 +41,7 @@ def chunks(text: str, n_characters: int) -> Iterator[str]:
 
 def last_boundary(text: str) -> int:
     """Return how many characters precede the last boundary (before whitespace that follows a word)
-    in an unfinished text, the beginning of a longer one; 0 without one.
+    in `text`, the beginning of a longer text; 0 if it has no boundary.
 
     The text after the boundary can be encoded only together with its continuation.
     """

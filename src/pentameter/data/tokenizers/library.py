@@ -44,11 +44,12 @@ _MAY_BE_EMPTY = re.compile(r"[*?|^$(]|\\[bBAzZGK]|\{0?,|\{0\}|^$")
 
 
 class Growth:
-    """An upper bound for the characters that a normalizer or a decoder makes of a text, each a part
-    of a parsed `tokenizer.json`.
+    """Upper bound on the characters that a normalizer or decoder (`steps`, a part of a parsed
+    `tokenizer.json`) makes of a text.
 
-    Every character has a weight: as many as at most become of it. They are found from the last step
-    to the first, at which what a text is replaced by shares its weight among the text's characters.
+    Each character has a weight: the most characters that it can become. Weights are computed from
+    the last step back to the first. At a replacement, the weight of the new text is shared among
+    the characters of the old one.
     """
 
     def __init__(self, steps: Any) -> None:
@@ -58,10 +59,10 @@ class Growth:
         for step in reversed([*_flat(steps)]):
             self._go_before(step)
         self.of_one = self._always + self._largest()
-        """At most how many characters become of one."""
+        """The most characters that a text of one character can become."""
 
     def of(self, texts: Iterable[str]) -> float:
-        """Return at most how many characters become of `texts`, each by itself."""
+        """Return the most characters that `texts`, processed one by one, can become together."""
         return sum(self._always + self._weight(text) for text in texts)
 
     def _largest(self) -> float:
@@ -72,7 +73,7 @@ class Growth:
         return sum(n * self._weights.get(each, self._others) for each, n in counts.items())
 
     def _go_before(self, step: Any) -> None:
-        """Make weights after `step` those before it."""
+        """Turn weights that hold after `step` into those that hold before it."""
         match step:
             case {"type": "Replace", "content": str(new), "pattern": {"String": str(old)}} if old:
                 share = self._weight(new) / len(old)
@@ -93,7 +94,7 @@ class Growth:
                 self._raise(self._largest(), 0.0)
 
     def _raise(self, least: float, more: float) -> None:
-        """Give each character `more` weight, and `least` at least."""
+        """Add `more` to each character's weight, then raise it to at least `least`."""
         if len(self._weights) > _MOST_WEIGHTS:
             self._others, self._weights = self._largest(), {}
         self._others = max(self._others + more, least)
@@ -116,9 +117,9 @@ def _flat(steps: Any) -> Iterator[Any]:
 
 
 def _replacements(encoded: str) -> list[str]:
-    """Return what SentencePiece's compiled table, in Base64, replaces characters by: texts that end
-    with a zero byte, behind the size of an index and the index. One empty text for a damaged
-    table, which the library refuses."""
+    """Return the replacement texts in SentencePiece's compiled character map, in Base64: a size, an
+    index of that size, then texts that each end with a zero byte. [""] for a damaged map, which the
+    library refuses."""
     try:
         table = base64.b64decode(encoded)
     except (binascii.Error, ValueError):
@@ -146,11 +147,11 @@ class LibraryTokenizer(LibraryBacked):
     kind = "library"
 
     def __init__(self, content: Mapping[str, Any], end_of_text: int | None) -> None:
-        """`content` is a parsed `tokenizer.json`, `end_of_text` the id that ends a document, or
-        None.
+        """`content` is a parsed `tokenizer.json`. `end_of_text` is the id that ends a document;
+        None if documents have no end.
 
-        Raises ConfigError if the library refuses the content, for one that could make more than
-        MOST_CHARACTERS of one, and for an id outside the vocabulary.
+        Raises ConfigError if the library refuses the content, if one character could become more
+        than MOST_CHARACTERS, and for an id outside the vocabulary.
         """
         self.content = dict(content)
         self._growths = {part: Growth(self.content.get(part)) for part in ("normalizer", "decoder")}
@@ -175,9 +176,8 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Maps text to id for the tokens that the file marks as special, by the ids that they have
-        in the library, and for the end of text. One that the library does not take, such as an
-        empty text, is none."""
+        """Maps text to id for the end of text and the tokens that the file marks as special. A
+        token that the library does not accept, such as an empty text, is left out."""
         added = self.content.get("added_tokens") or []
         texts = [token["content"] for token in added if token.get("special")]
         if self.end_of_text is not None and (end := self.token(self.end_of_text)):
@@ -187,7 +187,8 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """The ids of single bytes, such as `<0x0A>`, if the decoder joins them, and of no token."""
+        """The ids of tokens for single bytes, such as `<0x0A>`, if the decoder joins them to text,
+        and the ids that no token has."""
         is_joining = any(
             step.get("type") == "ByteFallback" for step in _flat(self.content.get("decoder"))
         )
@@ -224,7 +225,8 @@ class LibraryTokenizer(LibraryBacked):
         return tokenizer
 
     def to_tokenizer_json(self) -> bytes:
-        """Return the content, as JSON in the form in which the library writes it."""
+        """Return `content` as the JSON of a tokenizer.json, indented as the `tokenizers` library
+        does."""
         return json.dumps(self.content, ensure_ascii=False, indent=2).encode()
 
     def token(self, number: int) -> str | None:
@@ -261,8 +263,8 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def _reserved(self) -> frozenset[int]:
-        """The ids that no text becomes: those of special tokens and of the end of text. The one of
-        unknown words is none of them, whose token is special in most files."""
+        """The ids that no text becomes: special tokens and the end of text. The token for unknown
+        words is special in most files, but text does become it, so it is not among them."""
         model = self.content.get("model") or {}
         number = model.get("unk_id")
         if (token := model.get("unk_token")) is not None:
@@ -278,8 +280,8 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def _without_reserved(self) -> tuple[Any, Ids]:
-        """The library's object without reserved tokens, so that no text becomes one, and the id
-        here of each id that it gives."""
+        """Return (library, ids): the library's tokenizer without reserved tokens, so that no text
+        becomes one, and an array that maps its ids to those of this tokenizer."""
         library = opened(without_tokens(self.content, self._spelled.values()))
         return library, ids_of(library, self._library.get_vocab(with_added_tokens=True))
 
@@ -297,13 +299,14 @@ class LibraryTokenizer(LibraryBacked):
             return super().decode(ids)
 
     def _check_texts(self, texts: Sequence[str]) -> None:
-        """Raise ConfigError for a text that is none, or that could become far too long."""
+        """Raise ConfigError if one of the texts has a lone surrogate, or all together could become
+        far too long in the normalizer."""
         refuse_surrogates(texts)
         self._check_growth("normalizer", texts)
 
     def _check_growth(self, part: str, texts: Sequence[str]) -> None:
-        """Raise ConfigError if the normalizer or decoder (`part`) could make more of the texts
-        together than USUAL_GROWTH for each character and MOST_CHARACTERS."""
+        """Raise ConfigError if `part` (`normalizer` or `decoder`) could make more than USUAL_GROWTH
+        characters of each character in `texts` and MOST_CHARACTERS besides."""
         growth = self._growths[part]
         if growth.of_one <= USUAL_GROWTH:
             return

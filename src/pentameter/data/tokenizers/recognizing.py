@@ -1,6 +1,5 @@
-"""Special tokens by the `tokenizers` library: recognized in what a chat template wrote, never in
-what a person did.
-"""
+"""Encodes text that a chat template wrote, on the `tokenizers` library: special tokens are
+recognized where the template wrote them, never in what a message holds."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ _FLAGS = {"id": 0, "lstrip": False, "rstrip": False}
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Raise ConfigError for an error of the library or a panic in it, which is no Exception."""
+    """Context manager that raises ConfigError, `the tokenizers library cannot WHAT`, for an error
+    in the library. A panic in its Rust code, which is no Exception, counts too."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -31,8 +31,8 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def opened(content: Mapping[str, Any]) -> Any:
-    """Return the library's object for a parsed `tokenizer.json`, which adds nothing to a text and
-    takes nothing away."""
+    """Return the library's tokenizer for a parsed `tokenizer.json`, with truncation and padding
+    off; special tokens that occur in a text are encoded as ordinary text."""
     import tokenizers  # here: a process that only counts characters need not load it
 
     library: Any = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -43,9 +43,9 @@ def opened(content: Mapping[str, Any]) -> Any:
 
 
 def without_tokens(content: Mapping[str, Any], texts: Collection[str]) -> dict[str, Any]:
-    """Return a copy of a parsed `tokenizer.json` without the tokens that are spelled as `texts`,
-    so that no text becomes one. A model may know them as words like any other, as Unigram does, and
-    find them wherever they are spelled. The ids of others change."""
+    """Return a copy of a parsed `tokenizer.json` without the tokens that are spelled as one of
+    `texts`, so that no text becomes one. They leave the vocabulary too, since a model such as
+    Unigram finds its words wherever they are spelled. Ids of other tokens change."""
     model = dict(content["model"])
     match model["vocab"]:
         case Mapping() as vocab:
@@ -69,11 +69,12 @@ def without_tokens(content: Mapping[str, Any], texts: Collection[str]) -> dict[s
 
 
 class Recognizer:
-    """Encodes what a chat template wrote, by a parsed `tokenizer.json` (`content`), as transformers
-    does: special tokens are recognized in the whole text, with the white space that they take.
+    """Encodes texts that a chat template wrote, by a parsed `tokenizer.json` (`content`), as
+    transformers does: special tokens are recognized anywhere in the text, with the white space that
+    they absorb.
 
-    special: maps text to id for the special tokens. reserved: the ids that no text becomes, each
-    with its token.
+    special: maps text to id for the special tokens. reserved: maps id to text for the tokens that
+    no message's text may become.
     """
 
     def __init__(
@@ -82,10 +83,12 @@ class Recognizer:
         self._content, self._special, self._reserved = content, special, reserved
 
     def encoded(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the tokens of rendered texts, with offsets in the unescaped ones.
+        """Return the tokens of rendered texts; offsets count characters of the texts after
+        `unescaped`.
 
-        Where another special token is found than the template wrote (one that a message spells, or
-        whose normal form it has), the text is encoded again, with marks in place of those written.
+        If the library finds a special token that the template did not write (a message spells it,
+        or its normal form), that text is encoded again, with marks in place of the special tokens
+        that the template wrote.
         """
         with library_errors("encode a text"):
             plain = [unescaped(text) for text in texts]
@@ -121,9 +124,10 @@ class Recognizer:
 
     @cached_property
     def _with_marks(self) -> tuple[Any, Ids, Mapping[int, str]]:
-        """The library's object that recognizes marks in place of special tokens, the id of each id
-        that it gives, and the mark of each special token: BEGIN and END, which no message holds, as
-        the digits of a number."""
+        """Return (library, ids, marks). The library's tokenizer recognizes a mark in place of each
+        special token; `ids` maps each id that it gives to the id in `content`; `marks` maps a
+        special token's id to its mark. A mark is a number whose binary digits are BEGIN and END,
+        which no message contains."""
         width = len(self._special).bit_length()
         digits = str.maketrans("01", BEGIN + END)
         marks = {
@@ -144,8 +148,8 @@ class Recognizer:
 
 
 def ids_of(library: Any, tokens: Mapping[str, int]) -> Ids:
-    """Return, for each id that the library's object gives, the id that `tokens` maps its text
-    to."""
+    """Return an array that maps each id of the library's tokenizer to the id that `tokens` (text →
+    id) gives for the same text."""
     here = library.get_vocab(with_added_tokens=True)
     ids = np.zeros(1 + max(here.values(), default=-1), dtype=np.int64)
     for text, number in here.items():

@@ -118,11 +118,11 @@ def render(template: ChatTemplate, asked: RenderRequest) -> str:
 def ends_of_answers(
     tokenizer: Tokenizer, render_by: Callable[[RenderRequest], str] | None = None
 ) -> frozenset[int]:
-    """Return the ids that end an answer: the special tokens that the tokenizer's chat template
-    writes behind one, or all special tokens if it writes none there, the last one that it writes
-    behind an answer that calls a tool, and the end of text.
+    """Return the ids of the tokens that end an answer: the special tokens that the tokenizer's chat
+    template writes after a plain answer (all special tokens if it writes none there), the last
+    special token that it writes after an answer that calls a tool, and the end of text.
 
-    `render_by` renders by that template; None starts a process for it.
+    render_by: renders a request by that template; None starts a process for it.
     """
     chat, special = tokenizer.chat, tokenizer.special_tokens
     plain, called = list[int](), list[int]()
@@ -140,8 +140,8 @@ def ends_of_answers(
 def _specials_behind(
     answer: Mapping[str, Any], special: Mapping[str, int], render_by: Callable[[RenderRequest], str]
 ) -> list[int]:
-    """Return the ids of the special tokens that a template writes behind _ANSWER, which `answer`
-    holds; none if it refuses the messages."""
+    """Return the ids of the special tokens that a template writes after the text _ANSWER, which the
+    message `answer` contains; [] if it refuses the messages."""
     with suppress(TemplateRefusalError):  # it expects other messages
         text = render_by(RenderRequest([QUESTION, {"role": "assistant", **answer}]))
         _, found, behind = without_marks(text).rpartition(_ANSWER)
@@ -151,8 +151,9 @@ def _specials_behind(
 
 
 def prompt_of_answers(render_by: Callable[[RenderRequest], str], asked: RenderRequest) -> str:
-    """Return the beginning of an answer with which a template asks for one, by what it adds to
-    `asked`, which is rendered by `render_by`; empty if it adds nothing, or refuses the messages."""
+    """Return the generation prompt: what a template adds to the text of `asked` to ask for an
+    answer. Empty if it adds nothing, or refuses the messages. render_by: renders a request by that
+    template."""
     try:
         plain = without_marks(render_by(asked))
         prompted = without_marks(render_by(replace(asked, add_generation_prompt=True)))
@@ -163,8 +164,8 @@ def prompt_of_answers(render_by: Callable[[RenderRequest], str], asked: RenderRe
 
 
 def prompt_remark(template: ChatTemplate, prompt: str, what: str) -> str:
-    """Return a sentence on a template that asks for answers with `prompt` and writes `what`, those
-    of conversations, without it."""
+    """Return a warning that a template asks for answers with `prompt`, and writes answers without
+    it. `what` names those answers in the sentence."""
     return (
         f"{template.origin} asks for an answer with {prompt!r}, and writes {what} without: a model "
         "tuned on such answers is asked with what stood before none of them; put it into the "
@@ -175,8 +176,8 @@ def prompt_remark(template: ChatTemplate, prompt: str, what: str) -> str:
 def unlike_its_prompt(
     template: ChatTemplate, render_by: Callable[[RenderRequest], str]
 ) -> str | None:
-    """Return a sentence if a template asks for an answer with what it does not write before a plain
-    one; None if it does, or takes other messages."""
+    """Return a warning (`prompt_remark`) if a template asks for an answer with a text that it does
+    not write before a plain answer; None if it does write it, or takes other messages."""
     prompt = prompt_of_answers(render_by, RenderRequest([QUESTION]))
     with suppress(ConfigError):
         answered = RenderRequest([QUESTION, {"role": "assistant", "content": _ANSWER}])

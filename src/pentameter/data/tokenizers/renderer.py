@@ -73,7 +73,8 @@ class RenderRequest:
     add_generation_prompt: bool = False
     """Whether the text ends with the beginning of an answer."""
     date: str | None = None
-    """The day that templates are told, YYYY-MM-DD, at midnight; None for this moment."""
+    """The day that templates see as today's, YYYY-MM-DD, at midnight; None for the present
+    moment."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of a template by name, such as `enable_thinking`."""
@@ -95,8 +96,8 @@ learns it)."""
 
 
 Question = tuple[str, dict[str, str], dict[str, str], Sequence[RenderRequest]]
-"""A question to the process: "text" or "documents", the templates' sources by name, their special
-tokens' texts, the messages to render."""
+"""A request to the rendering process: what to return ("text" or "documents"), the templates'
+sources by name, the texts of special tokens by key, and the messages to render."""
 
 
 def renderer() -> Callable[[Question], list[Any]]:
@@ -134,7 +135,8 @@ def _answer(question: Question) -> list[Any]:
 
 
 def _in_forms(asked: RenderRequest, source: str, tokens: Mapping[str, str]) -> RenderRequest:
-    """Return a request whose messages are as the template with this source writes them."""
+    """Return a request whose messages have the forms that the template with this `source` expects,
+    such as tool arguments as an object or as text."""
     if not any(map(has_forms, asked.messages)):
         return asked
     forms = _forms(source, tuple(tokens.items()), asked.tools is not None)
@@ -143,8 +145,9 @@ def _in_forms(asked: RenderRequest, source: str, tokens: Mapping[str, str]) -> R
 
 @lru_cache(maxsize=2)
 def _compiled(source: str) -> tuple[Any, bool]:
-    """Compile a template's source; return the template, and whether `_keeps_no_state`. Raises
-    ConfigError if it is not valid Jinja."""
+    """Compile a template's source. Return the template, and whether it writes each turn of a loop
+    independently of the others (`_keeps_no_state`). Raises ConfigError if the source is not valid
+    Jinja."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -166,7 +169,8 @@ def _compiled(source: str) -> tuple[Any, bool]:
 
 @lru_cache(maxsize=4)
 def _forms(source: str, tokens: Sequence[tuple[str, str]], has_tools: bool) -> Forms:
-    """Return the forms that a template with this source writes, with tools or without."""
+    """Return the forms of messages that a template with this source expects, found by rendering
+    probes, with tools or without. `tokens` are (key, text) pairs of special tokens."""
 
     def render(messages: Sequence[Mapping[str, Any]]) -> str | None:
         asked = RenderRequest(messages, [TOOL] if has_tools else None)
@@ -178,8 +182,9 @@ def _forms(source: str, tokens: Sequence[tuple[str, str]], has_tools: bool) -> F
 
 
 def _keeps_no_state(tree: Any) -> bool:
-    """Return True if what a parsed template writes in one turn of a loop depends neither on what it
-    wrote in another nor on whether another follows."""
+    """Return whether a parsed template (a Jinja syntax tree) uses nothing by which one turn of a
+    loop could depend on another: no `namespace`, `cycler` or `joiner`, of `loop` only what looks
+    back, no `batch` or `slice`, and no loop with `else`."""
     from jinja2 import nodes
 
     looks_back = {
@@ -198,14 +203,15 @@ def _keeps_no_state(tree: Any) -> bool:
 
 @dataclass
 class _Reading:
-    """A record of how a template has read messages while it wrote a text."""
+    """Record of how a template reads messages while it writes a text; `_Watched` keeps it."""
 
     n_written: int = 0
-    """Characters of the text so far; kept by who takes them."""
+    """Characters that the template has written so far; `_render` counts them."""
     ends: list[int] = field(default_factory=list)
-    """The numbers of characters written as it asked for each message, and for one more."""
+    """For each message that the template has asked for, and for the end of the list, the characters
+    that it had written by then."""
     is_in_order: bool = True
-    """False once it has asked for a message out of order."""
+    """Whether all messages so far were asked for in order."""
 
     def refused(self) -> TypeError:
         """Record that a message was asked for out of order, and return the error to raise."""
@@ -214,10 +220,13 @@ class _Reading:
 
 
 class _Watched:
-    """Messages, from index `first` on, of which a template may read one after another, and what it
-    has read before, or the first. All else is recorded in `reading`, and refused. A template that
-    keeps to this, and no state, writes the same for fewer messages, up to where it asks for one
-    more."""
+    """List of messages, as a template sees it, that records in `reading` when each is read.
+
+    A template may go through it once, from index `first` on, and look again at messages that it has
+    read, and at the first. Anything else raises the TypeError of `_Reading.refused`. If a template
+    keeps to that, and keeps no state, then for fewer messages it writes the same text, up to where
+    it asks for the next one.
+    """
 
     def __init__(
         self, messages: Sequence[Mapping[str, Any]], reading: _Reading, first: int = 0
@@ -254,8 +263,8 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """One request (`asked`), rendered by a compiled template with the special tokens' texts
-    (`tokens`)."""
+    """A request (`asked`) with the compiled template that renders it and the special tokens' texts
+    by key (`tokens`). Methods render on each call."""
 
     template: Any
     keeps_no_state: bool
@@ -291,8 +300,9 @@ class _Rendered:
         ]
 
     def _spans_at_once(self, whole: str) -> list[tuple[int, int]] | None:
-        """Return the spans of the answers in `whole`, all messages rendered, in time linear in
-        their number; None if they can only be told by rendering the messages up to each answer."""
+        """Return the span (start, stop) of each answer in `whole`, the text of all messages, from
+        two renderings in place of two per answer. None if that cannot be relied on, as the template
+        may write earlier messages otherwise once later ones follow."""
         messages, targets = self.asked.messages, self.asked.targets
         if not self.keeps_no_state or BEGIN in whole:
             return None
@@ -323,7 +333,7 @@ class _Rendered:
         return spans if prompted.startswith(whole[: ends[-1]]) else None
 
     def _before(self, number: int, text: str) -> int:
-        """Return the number of characters in `text` before its last message, the answer with index
+        """Return at which character of `text` its last message begins: the answer with index
         `number`. Raises TemplateRefusalError if the template writes the messages before it
         differently once it follows."""
         found = self._before_all(text) if number == 0 else self._length(number, text)
@@ -336,8 +346,9 @@ class _Rendered:
         return found
 
     def _length(self, number: int, text: str) -> int | None:
-        """Return the characters of the first `number` messages, with the beginning of an answer if
-        `text` begins so; None if it begins with neither."""
+        """Return the length of the text for the first `number` messages, with the beginning of an
+        answer (generation prompt) if `text` starts with that too; None if `text` starts with
+        neither."""
         for asks in (True, False):
             before = without_marks(self._render(self.asked.messages[:number], asks=asks))
             if text.startswith(before):
@@ -345,8 +356,9 @@ class _Rendered:
         return None
 
     def _before_all(self, text: str) -> int:
-        """Return the number of characters in `text`, an answer before which nothing was said, that
-        are none of it: the template's preamble. The answer itself stands behind a question, too."""
+        """Return at which character of `text` the answer begins if it is the only message: the
+        length of the template's preamble. It is found by rendering the answer behind a question,
+        too."""
         answer = self.asked.messages[0]
         asked = _Rendered(
             self.template,

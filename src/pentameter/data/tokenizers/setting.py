@@ -74,9 +74,9 @@ def is_made_from_text(setting: str) -> bool:
 
 
 def special_texts_of(tokenizer: str | Tokenizer, chat: ChatTemplate | None) -> list[str]:
-    """Return the texts of a tokenizer's special tokens, or of those that a setting gives the one
-    that it makes where `chat` renders conversations: `<|endoftext|>` and what the template writes
-    for `bpe:N`, none for `char` and `word`."""
+    """Return the texts of the special tokens of `tokenizer`. If it is still a setting, they are
+    those that the tokenizer made from it will get: for `bpe:N`, `<|endoftext|>` and the special
+    tokens in the chat template `chat`; none for `char` and `word`."""
     if isinstance(tokenizer, Tokenizer):
         return list(tokenizer.special_tokens)
     if bpe_vocab_size(tokenizer) is None:

@@ -1,9 +1,9 @@
-"""The forms in which a chat template takes what messages have several for, found by trying.
+"""Finds the forms in which a chat template expects parts of messages, by rendering probes.
 
-One template goes through a list of parts, another prints it as Python does; one writes a call's
-arguments with `tojson`, for which they must be an object, another as the text that they are; and
-what an answer of calls alone has for content (nothing, null or an empty text) decides in some
-whether the calls are written.
+Templates differ. One loops over a list of text parts, another prints the list as Python does. One
+writes a tool call's arguments with `tojson`, so they must be an object, another expects them as
+text. For an answer that only calls tools, some templates write the calls only if its content is
+absent, others if it is null or empty.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms that a template writes."""
+    """The forms of messages that one chat template expects."""
 
     parts: frozenset[str]
-    """Roles whose list of parts it goes through; for others they are joined."""
+    """Roles whose content the template takes as a list of parts; for other roles parts are joined
+    to one text."""
     no_content: Mapping[str, Any]
-    """The content of an answer of calls alone, as a message's entry, or none."""
+    """The entry for the content of an answer that only calls tools: {}, {"content": None} or
+    {"content": ""}."""
     objects: bool
-    """Whether it writes arguments that are an object."""
+    """Whether the template writes a call's arguments correctly if they are an object."""
     texts: bool
-    """Whether it writes arguments that are a text as they are."""
+    """Whether the template writes a call's arguments unchanged if they are a text."""
 
 
 def forms_of(render: Render) -> Forms:
-    """Return the forms that a template writes, of probes that `render` renders by it."""
+    """Return the forms that a template expects, found from probe messages that `render` renders by
+    it."""
     parts = frozenset(role for role in ("system", "user", "assistant") if _writes(render, role))
     text = json.dumps(_ARGUMENTS)
     for no_content in _NO_CONTENTS:
@@ -63,7 +66,8 @@ def forms_of(render: Render) -> Forms:
 
 
 def _writes(render: Render, role: str) -> bool:
-    """Return True if a template writes each text of parts that someone in `role` said."""
+    """Return whether a template writes the texts in a message by `role` whose content is a list of
+    parts, and does not print the list itself."""
     said = [{"type": "text", "text": text} for text in ("2 + 2", "3 + 3")]
     probe: Mapping[str, Any] = {"role": role, "content": said}
     messages = {"system": [probe, QUESTION], "assistant": [QUESTION, probe]}.get(role, [probe])
@@ -79,13 +83,13 @@ def _called(render: Render, no_content: Mapping[str, Any], arguments: Any) -> st
 
 
 def has_forms(message: Mapping[str, Any]) -> bool:
-    """Return True if a message has what templates take in several forms."""
+    """Return whether a message has content or calls that templates expect in different forms."""
     return _is_list_of_parts(message.get("content")) or "tool_calls" in message
 
 
 def in_forms(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
-    """Return a message, normalized and escaped, in a template's forms. Parts stay apart, so that
-    none of them ends in what another begins."""
+    """Return a message, normalized and escaped, in the forms that a template expects. Each text
+    part but the last ends in a mark, so that no special token arises where two parts meet."""
     found = dict(message)
     content: Any = found.get("content")
     if _is_list_of_parts(content):
@@ -112,7 +116,7 @@ def _is_list_of_parts(content: Any) -> bool:
 
 
 def _apart(text: str) -> str:
-    """Return a text with a mark behind its last visible character."""
+    """Return a text with a mark (APART) after its last visible character."""
     return MarkedText(_LAST_VISIBLE.sub(APART, text))
 
 
