@@ -30,23 +30,23 @@ class LayerChoices:
     """(N, k), indices below `n_experts` in the order in which they were chosen. If an expert had no
     room for the token (`model.experts.capacity`), `n_experts` stands in its place."""
     weights: npt.NDArray[np.float64]
-    """(N, k), factors by which the experts' outputs are multiplied."""
+    """(N, k) factors by which the outputs of the chosen experts are multiplied."""
     n_experts: int
-    """Number of the layer's experts, shared ones not counted."""
+    """Number of experts in the layer, without shared ones."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layer, and each token's experts and weights."""
+        """Return the layer's JSON object, with each token's experts and weights."""
         lists = {"experts": self.experts.tolist(), "weights": self.weights.tolist()}
         return {"layer": self.layer, **lists}
 
 
 @torch.no_grad()
 def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[LayerChoices]:
-    """Run the model over the tokens (N,), N > 0, without gradients; return, for each layer with
-    experts, in order, the experts that it sends the tokens to.
+    """Return the expert choices of each layer with experts, in order, for the tokens (N,), N > 0.
+    The model runs without gradients.
 
-    A text longer than `context_length` is read in pieces with that many tokens, each without those
-    before it. Raises ConfigError for a model without experts, and for a custom one.
+    A text longer than `context_length` is read in pieces of that many tokens, each without the
+    tokens before it. Raises ConfigError for a model without experts, and for a custom one.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not isinstance(model, GPT) or not routers:
@@ -85,8 +85,8 @@ MOST_TOKENS_NAMED = 12
 
 
 def expert_table(choices: LayerChoices, shown: Sequence[str]) -> Table:
-    """Return a table of how many tokens of a text each expert of a layer was chosen for and which,
-    most frequent first. `shown` are the tokens' texts (N,)."""
+    """Return a table with a row for each expert of one layer: how many tokens chose it, and which
+    ones, the most frequent first. `shown` has the tokens' texts (N,)."""
     title = (
         f"layer {choices.layer}: {len(shown):,} tokens, {choices.experts.shape[1]} experts for each"
     )

@@ -6,7 +6,8 @@ A line is an object in one of two forms:
     {"context": "A man is sitting on a roof. He", "choices": ["…", "…"], "answer": 1}
 
 The first is HellaSwag's own (Zellers et al., 2019), with `ctx_a` and `ctx_b` as alternatives to
-`ctx`. The answer counts from 0, as a number or as digits. Other fields are ignored.
+`ctx`. The answer is the index of the right choice, from 0, as a number or as a string of digits.
+Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def evaluate_multiple_choice(
     batch_size: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ChoiceMetrics | None:
-    """Compute loss and accuracies over `questions`; None if `should_stop` ended it early.
+    """Compute loss and accuracies over `questions`; return None if `should_stop`, which is called
+    before each batch, ended it early.
 
     `name` and `step` label the result. `batch_size` choices run at once, over all ranks; the
-    figures do not depend on it. `should_stop` is asked before each batch. The loss is NaN if any
-    logit is. Collective.
+    figures do not depend on it. The loss is NaN if any logit is. Collective.
     """
     start = time.perf_counter()
     scores = choice_scores(engine, questions.choices, batch_size=batch_size, stop=should_stop)
@@ -82,12 +83,12 @@ def choice_scores(
     batch_size: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> Floats | None:
-    """Return each choice's log-probability, in nats, given its context: (n_choices,) float64; None
-    if `stop` ended it early.
+    """Return the log-probability, in nats, of each choice given its context: (n_choices,) float64.
+    Return None if `stop`, which is called before each batch, ended it early.
 
-    `stop` is asked before each batch. `batch_size` choices with similar lengths run at once, over
-    all ranks; scores do not depend on it, as a causal model cannot see the padding behind a choice.
-    Collective: every rank gets all scores.
+    `batch_size` choices of similar lengths run at once, over all ranks. Scores do not depend on it,
+    because a causal model cannot see the padding behind a choice. Collective: every rank gets all
+    scores.
     """
     scores = np.empty(len(choices))
     # The longest first: if memory is short, that shows at once.
@@ -120,8 +121,8 @@ class ChoiceTokens:
     """One choice for a question, as tokens behind its context."""
 
     tokens: Ids
-    """(n,) token ids for context and choice; at most context_length + 1, the context shortened to
-    fit."""
+    """Token ids (n,) of context and choice; at most context_length + 1, for which the context is
+    shortened."""
     n_scored: int
     """Number of tokens in the choice, at the end."""
     n_bytes: int
@@ -129,29 +130,30 @@ class ChoiceTokens:
 
     @property
     def mask(self) -> npt.NDArray[np.bool_]:
-        """(n,) True for the choice's tokens."""
+        """Boolean mask (n,), True for the choice's tokens."""
         return np.arange(len(self.tokens)) >= len(self.tokens) - self.n_scored
 
 
 @dataclass(frozen=True)
 class EncodedQuestions:
-    """Questions as token ids for one model, with every question's choices in one list."""
+    """Questions as token ids for one model. The choices of all questions are in one list."""
 
     choices: Sequence[ChoiceTokens]
-    """Every question's choices, in order."""
+    """The choices of all questions, in order."""
     first_choices: Ids
-    """(n_questions,) index in `choices` of each question's first choice."""
+    """Index (n_questions,) in `choices` of each question's first choice."""
     answers: Ids
-    """(n_questions,) right choice's index, among the question's."""
+    """Index (n_questions,) of each question's right choice, counted within the question."""
 
     @property
     def right(self) -> Ids:
-        """(n_questions,) index of each question's right choice among all choices."""
+        """Index (n_questions,) in `choices` of each question's right choice."""
         return self.first_choices + self.answers
 
     @property
     def longest(self) -> int:
-        """Tokens in the longest row's inputs: context and choice, without the last token."""
+        """Number of input tokens of the longest choice with its context; the last token is only a
+        target."""
         return max(len(choice.tokens) for choice in self.choices) - 1
 
     def accuracy(self, scores: Floats) -> float:
@@ -185,14 +187,14 @@ def read_questions(path: Path) -> list[Question]:
 def encode_questions(
     questions: Sequence[Question], tokenizer: Tokenizer, context_length: int
 ) -> EncodedQuestions:
-    """Tokenize every choice in every question, in order.
+    """Tokenize every choice of every question, in order.
 
-    Context and choice are joined by one space that belongs to the choice, like in GPT-2's
-    evaluations; no such space if the context is empty or ends with white space, or the choice
-    begins with it. As in lm-eval, white space at the context's end belongs to the choice, both are
-    encoded as one text, and the choice has the tokens beyond as many as the context has by itself.
-    A context that is too long loses its beginning. One without tokens becomes the tokenizer's
-    end_of_text.
+    Context and choice are joined by one space that belongs to the choice, as in GPT-2's
+    evaluations. There is no such space if the context is empty or ends with white space, or the
+    choice begins with it. As in lm-eval, white space at the end of the context belongs to the
+    choice. Both are encoded as one text; the choice's tokens are those after as many as the context
+    has by itself. A context that is too long loses its beginning. One without tokens becomes the
+    tokenizer's end_of_text.
 
     Raises ConfigError, with FILE:LINE, for a choice longer than context_length tokens, one that the
     tokenizer cannot encode or encodes to nothing, and for an empty context if the tokenizer has no

@@ -34,16 +34,18 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Compute loss, perplexity and bits per byte over `split`; None if `should_stop`, asked before
-    each batch, ended it early.
+    """Compute loss, perplexity and bits per byte over `split`; return None if `should_stop`, which
+    is called before each batch, ended it early.
 
-    `name` and `step` label the result. Every target token counts once, so the figures do not depend
-    on `batch_size`, the batch rows per pass over all ranks. Windows with context_length inputs are
-    adjacent if `stride` is None; else they begin every `stride` tokens and overlap. No window
-    crosses a document's end if the split holds conversations, or if training reads one document per
-    batch row (`data.order` documents, without packing). Bits per byte are nats per token ÷ ln 2 ×
-    tokens per UTF-8 byte in the split's text; they compare models with different tokenizers. In
-    conversations only assistant tokens count. Collective. Raises ConfigError for a stride outside 1
+    name, step: label the result. batch_size: batch rows per pass, over all ranks. stride: tokens
+    from the beginning of one window to the next; None for context_length, the number of inputs of a
+    window, so that windows are adjacent. A smaller stride makes them overlap.
+
+    Every target token counts once, so the figures do not depend on `batch_size`. No window crosses
+    the end of a document if the split holds conversations, or if training reads one document per
+    batch row (`data.order` documents, without packing). In conversations only assistant tokens
+    count. Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte in the split's text; they
+    compare models with different tokenizers. Collective. Raises ConfigError for a stride outside 1
     … context_length, or a split with nothing to predict.
     """
     start = time.perf_counter()
@@ -74,15 +76,15 @@ def evaluate(
 
 
 def evaluation_batch_size(plan: Plan, row_length: int) -> int:
-    """Return batch rows per evaluation batch during training, over all ranks, for rows with
-    `row_length` tokens: for each data-parallel rank as many as in a micro-batch, or 4,096 ÷
-    `row_length`, rounded down, if that is more."""
+    """Return the number of batch rows, over all ranks, in an evaluation batch during training, for
+    rows of `row_length` tokens. Each data-parallel rank gets as many as in a micro-batch, or 4,096
+    ÷ `row_length`, rounded down, if that is more."""
     per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // row_length)
     return plan.layout.n_batch_shards * per_shard
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinity on overflow."""
+    """Return exp(loss), or infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -140,8 +142,8 @@ def evaluation_batches(
 
 
 def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Yield windows document by document; `starts` holds each document's first token. A document's
-    windows begin every `stride` tokens."""
+    """Yield windows document by document, every `stride` tokens within a document. `starts` has the
+    index of each document's first token."""
     for number in range(len(starts)):
         start = int(starts[number])
         end = int(starts[number + 1]) if number + 1 < len(starts) else n_tokens
@@ -170,8 +172,9 @@ def _to_batches(
 
 
 def what_was_read(data: DataConfig, dataset: Dataset, split: str) -> tuple[dict[str, int], str]:
-    """Return how many tokens the split has and how many the text that it is cut from, for `--json`,
-    and a line about both."""
+    """Return the sizes of what an evaluation reads, for `--json`: `split_tokens`, the split's, and
+    `text_tokens`, those of the text from which it was cut. The second result is a line for people
+    about both."""
     files = {"val": data.validation_path, "test": data.test_path}
     n_tokens = {name: dataset.split(name).n_tokens for name in ("train", "val", "test")}
     n_split = n_tokens[split]

@@ -1,4 +1,4 @@
-"""Ids to text, as they come one after another."""
+"""Incremental decoding: token ids, one after another, to text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ _MOST_BEFORE = 64
 
 
 class Decodes(Protocol):
-    """A tokenizer's decoder, from ids to text."""
+    """Protocol for what decodes token ids: a tokenizer, or a cache around one."""
 
     @property
     def byte_ids(self) -> Collection[int]:
-        """The ids that are decoded together with those next to them."""
+        """Ids of tokens that stand for a single byte. Adjacent ones must be decoded together."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text for token ids (n_tokens,)."""
 
 
 class Detokenizer:
-    """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
+    """Incremental decoder for the ids of one sample: the returned texts joined equal `decode(all
+    ids)`.
 
-    A tokenizer can end in the middle of a character, which decodes to U+FFFD for now: it is held
-    back until the next id settles it. Where each byte is a token (as in Llama's), a row of them is
-    decoded whole, or to U+FFFD for each: it is held back until another token ends it. A tokenizer
-    may also join its tokens (words with spaces), so each chunk is decoded behind the one before it.
+    Text that later ids may change is held back. Tokens may end in the middle of a character, which
+    decodes to U+FFFD until the next id completes it. Where each byte is a token (as in Llama's
+    tokenizer), adjacent bytes decode as a whole, or to U+FFFD for each if they are not valid UTF-8;
+    so they are held back until another token follows. A tokenizer may also join its tokens with
+    spaces, so each is decoded together with some before it.
 
-    prompt: ids before the sample, already shown: the chunks are the text added to theirs, so that a
-    word is separated from the prompt's last word. ends: token ids that end the sample.
+    prompt: ids before the sample, whose text is shown already. It is not returned again, but a
+    space that separates it from the sample is. ends: ids of tokens that end the sample.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class Detokenizer:
         self._decode, self._byte_ids = tokenizer.decode, tokenizer.byte_ids
         self._ends = ends
         self.is_ended = False
-        """Whether one of the tokens `ends` came; from it on, nothing is shown."""
+        """True once one of the tokens `ends` has come; from then on, `push` returns no text."""
         self._n_shown = 0  # characters of the text of `_ids` that were given out
         self._settle([int(token) for token in prompt])
 
     def push(self, token: int) -> str:
-        """Add `token` and return the text that is now complete, perhaps empty; always empty once
-        the sample has ended."""
+        """Add `token` and return the text that is complete by now, perhaps empty. Empty once the
+        sample has ended."""
         self.is_ended |= token in self._ends
         if self.is_ended:
             return ""
@@ -64,8 +66,8 @@ class Detokenizer:
 
     @property
     def held(self) -> str:
-        """The text that is held back, as far as it has whole characters; the next ids may change
-        it."""
+        """The whole characters in the text that is held back; the next ids may still change
+        them."""
         if self._is_settled:
             return ""
         ends = range(len(self._ids), len(self._ids) - _MOST_PARTS, -1)
@@ -73,21 +75,23 @@ class Detokenizer:
         return next((text for text in texts if not text.endswith(_REPLACEMENT)), "")
 
     def with_next(self, token: int) -> str:
-        """Return the text that `token` would add to what is shown and held, were it the last."""
+        """Return the text that `token` would add if it were the next and last one. Nothing is
+        changed."""
         if token in self._byte_ids:
             return self._decode([token])
         text = self._decode([*self._ids, token])
         return text[self._n_shown + len(self.held) :]
 
     def flush(self) -> str:
-        """Return the text still held back, at the sample's end, and start anew."""
+        """Return the text that is held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
         self._settle([])
         return piece
 
     def _settle(self, ids: list[int]) -> None:
-        """Keep the fewest last `ids` behind which others are decoded as behind all: they have a
-        text, and do not begin in the middle of a character or of a row of bytes."""
+        """Keep only as many last `ids` as needed, so that ids after them decode as they do after
+        all `ids`. Those kept decode to some text, and do not begin within a character or within
+        adjacent byte tokens."""
         possible = (ids[-n:] for n in range(1, min(_MOST_BEFORE, len(ids)) + 1))
         self._ids = next(filter(self._is_whole, possible), ids)
         self._n_shown = len(self._decode(self._ids))

@@ -42,19 +42,20 @@ _DRAWS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Generation(Sampling):
-    """Settings for continuing a prompt: those for drawing a token, and how many are drawn. Raises
-    ConfigError for values out of range."""
+    """Settings for continuing a prompt: how tokens are drawn, and how many. Raises ConfigError for
+    values out of range."""
 
     max_new_tokens: int = 256
-    """Tokens per sample. A drawn end of text is one of them, reads `<|endoftext|>`, and another
-    text follows it."""
+    """Tokens per sample. An end of text counts as one of them: it reads `<|endoftext|>`, and
+    another text follows."""
     num_samples: int = 1
-    """Texts generated at once."""
+    """Number of texts to generate, as one batch."""
     seed: int = 0
-    """Each token is drawn from bits keyed by (seed, sample, position in the text), so sample 0 in
-    16 is the same as a single one."""
+    """Each token is drawn from random bits keyed by (seed, sample, position in the text), so sample
+    0 of 16 is the same as a single sample."""
     context_length: int | None = None
-    """Tokens that a module other than GPT can see, which it requires; a GPT ignores it."""
+    """Number of tokens that the model can see; required if it is a module other than GPT. A GPT
+    ignores it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +74,8 @@ def generate(
     settings: Generation = USUAL,
     **changes: Any,
 ) -> list[str]:
-    """Return continuations for `prompt` (without it), one text per sample. Arguments and errors are
-    those of `stream`."""
+    """Return the continuations of `prompt` (without the prompt), one text per sample. Arguments and
+    errors are those of `stream`."""
     settings = replace(settings, **changes)
     texts = [""] * settings.num_samples
     for sample, piece in stream(model, tokenizer, prompt, settings):
@@ -89,16 +90,18 @@ def stream(
     settings: Generation = USUAL,
     **changes: Any,
 ) -> Iterator[tuple[int, str]]:
-    """Return an iterator over (sample index, text chunk), chunks in order within a sample. The
+    """Return an iterator over (sample index, text chunk); a sample's chunks come in order. The
     model is in `eval()` until the iterator ends.
 
-    model: a GPT, or any other module that maps tokens (B, T) to logits (B, T, V). For each token,
-        the other module takes a pass over the last tokens in the text, at most `context_length`.
-    prompt: text to continue; an empty one becomes the tokenizer's end-of-text token.
-    settings, changes: a `Generation`, or its fields by name: `max_new_tokens=256` tokens per
-        sample; `temperature=1.0`, where 0 takes the likeliest token; `top_k=None` and `top_p=None`,
-        which keep the k likeliest tokens alone, then the likeliest with total probability p;
-        `num_samples=1` texts; `seed=0`, which keys the draws; `context_length=None`.
+    model: a GPT, or any other module that maps tokens (B, T) to logits (B, T, V). The latter runs
+    once per token over the last tokens of the text, at most `context_length`.
+
+    prompt: text to continue; if it is empty, the tokenizer's end-of-text token takes its place.
+
+    settings, changes: a `Generation`, or some of its fields by name: `max_new_tokens=256` tokens
+    per sample; `temperature=1.0`, where 0 takes the likeliest token; `top_k=None` keeps only the k
+    likeliest tokens; `top_p=None` then keeps only the likeliest with total probability p;
+    `num_samples=1` texts; `seed=0`, which keys the draws; `context_length=None`.
 
     Raises ConfigError at once for arguments out of range and for a prompt that the tokenizer cannot
     encode, CorruptError if the model's logits are not finite.
@@ -116,15 +119,15 @@ def sampled_tokens(
     settings: Generation,
     samples: Sequence[int] | None = None,
 ) -> Iterator[Tokens]:
-    """Return an iterator over new tokens: ids (B,) int64 per position, B = `settings.num_samples`.
-    The model is in `eval()` until the iterator ends.
+    """Return an iterator over positions that yields the new token of each sample: ids (B,) int64, B
+    = `settings.num_samples`. The model is in `eval()` until the iterator ends.
 
-    model: a GPT, or a module that maps tokens (B, T) to logits (B, T, V), which needs
-    `settings.context_length`. prompt: ids (n,), at least one, or (B, n), one prompt for each
-    sample. vocab_size: ids from there on (padding) are never chosen. samples: B numbers that, with
-    the seed, key each sample's draws; None for 0 … B - 1.
+    model: a GPT; or a module that maps tokens (B, T) to logits (B, T, V), for which
+    `settings.context_length` is required. prompt: ids (n,), at least one, or (B, n), one prompt for
+    each sample. vocab_size: ids from this one on (padding) are never drawn. samples: B numbers
+    that, with the seed, key each sample's draws; None for 0 … B - 1.
 
-    Raises ConfigError at once for an empty prompt and a context that is not given, CorruptError if
+    Raises ConfigError at once for an empty prompt or a missing `context_length`, CorruptError if
     the logits are not finite.
     """
     if prompt.shape[-1] < 1:
@@ -158,13 +161,15 @@ def sampled_tokens(
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: Prompt, settings: Generation, sample: int
 ) -> str | None:
-    """Return a prompt with its continuation by the model in training, on any layout; None except in
-    the main process. Collective.
+    """Return a prompt with its continuation by the model in training, in any layout. The main
+    process returns the text, all others None. Collective.
 
-    `settings` are those of one sample, and `sample`, a number, keys its draws; fewer tokens are
-    drawn if one in `prompt.ends` comes. If each process has the whole model, the main one samples
-    alone, with a key/value cache. If not, all processes compute each token together, without a
-    cache. Raises CorruptError if the logits are not finite.
+    settings: for one sample. sample: a number that keys its draws. The continuation ends early at a
+    token in `prompt.ends`.
+
+    If each process has the whole model, the main one samples alone, with a key-value cache. If not,
+    all processes compute each token together, without a cache. Raises CorruptError if the logits
+    are not finite.
     """
     context_length, vocab_size = engine.plan.config.model.context_length, tokenizer.vocab_size
     if engine.is_whole:
@@ -190,9 +195,9 @@ def sample_text(
 
 
 def window_tokens(n_tokens: int, context_length: int) -> int:
-    """Return how many last tokens the model sees when the text has n_tokens (≥ 1).
+    """Return how many of a text's last tokens the model sees when the text has n_tokens (≥ 1).
 
-    All tokens, up to context_length; when one more comes, only the last context_length // 2 (at
+    It sees all, up to context_length. With one more token, only the last context_length // 2 (at
     least one) stay visible, and the window grows to context_length again.
     """
     if n_tokens <= context_length:
@@ -204,8 +209,8 @@ def window_tokens(n_tokens: int, context_length: int) -> int:
 def _decoded(
     steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (sample index, text chunk) from each step's token ids (B,), B = `num_samples`; `prompt`
-    has the ids that are shown already, the same for all samples."""
+    """Yield (sample index, text chunk) from the token ids (B,) of each position, B = `num_samples`.
+    `prompt` has the ids that are shown already, the same for all samples."""
     samples = [Detokenizer(tokenizer, prompt) for _ in range(num_samples)]
     for tokens in steps:
         for sample, token in enumerate(tokens.tolist()):
@@ -222,8 +227,8 @@ def _sampled(
     settings: Generation,
     samples: Sequence[int] | None = None,
 ) -> Iterator[Tokens]:
-    """Yield the new tokens (B,) of each position behind the prompt (n,) or prompts (B, n).
-    `next_logits` maps the ids so far (B, t) to logits (B, V); `settings` and `samples` are as for
+    """Yield new tokens (B,) for each position behind the prompt (n,), or behind B prompts (B, n).
+    `next_logits` maps the ids so far (B, t) to logits (B, V). `settings` and `samples` are as for
     `sampled_tokens`."""
     n_prompt, n_samples = prompt.shape[-1], settings.num_samples
     n_total = n_prompt + settings.max_new_tokens
@@ -242,7 +247,7 @@ def _sampled(
 @torch.inference_mode()
 def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tokens) -> Floats:
     """Return logits (B, V) for the token after `text` (B, n), V = `vocab_size`, by a pass over the
-    visible window: the last tokens that a model with `context_length` positions sees."""
+    window that the model sees."""
     seen = text[:, -window_tokens(text.shape[1], context_length) :]
     device = next(model.parameters()).device
     logits = model(torch.from_numpy(np.ascontiguousarray(seen)).to(device))
@@ -250,9 +255,9 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 
 
 class _Window:
-    """A GPT with a key/value cache for a growing text, which may exceed the context. The cache
-    holds the last tokens of the text, as many as `window_tokens` says; when these jump forward, it
-    is computed anew."""
+    """A GPT with a key-value cache for a growing text, which may be longer than the context. The
+    cache holds the text's last tokens, as many as `window_tokens` says. When that number falls to
+    half the context, the cache is computed anew."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())

@@ -1,4 +1,4 @@
-"""Prompts: what a model is given to continue, as token ids."""
+"""Prompts, as token ids, for a model to continue."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Prompt:
     ids: Tokens
     """Token ids (n,), at least one."""
     ends: Collection[int] = ()
-    """Token ids that end the sample when drawn, as at an answer's end."""
+    """Ids of tokens that end the sample when drawn, such as the end of an answer."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as a Prompt; one without tokens becomes the end-of-text token."""
+    """Return a text as a Prompt. A text without tokens becomes the end-of-text token."""
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
 def question_prompt(
     tokenizer: Tokenizer, split: TokenSplit, message: str, date: str
 ) -> Prompt | None:
-    """Return the Prompt for a user's message in the chat template, which is told the day `date`;
-    for an empty message, the first conversation in `split` up to its first answer. None for a
-    message if the tokenizer has no chat template, and for an empty one if the split has no
-    conversation.
+    """Return a Prompt that asks for an answer. A `message` is put into the chat template, which is
+    told the day `date`; if it is empty, the prompt is the first conversation in `split` up to its
+    first answer.
 
-    The answer ends as `ends_of_answers` says. Raises ConfigError if the template refuses the
-    message.
+    Return None for a message if the tokenizer has no chat template, and for an empty message if the
+    split has no conversation. The answer ends at the tokens of `ends_of_answers`. Raises
+    ConfigError if the template refuses the message.
     """
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
@@ -76,8 +76,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
 
 
 def encode_chat(tokenizer: Tokenizer, message: str, date: str | None = None) -> Tokens:
-    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
-    start. The template is told the day `date`, YYYY-MM-DD, or today's (None).
+    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to where the
+    answer starts. `date` (YYYY-MM-DD) is the day that the template is told; None for today.
 
     Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """

@@ -1,8 +1,8 @@
-"""Sampling a token from logits: temperature, top-k, top-p and the keyed draw, in float64 on the
+"""Drawing of a token from logits: temperature, top-k, top-p, then a keyed draw, in float64 on the
 CPU.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed,
-sample, position) alone, so a text does not depend on other samples in its batch.
+The cumulative distribution is inverted at a uniform number that depends on (seed, sample, position)
+alone, so a text does not depend on other samples in its batch.
 
 Shapes: B samples, V vocabulary (without padding).
 """

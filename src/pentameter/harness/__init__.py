@@ -1,1 +1,1 @@
-"""lm-evaluation-harness (`lm-eval`): its tasks, run on a pentameter model in this process."""
+"""Tasks of lm-evaluation-harness (`lm-eval`), run on a pentameter model in this process."""

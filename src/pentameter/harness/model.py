@@ -50,9 +50,10 @@ class ScoredRow(NamedTuple):
 class HarnessModel(TemplateLM):
     """A GPT, in one process, as an `lm_eval` model.
 
-    `TemplateLM` splits context and continuation as for all models: both are encoded as one text,
-    and the continuation has the tokens after the context's. A text begins with the tokenizer's
-    prefix; without one, end-of-text stands for an empty context. `batch_size`: rows per pass.
+    The base class `TemplateLM` splits context and continuation as for all models: both are encoded
+    as one text, and the continuation has the tokens after the context's. A text begins with the
+    tokenizer's prefix; if it has none, the end-of-text token stands for an empty context.
+    `batch_size`: rows per pass.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, batch_size: int) -> None:
@@ -78,8 +79,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the last of the tokenizer's prefix, else
-        end-of-text."""
+        """The token that stands before a text without context: the last one of the tokenizer's
+        prefix, or end-of-text if it has none."""
         return self._tokenizer.prefix[-1] if self._tokenizer.prefix else self.eot_token_id
 
     @property
@@ -106,12 +107,12 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability in nats, whether every token is the likeliest) for each
-        continuation, given its context.
+        """Return, for each continuation given its context, (log-probability in nats, whether every
+        token is the likeliest).
 
-        requests: (texts, context ids, continuation ids), the texts for messages. A context that is
-        too long loses its beginning; one without tokens, as of white space, which belongs to the
-        continuation, becomes end-of-text. Raises ConfigError for an empty continuation, one longer
+        requests: (texts, context ids, continuation ids); the texts are for messages. A context that
+        is too long loses its beginning. One without tokens (white space counts as part of the
+        continuation) becomes end-of-text. Raises ConfigError for an empty continuation, one longer
         than context_length tokens, or an empty context if the tokenizer has no end-of-text.
         """
         longest = self._context_length
@@ -155,8 +156,8 @@ class HarnessModel(TemplateLM):
 
     def _scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
         """Return (log-probability in nats, whether every token is the likeliest) for each row, in
-        order; rows with similar lengths run together, the longest first, so that a lack of memory
-        shows at once."""
+        order. Rows with similar lengths run together, the longest first: if memory does not
+        suffice, the first pass shows it."""
         found: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         for first in range(0, len(order), self._batch_size):
@@ -167,11 +168,12 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _scores_together(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Score rows in one pass: (log-probability in nats, whether every token is the likeliest)
-        each.
+        """Return (log-probability in nats, whether every token is the likeliest) for each row, from
+        one pass.
 
-        Shorter rows are padded at their end, which a causal model cannot see. Logits are computed
-        for one row's scored tokens at a time: for a large vocabulary they take most memory.
+        Shorter rows are padded at their end, which a causal model cannot see. Logits take most of
+        the memory if the vocabulary is large, so they are computed for the scored tokens of one row
+        at a time.
         """
         model, device = self._model, self._engine.device
         vocab_size = self._tokenizer.vocab_size
@@ -193,14 +195,14 @@ class HarnessModel(TemplateLM):
     # -- continuations --------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return each context's continuation, without the text that ends it: the first stop text,
-        end of text, or the task's maximum number of tokens.
+        """Return the continuation of each context, up to the first stop text, end of text, or the
+        task's maximum number of tokens. The stop text is not part of it.
 
         Contexts with equally many tokens and the same settings run together. A drawn text depends
-        on its context, its settings and how often both were asked for before, so that a task's
-        `repeats` differ, whichever texts run beside it. Once a text exceeds context_length, the
-        model sees only its last tokens (`window_tokens` says how many). Settings that are not
-        OBEYED, such as `num_beams`, change nothing, which a warning says.
+        on its context, its settings, and how often both were requested before, so that a task's
+        `repeats` differ; texts in the same batch have no influence. Once a text exceeds
+        context_length, the model sees only its last tokens (see `window_tokens`). Settings that are
+        not in OBEYED, such as `num_beams`, have no effect, and a warning says so.
         """
         if others := {name for each in requests for name in each.args[1]} - OBEYED:
             logging.getLogger(__name__).warning(
@@ -252,22 +254,24 @@ class HarnessModel(TemplateLM):
 
 
 def _sample(context: str, n_before: int) -> int:
-    """Return the number of the sample that continues `context` after `n_before` others did."""
+    """Return the number that keys the draws of a continuation of `context`, if `n_before` others of
+    it were drawn before."""
     low, high = keyed.make_key("continuation", context, n_before)
     return (high << 32) | (low & keyed.WORD)
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """A task's settings for continuations: a text ends before the first of `stops`."""
+    """A task's settings for continuations: how tokens are drawn, and the stop texts, before the
+    first of which a text ends."""
 
     stops: tuple[str, ...]
     generation: Generation
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> _Settings:
-        """Read the settings from a request's `gen_kwargs`. Without `do_sample` and a
-        temperature, it is 0 (greedy)."""
+        """Read the settings from a request's `gen_kwargs`. The temperature is 0 (greedy) unless
+        `do_sample` is true."""
         kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
         generation = Generation(
@@ -279,7 +283,7 @@ class _Settings:
         return cls(tuple(stop for stop in kwargs["until"] if stop), generation)
 
     def is_stopped(self, text: str) -> bool:
-        """Return whether the text contains a stop text."""
+        """Return True if the text contains a stop text."""
         return any(stop in text for stop in self.stops)
 
     def cut(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""`lm-eval` tasks: found by name, run with a `HarnessModel`, with errors in plain words."""
+"""`lm-eval` tasks, found by name and run with a `HarnessModel`. Errors are in plain words."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LONGEST_LINE = 300
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The metrics for a task, or for a group of tasks, over `examples` questions (None: not
-    counted), with the harness's `version` for the task."""
+    """The metrics of a task, or of a group of tasks. `examples` is the number of questions (None:
+    not counted), `version` the harness's version of the task."""
 
     name: str
     metrics: dict[str, float]

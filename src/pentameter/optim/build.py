@@ -22,15 +22,16 @@ it."""
 
 
 class JointOptimizer:
-    """Several torch optimizers with disjoint parameters that step together; as with one, `step()`
-    updates all."""
+    """Several torch optimizers with disjoint parameters, used as one: `step()` updates all
+    parameters."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all its optimizers; writing to a group writes to its optimizer."""
+        """The parameter groups of all its optimizers. They are the optimizers' own dicts, so
+        writing to one has effect."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
@@ -52,8 +53,8 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters into those with weight decay (`config.weight_decay`) and those
-    without (0), as groups for a torch optimizer, each in the order of `named_parameters`.
+    """Return parameter groups for a torch optimizer: the trainable parameters with weight decay
+    (`config.weight_decay`), and those without (0), each in the order of `named_parameters`.
 
     named_parameters: (name, parameter) pairs. table: the model's parameters by name, each marked
     whether it decays. With `decay = "matrices"`, only marked parameters (matrices and embeddings)
@@ -81,16 +82,17 @@ def build_optimizer(
     config: OptimizerConfig,
     muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
-    """Build the configured optimizer over the trainable parameters in `named_parameters`,
-    (name, parameter) pairs, grouped by `parameter_groups`. SGD, Adam and AdamW are fused (one
-    kernel for all parameters) if these are on CPU, CUDA or MPS; SGD is not with DTensors, for which
-    torch has no fused update.
+    """Build the configured optimizer over the trainable parameters, grouped by `parameter_groups`.
 
-    table: the model's parameters by name, with whether each decays and is a matrix in a block. For
-    `optimizer.name = "muon"`, a JointOptimizer: `muon` for matrices in blocks, ExpertMuon for those
-    of experts, AdamW for all others. muon: torch's class, or `ShardedMuon` if these matrices are
-    sharded. The initial learning rate is a placeholder: `set_learning_rate` writes the scheduled
-    rate each step.
+    named_parameters: (name, parameter) pairs. table: the model's parameters by name, with whether
+    each decays and is a matrix in a block. muon: torch's class, or `ShardedMuon` if these matrices
+    are sharded.
+
+    For `optimizer.name = "muon"`, the result is a JointOptimizer: `muon` for matrices in blocks,
+    ExpertMuon for those of experts, AdamW for all others. SGD, Adam and AdamW are fused (one kernel
+    for all parameters) on CPU, CUDA and MPS, except for SGD with DTensors, for which torch has no
+    fused update. The initial learning rate is a placeholder: `set_learning_rate` writes the
+    scheduled rate before each step.
     """
     named = [pair for pair in named_parameters if pair[1].requires_grad]
     if config.name != "muon":
@@ -140,8 +142,8 @@ def _one_rule(
 
 
 def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
-    """Set the learning rate in every parameter group, for the next step on; in a tensor, where a
-    custom optimizer has it in one, as compiled updates want."""
+    """Set the learning rate in every parameter group, from the next step on. If a custom optimizer
+    has it in a tensor (as compiled updates need it), that tensor is filled."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -150,18 +152,18 @@ def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
 
 
 def can_step_unless(optimizer: AnyOptimizer) -> bool:
-    """Return True if `step_unless` may be given a tensor with this optimizer: fused Adam or AdamW.
-    Fused SGD would leave a first momentum uninitialized, and Muon or a custom optimizer ignores
-    such a tensor."""
+    """Return True if `step_unless` accepts a tensor for this optimizer, which must be a fused Adam
+    or AdamW. Fused SGD would leave the first momentum uninitialized, and Muon or a custom optimizer
+    would ignore the tensor."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] for group in optimizer.param_groups
     )
 
 
 def step_unless(optimizer: AnyOptimizer, is_off: torch.Tensor | None) -> None:
-    """Make the optimizer's step, unless `is_off`, float32 () on the parameters' device, holds 1:
-    then weights and state stay as they are, without a synchronization with the host. None always
-    steps. A tensor is permitted only if `can_step_unless` is true.
+    """Make the optimizer's step, unless `is_off` holds 1: then weights and state stay as they are.
+    The host does not wait for the device. `is_off` is a float32 tensor () on the parameters'
+    device, allowed only if `can_step_unless` is true; None always makes the step.
 
     `torch.amp.GradScaler` tells a fused optimizer about an infinite gradient in the same way. The
     kernel returns early: nothing is multiplied by zero, nothing decays.

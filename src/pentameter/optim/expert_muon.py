@@ -1,7 +1,7 @@
 """Muon for experts: each matrix of a stack is orthogonalized by itself, many of them at once.
 
-`torch.optim.Muon` takes single matrices. One after another they would launch some thirty small
-kernels for each of the thousands of experts that a large mixture has.
+`torch.optim.Muon` takes single matrices, one after another, and launches some thirty small kernels
+for each. A large mixture has thousands of experts.
 
 Shapes: E experts (or those that this rank holds), N outputs, K inputs.
 """

@@ -52,8 +52,8 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
 def _decayed_fraction(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
     """Return the completed fraction of the decay at `step`, counted from `schedule.start_step`: 0
-    until the decay begins, 1 from `decay_steps` on. It begins after the warm-up; with `longest`,
-    not earlier than `longest` steps before its end."""
+    until the decay begins, 1 from `decay_steps` on. The decay begins after the warm-up. With
+    `longest`, it begins at most `longest` steps before its end."""
     assert schedule.decay_steps is not None  # the plan resolved it
     first = schedule.warmup_steps
     if longest is not None:

@@ -1,5 +1,5 @@
-"""Compares a replayed step with what the run recorded, and concludes whether the batch, the
-hardware or the code is the reason for what the step did."""
+"""Comparison of a replayed step with what the run recorded. It concludes whether the batch, the
+hardware or the code caused what happened in the step."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ differences are told."""
 
 
 def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return "name: then → now" for each of FACTS that differs between two environments; what was
-    not recorded is left out."""
+    """Return "name: then → now" for each of FACTS that differs between two environments. Facts that
+    one of them did not record are left out."""
     return [
         f"{name}: {before} → {after}"
         for name, path in FACTS.items()
@@ -69,7 +69,8 @@ def _at(record: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class Compared:
-    """A recorded number beside the replayed one. `is_close` if they agree to rounding."""
+    """A recorded number and the replayed one. `is_close` is True if they differ by no more than
+    rounding."""
 
     step: int
     name: str
@@ -79,7 +80,7 @@ class Compared:
 
     @property
     def is_equal(self) -> bool:
-        """True if both are equal to the bit, or both are NaN."""
+        """True if both have the same bits, or both are NaN."""
         same_nan = math.isnan(self.recorded) and math.isnan(self.replayed)
         return self.recorded == self.replayed or same_nan
 
@@ -93,8 +94,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Whether a replayed step agrees with the run, and what follows: `verdict` in a word, `reason`
-    in a sentence. `equal` says how: `bits`, `rounding` or None if they differ."""
+    """Result of a comparison: whether the replayed step agrees with the run, and why or why not.
+
+    verdict: the cause, in a word. reason: the same in a sentence. equal: how well they agree,
+    `bits` or to `rounding`; None if they do not.
+    """
 
     verdict: Verdict
     reason: str
@@ -104,14 +108,15 @@ class Conclusion:
 
     @property
     def first_different(self) -> int | None:
-        """The first step with a number that differs by more than it may; None without one."""
+        """If the replay does not agree, the first step with a number that is not equal to the bit;
+        None if there is none, or if it agrees."""
         if self.agrees:
             return None
         return next((each.step for each in self.numbers if not each.is_equal), None)
 
     @property
     def agrees(self) -> bool:
-        """True unless something differs by more than rounding."""
+        """True if nothing differs by more than is allowed."""
         return self.equal is not None
 
 
@@ -124,13 +129,17 @@ def conclude(
     differences: Sequence[str],
     is_own_layout: bool,
 ) -> Conclusion:
-    """Compare what `replayed` gave with `record`.
+    """Compare the numbers of the replay `replayed` with those in `record`, and conclude the cause.
 
-    again: the same steps replayed a second time, if the first differed from the record; else None.
+    again: a second replay of the same steps, made if the first differs from the record; else None.
+
     precision: the replay's `train.precision`, resolved.
-    differences: what differs between this environment and those in which the run made these steps
-        (`differing_facts`).
-    is_own_layout: True if the layout and the micro-batches are those of the run in each step.
+
+    differences: facts that differ between this environment and those in which the run made the
+    steps (see `differing_facts`).
+
+    is_own_layout: True if the run made each of the steps in the replay's layout, with as many rows
+    in a micro-batch.
     """
     numbers = tuple(_compared(record, replayed.numbers, precision))
     weights = replayed.weights
@@ -177,8 +186,9 @@ def conclude(
 def _compared(
     record: RunRecord, found: Mapping[int, StepNumbers], precision: str
 ) -> Iterator[Compared]:
-    """Yield loss and gradient norm of each replayed step whose numbers the run recorded, or, if its
-    update was left out, whether it was made (1 or 0)."""
+    """Yield the loss and the gradient norm of each replayed step that the run recorded. If the
+    update of a step was skipped, in the run or in the replay, yield instead whether it was made (1
+    or 0)."""
     for n_steps, (step, here) in enumerate(found.items(), start=1):
         there = record.numbers.get(step)
         if there is None:
@@ -197,8 +207,8 @@ def _compared(
 
 
 def _rounding(precision: str, n_steps: int) -> float:
-    """Return the relative difference of a loss that counts as rounding, `n_steps` steps after equal
-    weights."""
+    """Return how far a loss may differ, relatively, and still count as rounding, if `n_steps` steps
+    were made since the weights were equal."""
     first = look_up(ROUNDING, precision, "train.precision", "replay")
     return min(MOST_ROUNDING, first * GROWTH ** min(n_steps - 1, 100))
 

@@ -1,5 +1,6 @@
-"""What a run folder records of its steps: logged numbers, skips, rollbacks, checkpoints and starts;
-and from it, which steps have to be made to compute one of them again. Nothing is written."""
+"""What a run folder records about the run's steps: logged numbers, skips, rollbacks, checkpoints
+and starts. From these follows which steps must be computed to replay a given one. Nothing is
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from pentameter.record.reading import as_table, check_run_folder
 @dataclass(frozen=True)
 class StepNumbers:
     """A step's loss in nats per target token, its gradient norm before clipping, and whether its
-    update was made. The numbers are NaN for a skipped step, of which a run records none."""
+    update was made. A run records no numbers for a skipped step: they are NaN."""
 
     loss: float
     grad_norm: float
@@ -40,9 +41,13 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Route:
-    """The steps to make so that one is computed again: `steps` in order, from the weights of the
-    checkpoint at step `base` (0, and there is none: the initial weights). They are not consecutive
-    where a rollback lies between them. The last one is recorded, so that it can be compared."""
+    """The steps to compute in order to replay one of them: begin with the checkpoint at step `base`
+    and make `steps` in order.
+
+    If `base` is 0 and there is no such checkpoint, begin with the initial weights. `steps` are not
+    consecutive where the run rolled back in between. The run recorded something about the last one,
+    so that the result can be compared.
+    """
 
     base: int
     steps: tuple[int, ...]
@@ -56,36 +61,37 @@ class RunRecord:
     config: Config
     run_id: str
     begins_with: str | None
-    """What the run began with, in words, if it is not the initial weights that follow from its
-    seed; None if it is."""
+    """Phrase for what the run began with, such as another model's weights; None if it began with
+    random weights, which follow from its seed."""
     numbers: Mapping[int, StepNumbers]
-    """The recorded steps, skipped ones included."""
+    """Recorded step → its numbers, skipped steps included."""
     skips: Mapping[int, str]
-    """Skipped step → the recorded reason."""
+    """Skipped step → the reason that was recorded."""
     rollbacks: Mapping[int, int]
-    """Step after which the run rolled back → the step that it rolled back to."""
+    """Step after which the run rolled back → step to which it returned."""
     rates: Mapping[int, float]
     """Recorded step → its learning rate."""
     checkpoints: tuple[int, ...]
     """Steps of the run's checkpoints, ascending."""
     damaged: dict[int, CorruptError] = field(default_factory=dict)
-    """Steps whose checkpoints are damaged → what is wrong with them, as far as it is known."""
+    """Step of a checkpoint known to be damaged → the damage."""
     starts: Sequence[Mapping[str, Any]] = ()
-    """What environment.json records of each start, oldest first."""
+    """The entries of environment.json, one for each start of the run, oldest first."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """plan.json, which the latest start wrote."""
+    """Content of plan.json, as the latest start wrote it."""
 
     @property
     def last_step(self) -> int:
-        """The last step that is recorded, by a number or a checkpoint."""
+        """The last step of which numbers or a checkpoint are recorded."""
         return max((*self.numbers, *self.checkpoints), default=0)
 
     def route(self, step: int) -> Route:
-        """Return the way to compute `step` again, from the nearest intact checkpoint before it, and
-        on to the first step from it on of which something is recorded.
+        """Return the Route that computes `step` again. It begins with the nearest intact checkpoint
+        before the step, and ends with the first step, from `step` on, about which something is
+        recorded.
 
-        Raises ConfigError if the run has not made the step, or nothing is left to begin with;
-        CorruptError if that is so because every checkpoint before the step is damaged.
+        Raises ConfigError if the run has not made the step, or there is nothing to begin with;
+        CorruptError if that is because every checkpoint before the step is damaged.
         """
         if not 1 <= step <= self.last_step:
             raise ConfigError(
@@ -110,16 +116,17 @@ class RunRecord:
         return step in self.numbers or self.saves_result_of(step)
 
     def has_checkpoint(self, step: int) -> bool:
-        """Return True if there is a checkpoint at `step`, as far as is known not a damaged one."""
+        """Return True if there is a checkpoint at `step` that is not known to be damaged."""
         return step in self._intact
 
     def saves_result_of(self, step: int) -> bool:
-        """Return True if a checkpoint holds the weights that this step left: one at this step, at
-        which the run did not roll back."""
+        """Return True if a checkpoint holds the weights after this step's update: there is an
+        intact one at this step, and the run did not roll back there."""
         return step in self._intact and step not in self.rollbacks
 
     def undone_by(self, step: int) -> int | None:
-        """Return the step after which a rollback undid this step's update; None if it stands."""
+        """If a rollback undid this step's update, return the step after which the run rolled back;
+        else None."""
         return next(
             (last for last, first in self.rollbacks.items() if first < step <= last),
             None,
@@ -134,28 +141,30 @@ class RunRecord:
             raise CorruptError(f"the checkpoint at step {step} was removed meanwhile") from error
 
     def open_any_checkpoint(self, check: Check) -> Checkpoint | None:
-        """Open an intact checkpoint of the run, as `check` says, the earliest; None without one."""
+        """Open the run's earliest checkpoint that is intact, verified by `check`; return None if
+        there is none."""
         for step in self.checkpoints:
             with suppress(CorruptError):
                 return self.open_checkpoint(step, check)
         return None
 
     def without(self, step: int, damage: CorruptError) -> RunRecord:
-        """Return the record for which the checkpoint at `step` counts as damaged."""
+        """Return a copy of this record in which the checkpoint at `step` counts as damaged."""
         return replace(self, damaged={**self.damaged, step: damage})
 
     def start_of(self, step: int) -> Mapping[str, Any]:
-        """Return what environment.json records of the start that made `step`: the latest one that
-        went on from an earlier step, as each start makes the steps behind it again. An earlier
-        version did not record steps; then it is the latest start."""
+        """Return the entry of environment.json for the start of the run that made `step`. That is
+        the latest start from an earlier step, because a start makes all later steps again. Entries
+        by an earlier version have no step; then it is the latest one."""
         for start in reversed(self.starts):
             if number(start.get("step", 0)) < step:
                 return start
         return {}
 
     def layout_of(self, step: int) -> tuple[str, int | None]:
-        """Return the layout in which `step` was made, as text, and its rows of a micro-batch; None
-        if these are not recorded."""
+        """Return the layout in which the run made `step`, as text, and the number of rows in a
+        micro-batch (None if not recorded). If the start did not record a layout, that of plan.json
+        is taken."""
         start = self.start_of(step)
         layout, micro_batch_size = start.get("layout"), start.get("micro_batch_size")
         if isinstance(layout, str) and isinstance(micro_batch_size, int):
@@ -166,8 +175,8 @@ class RunRecord:
         return text or "data=1", batch.get("micro_batch_size")
 
     def config_on(self, step: int, layout: str | None) -> Config:
-        """Return the configuration with which to make `step` again: in `layout`, or for None in the
-        layout and the micro-batches in which the run made it; in the run's precision."""
+        """Return the configuration for making `step` again, in the run's precision. `layout` is the
+        layout as text; None for the layout and the micro-batches in which the run made the step."""
         own, micro_batch_size = self.layout_of(step)
         parallel = parse_parallel(layout or own, self.config.parallel)
         changes: dict[str, Any] = {"parallel": parallel}
@@ -183,17 +192,18 @@ class RunRecord:
         return [step for step in self.checkpoints if step not in self.damaged]
 
     def _weights_before(self, step: int) -> int | None:
-        """Return the step of the checkpoint that holds the weights with which `step` began, 0 for
-        the initial weights; None if they are not saved."""
+        """Return the step of the checkpoint that holds the weights before `step`, 0 for the initial
+        weights; None if they are not saved."""
         before = (step - 1, self.rollbacks.get(step - 1, step - 1))
         return next((each for each in before if each == 0 or each in self._intact), None)
 
     def _step_before(self, step: int) -> int:
-        """Return the step whose update made the weights with which `step` began."""
+        """Return the step after which the run had the weights with which `step` began: the previous
+        one, or the one to which the run had just rolled back."""
         return self.rollbacks.get(step - 1, step - 1)
 
     def _check_beginning(self, step: int) -> None:
-        """Raise CorruptError or ConfigError if the steps cannot be made from the initial
+        """Raise CorruptError or ConfigError unless a replay of `step` can begin with the initial
         weights."""
         for found in sorted(self.damaged, reverse=True):
             if found < step:
@@ -241,11 +251,14 @@ def read_record(folder: Path) -> RunRecord:
 def schedules_of(
     record: RunRecord, steps: Sequence[int], latest: ScheduleConfig
 ) -> dict[int, ScheduleConfig]:
-    """Return the schedule by which each of `steps` was made: `latest`, the run's, or for a step
-    before it was extended (`schedule.start_step`) that in the first checkpoint behind the step,
-    which was saved under it, or else in the last one before.
+    """Return step → the schedule by which the run made it, for each of `steps`. `latest` is the
+    run's present schedule.
 
-    Raises ConfigError if no checkpoint tells.
+    A schedule that was extended (`schedule.start_step`) does not apply to earlier steps. Theirs is
+    read from the configuration in a checkpoint: in the first one from that step on that was saved
+    under it, else in the last one before the step.
+
+    Raises ConfigError if no checkpoint has it.
     """
     saved = cache(lambda step: _saved_schedule(record.folder, step))
 
@@ -268,8 +281,8 @@ def schedules_of(
 
 
 def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
-    """Return the schedule in the configuration of the checkpoint at `step`; None if it is damaged
-    or was removed meanwhile."""
+    """Return the schedule in the configuration of the checkpoint at `step`; None if that checkpoint
+    is damaged or was removed in the meantime."""
     path = folder / "checkpoints" / step_folder_name(step)
     with suppress(CorruptError, StorageError):
         Checkpoint(path, read_own_manifest(path), {}).read("config.toml")  # raises if damaged
@@ -278,7 +291,7 @@ def _saved_schedule(folder: Path, step: int) -> ScheduleConfig | None:
 
 
 def _begins_with(identity: RunIdentity) -> str | None:
-    """Return in words what a run with this identity began with; None for random weights."""
+    """Return a phrase for what the run with this identity began with; None for random weights."""
     if identity.init_from is not None:
         return f"the weights of {identity.init_from['path']}"
     parent = identity.parent
@@ -294,8 +307,8 @@ def _own_checkpoints(folder: Path, run_id: str) -> Iterator[int]:
 
 
 def _starts(folder: Path) -> list[Mapping[str, Any]]:
-    """Return what environment.json records of each start, oldest first; none if it is missing or
-    damaged, as only people read it otherwise."""
+    """Return the entries of environment.json, one for each start, oldest first. Empty if the file
+    is missing or damaged: otherwise only people read it."""
     with suppress(CorruptError, StorageError):
         latest = read_own_json(folder / "environment.json")
         earlier = latest.pop("earlier_starts", [])

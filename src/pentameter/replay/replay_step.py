@@ -1,4 +1,5 @@
-"""Replays a step of a run and concludes: the whole of `pentameter replay` but its words."""
+"""Replay of a step of a run, up to the conclusion: all of `pentameter replay` except its command
+line."""
 
 from __future__ import annotations
 
@@ -26,16 +27,17 @@ from pentameter.train.user_components import UserComponents
 
 @dataclass(frozen=True)
 class StepReplay:
-    """A replayed step: the `route` by which it was computed, in `layout`, and what follows."""
+    """A replayed step: the `route` and the `layout` in which it was computed, and the
+    conclusion."""
 
     record: RunRecord
     step: int
     route: Route
     layout: str
     differences: tuple[str, ...]
-    """What the run was made with and is otherwise here, "name: then → now"."""
+    """"name: then → now" for each fact about the environment that differs from the run's."""
     rows: HighestRows
-    """The batch rows with the highest loss, by the weights before the step."""
+    """The batch rows with the highest loss, computed with the weights before the step."""
     conclusion: Conclusion
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class StepReplay:
         }
 
     def lines(self) -> list[str]:
-        """Return the result for people, a line each."""
+        """Return the result as lines for people."""
         conclusion, record, step = self.conclusion, self.record, self.step
         begun = "the initial weights" if self.route.base == 0 else f"checkpoint {self.route.base}"
         lines = [
@@ -98,13 +100,13 @@ def replay_step(
     folder: Path, step: int, layout: str | None, world: World, say: Callable[[str], None]
 ) -> StepReplay:
     """Compute a step of the run in `folder` again, on the ranks of `world`, and compare it with
-    what the run recorded. Nothing is written there.
+    what the run recorded. Nothing is written to the folder.
 
-    step: its number, from 1. layout: the degrees of parallelism as text, None for the run's own.
-    say: prints a line, on rank 0.
+    step: number of the step, from 1. layout: the degrees of parallelism as text; None for the run's
+    own. say: prints a line on rank 0.
 
     Collective. Raises ConfigError for a step that cannot be replayed, or a run with a model or an
-    optimizer of the user's code; CorruptError if the data has changed or no intact checkpoint is
+    optimizer from the user's code; CorruptError if the data has changed or no intact checkpoint is
     left.
     """
     data = open_run_data(folder, verify=world.local_rank == 0)
@@ -171,9 +173,10 @@ def replay_step(
 def _prepared(
     folder: Path, step: int, check: Check
 ) -> tuple[RunRecord, Route, Checkpoint | None, Checkpoint | None, list[CorruptError]]:
-    """Read the run's record; return it, the steps to make, the checkpoint to begin with (None: the
-    initial weights) and the one after the last step (None: not saved), and why checkpoints were
-    passed over that `check` finds damaged."""
+    """Read and open what a replay of `step` needs. Return five values: the run's record; the route;
+    the checkpoint to begin with, None for the initial weights; the checkpoint after the last step,
+    None if there is none; and the errors of checkpoints that were skipped because `check` found
+    them damaged."""
     record = read_record(folder)
     passed_over = []
     while True:
@@ -198,13 +201,14 @@ def _prepared(
 
 
 def _one_of_each_start(record: RunRecord, steps: Sequence[int]) -> list[int]:
-    """Return one of `steps` for each start of the run that made some of them: the checkpoint
-    between two starts may have been removed since."""
+    """Return one of `steps` for each start of the run that made some of them. (A route may contain
+    steps of several starts if the checkpoint between them was removed.)"""
     return list({id(record.start_of(step)): step for step in steps}.values())
 
 
 def _is_own_layout(record: RunRecord, step: int, plan: Plan) -> bool:
-    """Return True if `plan` divides the work as the run did when it made `step`."""
+    """Return True if `plan` has the layout and the micro-batch size with which the run made
+    `step`."""
     own = record.config_on(step, None)
     same = make_layout(own.parallel) == plan.layout
     return same and own.train.micro_batch_size in (None, plan.micro_batch_size)

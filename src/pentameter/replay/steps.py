@@ -1,5 +1,5 @@
-"""Computes steps of a run again: the same batches, rates, dropout and decisions of the guard, from
-a checkpoint, on any layout. Nothing is written."""
+"""Computation of a run's steps again, from a checkpoint, on any layout: with the same batches,
+learning rates and dropout, and the guard's decisions. Nothing is written."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ from pentameter.train.user_components import UserComponents
 
 @dataclass(frozen=True)
 class WeightsCompared:
-    """Weights and optimizer state after replayed steps beside those that the run saved."""
+    """Difference between the weights and optimizer state after replayed steps and those that the
+    run saved."""
 
     step: int
     n_tensors: int
     different: tuple[str, ...]
-    """Names of the tensors that are not equal to the bit."""
+    """Names of the tensors whose bits differ."""
     weights_distance: float
-    """Euclidean distance of the weights ÷ that of the saved ones from those before the steps."""
+    """Euclidean distance between replayed and saved weights ÷ distance between the saved weights
+    and those before the steps."""
     optimizer_distance: float
-    """Euclidean distance of the optimizer's state ÷ the norm of the saved one."""
+    """Euclidean distance between replayed and saved optimizer state ÷ norm of the saved one."""
 
     @property
     def is_equal(self) -> bool:
-        """True if every tensor is equal to the bit."""
+        """True if all tensors have the same bits."""
         return not self.different
 
     def __str__(self) -> str:
@@ -62,17 +64,19 @@ class WeightsCompared:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What computing steps again gave: the numbers of each, and the weights at the end beside the
-    saved ones, None without a checkpoint there."""
+    """Result of a replay: the numbers of each step, and the comparison of the weights at the end
+    with the run's; None if the run did not save them."""
 
     numbers: Mapping[int, StepNumbers]
     weights: WeightsCompared | None
 
 
 class Replay:
-    """The engine on which steps of the run `record` are computed again, by its own `data` and by
-    `schedules` (step → the one that it was made by), from the checkpoint `base` (None: the initial
-    weights). `plan` and `compute` say in which layout and how. Every method is collective.
+    """An engine, built like the run's, that computes its steps again. Every method is collective.
+
+    record, data: the run's. plan, compute: the layout and the kind of computation. base: the
+    checkpoint to begin with; None for the initial weights. schedules: step → the schedule by which
+    the run made it.
     """
 
     def __init__(
@@ -92,8 +96,8 @@ class Replay:
         self._schedules = schedules
 
     def highest_rows(self, step: int) -> HighestRows:
-        """Return the rows of the highest loss in the batch of `step` by the engine's present
-        weights."""
+        """Return the rows with the highest loss in the batch of `step`, computed with the engine's
+        present weights."""
         tokenizer = self._data.dataset.tokenizer
         return highest_rows(self._engine, self._data.batches, tokenizer, step)
 
@@ -103,8 +107,8 @@ class Replay:
         saved: Checkpoint | None,
         before_step: Callable[[int], None] = lambda _: None,
     ) -> Replayed:
-        """Make `steps` from the beginning, and compare the weights with those `saved` after the
-        last one, unless that is None. `before_step` is called with each step before it is made."""
+        """Begin with `base`, make `steps`, and compare the weights with the checkpoint `saved`, if
+        that is given. `before_step` is called with the number of each step before it is made."""
         state = self._begin()
         guard = None
         if self._plan.config.guard.spike_factor is not None:
@@ -121,8 +125,8 @@ class Replay:
         return Replayed(numbers, weights)
 
     def _begin(self) -> TrainState:
-        """Load the weights and the optimizer's state to begin with; return the state beside
-        them."""
+        """Load the weights and the optimizer's state with which the replay begins. Return the rest
+        of the training state."""
         if self._base is not None:
             load_tensors(self._engine, self._optimizer, self._base, self._world)
             return saved_state(self._base)[0]
@@ -177,7 +181,7 @@ def _compared(
     world: World,
 ) -> WeightsCompared:
     """Compare weights and optimizer state with those in `saved`, each rank its own shards. `before`
-    has its shards of the weights with which the steps began. Collective."""
+    maps names to this rank's shards of the weights before the steps. Collective."""
     different: set[str] = set()
     squares = torch.zeros(2, 2, dtype=torch.float64)  # (model, optimizer) × (distance, measure)
     names = set()
@@ -204,9 +208,9 @@ def _compared(
 def _beside(
     engine: Engine, optimizer: AnyOptimizer, saved: Checkpoint
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield, for each of this rank's tensors, its name with its group, the group, its shard, and
-    the same region of the saved tensor, both contiguous and on the host, at least 1-dimensional.
-    Raises CorruptError if a tensor is not saved."""
+    """Yield (name with its group, group, this rank's shard, the same region of the saved tensor)
+    for each tensor that this rank holds. Both tensors are flat, contiguous and on the host. Raises
+    CorruptError if a tensor is not in the checkpoint."""
     for group, tensors in tensors_to_save(engine, optimizer).items():
         stored = saved.tensors(group) if tensors else {}
         for name, tensor in tensors.items():

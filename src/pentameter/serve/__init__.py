@@ -1,1 +1,1 @@
-"""A server of models over HTTP, with OpenAI's interface."""
+"""HTTP server for models, with OpenAI's interface."""

@@ -183,8 +183,8 @@ async def _answer(
 
 
 async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
-    """Wait for a request's texts to end and return each, complete, by choice index. Raises
-    TakesTooLongError after `seconds`."""
+    """Wait until all texts of a request have ended; return each complete text by choice index.
+    Raises TakesTooLongError after `seconds`."""
     found: dict[int, Piece] = {}
     async for pieces in job.pieces(seconds):
         for index, piece in pieces:
@@ -228,8 +228,8 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _described_error(error: Exception, limits: Limits | None) -> RequestError:
-    """Return the RequestError to send to the client for an exception during generation. With
-    `limits`, the message names the time limit; None leaves it out."""
+    """Return the RequestError that tells the client about an exception during generation. The
+    message names the time limit of `limits`, if given."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, TakesTooLongError):
@@ -243,8 +243,8 @@ def _described_error(error: Exception, limits: Limits | None) -> RequestError:
 
 @dataclass
 class _Form:
-    """Builds OpenAI's JSON for a job's answer: a chat completion if `is_chat`, else a
-    completion."""
+    """Builds the JSON of OpenAI's interface for a job's answer, streamed or whole: a chat
+    completion if `is_chat`, else a completion."""
 
     job: Job
     is_chat: bool
@@ -254,7 +254,7 @@ class _Form:
         self._id, self._created = prefix + uuid.uuid4().hex, int(time.time())
 
     def shell(self, choices: list[dict[str, Any]], *, is_chunk: bool = True) -> dict[str, Any]:
-        """Return the JSON object around `choices`: one streamed event with `is_chunk`, else the
+        """Return the JSON object that carries `choices`: one streamed event if `is_chunk`, else the
         whole answer."""
         kind = "text_completion"
         if self.is_chat:
@@ -269,8 +269,8 @@ class _Form:
         }
 
     def usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
-        """Return token counts: every prompt counts once, though it has several answers. n_tokens:
-        tokens generated for each text."""
+        """Return the token counts of prompt, completion and both. A prompt with several answers
+        counts once. n_tokens: number of generated tokens for each text."""
         prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
         drawn = sum(n_tokens)
         return {
@@ -280,8 +280,8 @@ class _Form:
         }
 
     def openings(self) -> Sequence[int]:
-        """Return the choice indices whose stream begins with an event for the role `assistant`: all
-        in a chat, none in a completion."""
+        """Return the indices of the choices whose stream begins with an event that has the role
+        `assistant`: all of a chat, none of a completion."""
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class _Form:
         return self.shell([choice | {"logprobs": self._logprobs(index, piece)}])
 
     def whole(self, pieces: dict[int, Piece]) -> dict[str, Any]:
-        """Return the whole answer, given each choice's complete text by index."""
+        """Return the whole answer. `pieces` maps each choice's index to its complete text."""
         choices = []
         for index, piece in sorted(pieces.items()):
             message = {"role": "assistant", "content": piece.text}
@@ -358,12 +358,13 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that refuses requests from other sites' pages, bodies that are not JSON, and
+    """ASGI middleware that refuses requests from other sites' pages, bodies that are not JSON, and
     bodies above `body_bytes`.
 
-    A browser sends any page's requests to any address, also to this machine's own. So the Host
-    header must be in `hosts` (a foreign name may resolve to 127.0.0.1; None allows any), a page's
-    Origin must be this server, and Content-Type must be JSON, which an HTML form cannot send.
+    A page in a browser can send requests to any address, including this machine's own. So three
+    headers are checked. Host must be in `hosts` (None: any), because a foreign name may resolve to
+    127.0.0.1. Origin, if given, must be this server. Content-Type must be JSON, which an HTML form
+    cannot send.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, body_bytes: int) -> None:
@@ -404,8 +405,9 @@ class Guard:
 
 
 class _Body:
-    """A request's `receive` that raises RequestError for a body of more than `most` bytes (413),
-    one that has not arrived after ARRIVAL_SECONDS (408), or before the server stops (503)."""
+    """An ASGI `receive` callable around another that limits the request's body. It raises
+    RequestError if the body has more than `most` bytes (413), if it has not arrived after
+    ARRIVAL_SECONDS (408), or if the server stops before it has arrived (503)."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive, self._most = receive, most
@@ -413,7 +415,8 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
 
     async def __call__(self) -> Message:
-        """Return the next ASGI message: of the body or, once that is whole, of the connection."""
+        """Return the next ASGI message: of the body, or of the connection once the body has
+        arrived."""
         if self._is_whole:
             return await self._receive()
         try:
@@ -450,8 +453,9 @@ def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds
 
 
 class _Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection, closed if the head of a request does not arrive within twice
-    ARRIVAL_SECONDS: uvicorn alone would hold half a head for ever."""
+    """uvicorn's HTTP/1.1 connection, but closed if the head of a request (its first line and
+    headers) does not arrive within twice ARRIVAL_SECONDS. uvicorn alone would keep a connection
+    with an incomplete head forever."""
 
     _check: asyncio.TimerHandle | None = None
 
@@ -467,8 +471,8 @@ class _Connection(H11Protocol):
             self._check.cancel()
 
     def _watch(self, before: object) -> None:
-        """Close the connection if it waits for the same request's head as at the last check, whose
-        state was `before`; else check again later."""
+        """Close the connection if it is still waiting for the head of the same request as at the
+        last check, when its state was `before`; otherwise check again after ARRIVAL_SECONDS."""
         waits = self.cycle is None or self.cycle.response_complete
         state = (self.cycle, waits)
         if waits and state == before:
@@ -478,8 +482,8 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with another stop: new requests are refused with 503, and running ones that
-    do not end within `grace_seconds` get an error."""
+    """uvicorn's server, but stopped differently: new requests are refused with 503, and running
+    ones that do not end within `grace_seconds` get an error."""
 
     def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
         # What hangs after it was told is cut off.
@@ -497,7 +501,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context manager in which SIGINT and SIGTERM stop the server; unlike uvicorn's, it does
+        """Context manager in which SIGINT and SIGTERM stop the server. Unlike uvicorn's, it does
         not raise the signal again afterwards."""
         loop = asyncio.get_running_loop()
         stops = (signal.SIGINT, signal.SIGTERM)

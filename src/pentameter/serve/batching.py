@@ -1,8 +1,8 @@
 """Continuous batching: texts start and end between two model passes, and never change each other.
 
-Each step first reads prompts in pieces, up to a token budget, then writes one token for every other
-text in one pass. Other texts only affect the speed; a text's content depends on its own request
-alone (see `passes.py`).
+Each step first reads prompts in pieces, up to a number of tokens, then writes one token for every
+other text in one pass. Other texts affect only the speed of a text. Its content depends on its own
+request alone (see `passes.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passe
 
 @dataclass(eq=False)
 class _Writing:
-    """A text that has a cache slot: its `window` (ids for the tokens that the model sees); the
-    first `n_cached` are in the slot's key-value cache already."""
+    """A text that is being written and has a cache slot. `window` has the ids of the tokens that
+    the model sees; the first `n_cached` of them are in the slot's key-value cache already."""
 
     continuation: Continuation
     slot: int
     window: list[int]
     n_cached: int = 0
     n_in_pieces: int = 0
-    """First tokens in the window that are read in pieces; the rest one by one."""
+    """How many first tokens of the window are read in pieces; the others are read one by one."""
     n_used: int = 0
-    """Largest number of the slot's positions ever written, to be cleared."""
+    """How many positions of the slot were ever written, and must be cleared for the next text."""
 
     @property
     def n_to_read(self) -> int:
@@ -41,8 +41,9 @@ class _Writing:
 
 
 class Batcher:
-    """Queues texts, gives each a cache slot when one is free (`slots` holds the cache and runs the
-    model), and writes one token for each in a common model pass. Not safe for several threads."""
+    """Queue and scheduler for the texts of one model. Each text gets a cache slot when one is free,
+    and `step` writes one token for each in a common model pass. `slots` holds the cache and runs
+    the model. Not thread-safe."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -101,8 +102,8 @@ class Batcher:
         return self._draw(logits)
 
     def _see(self, each: _Writing) -> None:
-        """Move a text's window to the text's end: append the last token, or, if the text has
-        outgrown the window, begin one further on with nothing cached."""
+        """Bring a text's window up to date: append the last token, or, if the text has outgrown the
+        window, begin the window further on with nothing cached."""
         prompt, written = each.continuation.asked.prompt, each.continuation.tokens
         n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
         if each.window and n_seen == len(each.window) + 1:

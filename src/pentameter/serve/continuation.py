@@ -24,11 +24,12 @@ _FEW = 16  # tokens whose text is remembered; more are a row of bytes, which har
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A sampled token with its log-probability and the likeliest tokens'."""
+    """A sampled token with its log-probability, and those of the likeliest tokens at its
+    position."""
 
     text: str
-    """The text that the token adds, so that tokens joined are the text: empty within a
-    character of several tokens, which the last of them has."""
+    """The text that this token adds; the tokens' texts joined are the whole text. A character made
+    by several tokens belongs to the last of them; the others have an empty text."""
     logprob: float
     """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
     rivals: Sequence[tuple[str, float]]
@@ -39,8 +40,8 @@ class TokenChance:
 
 @dataclass
 class Piece:
-    """Newly written text to send, with the probabilities for its tokens (`chances`, empty unless
-    asked for); the last piece has a finish reason or an error."""
+    """Newly written text to send. `chances` are the probabilities of its tokens, empty unless asked
+    for. The last piece of a text has a finish reason or an error."""
 
     text: str = ""
     chances: list[TokenChance] = field(default_factory=list)
@@ -65,8 +66,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One requested text: everything that determines it besides the model. `max_tokens` bounds its
-    length; equal `seed` and `sample` draw equal tokens."""
+    """One requested text: everything that determines it besides the model. `max_tokens` is its
+    greatest length. Equal `seed` and `sample` draw equal tokens."""
 
     prompt: Tokens
     """Token ids (n,), at least one."""
@@ -76,20 +77,20 @@ class TextRequest:
     sample: int = 0
     """Index among the texts for the same prompt and seed."""
     ends: Collection[int] = frozenset()
-    """Token ids that end the text; not part of it."""
+    """Ids of tokens that end the text and are not part of it."""
     stop: Sequence[str] = ()
     """Strings that end the text; it is cut before them."""
     n_rivals: int | None = None
     """Number of likeliest tokens to report with each token; None to report no probabilities
     at all."""
     follows_text: bool = True
-    """True if the text is displayed behind its prompt: a space that separates words is then
+    """True if the text is shown directly behind its prompt: a space that separates the two is then
     kept."""
 
 
 class CachedDecoder:
     """A tokenizer's `decode` with a cache: texts are decoded a few tokens at a time, and the same
-    ones come again and again."""
+    few tokens recur."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
@@ -102,7 +103,8 @@ class CachedDecoder:
 
 
 class Continuation:
-    """One requested text (`asked`) while it is written; `tokenizer` decodes it."""
+    """The state of one requested text (`asked`) while it is written: its tokens, and the text that
+    can be sent already."""
 
     def __init__(self, asked: TextRequest, tokenizer: Decodes) -> None:
         self.asked = asked
@@ -118,7 +120,7 @@ class Continuation:
 
     @property
     def uniform(self) -> float:
-        """The number in [0, 1) that samples the next token; a function from seed, sample and
+        """The number in [0, 1) with which the next token is drawn; a function of seed, sample and
         position."""
         asked, number = self.asked, len(self.tokens) % _DRAWS_AT_ONCE
         if number == 0:
@@ -155,9 +157,9 @@ class Continuation:
         return self._shown()
 
     def _shown(self) -> Piece:
-        """Return the text and tokens not returned before, as a Piece; an end that could become a
-        stop string is held back until the next call. So is a token that reaches into it, which
-        would tell of it."""
+        """Return, as a Piece, the text and the tokens that were not returned before. The last
+        characters are kept for a later call if they could be the beginning of a stop string, and so
+        is a token whose text reaches into them, because it would reveal them."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
@@ -166,7 +168,7 @@ class Continuation:
         return Piece(text, ready, len(self.tokens), self.finish_reason)
 
     def _n_in_stop(self) -> int:
-        """Count the last characters that could begin a stop string."""
+        """Return how many of the last characters could be the beginning of a stop string."""
         return max(
             (
                 n
@@ -178,7 +180,8 @@ class Continuation:
         )
 
     def _chance(self, token: int, logits: Floats, n_rivals: int) -> _Chance:
-        """Return the chance of `token`, which is to come next, before its text is known."""
+        """Return the probability of `token`, the next one, and of the `n_rivals` likeliest tokens,
+        by logits (V,). The token's own text is not known yet."""
         peak = logits.max()
         logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
         logprobs = np.maximum(logprobs, LEAST_LOGPROB)
@@ -193,16 +196,17 @@ class Continuation:
 
 @dataclass
 class _Chance:
-    """A TokenChance whose text is not settled yet."""
+    """A TokenChance in the making: the token's text is not settled yet."""
 
     logprob: float
     rivals: Sequence[tuple[str | None, float]]
-    """As a TokenChance's, with None for the token itself."""
+    """(text, log-probability) as in TokenChance, with None as the text of the sampled token
+    itself."""
     span: tuple[int, int] = (0, 0)
-    """First character of the token's text, and the one behind its last."""
+    """The token's text as characters [start, end) of the whole text."""
 
     def shown(self, text: str) -> TokenChance:
-        """Return the chance of a token in `text`."""
+        """Return the TokenChance, now that `text`, the whole text so far, has the token's."""
         own = text[slice(*self.span)]
         rivals = [(own if rival is None else rival, chance) for rival, chance in self.rivals]
         return TokenChance(own, self.logprob, rivals, self.span[0])

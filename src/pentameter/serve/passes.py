@@ -1,16 +1,17 @@
 """Model passes over a key-value cache with a slot per text, in which no token's result depends on
 other slots.
 
-A text must not change with the texts beside it, to the last bit. Matmul kernels round differently
-with the number of rows (they choose other blocks), and so does attention with the number of keys
-that it reads. So only few shapes are used:
+A text must not change with the texts beside it, to the last bit. But matmul kernels round
+differently with the number of rows (they choose other blocks), and so does attention with the
+number of keys that it reads. So only a few shapes are used:
 
 - `read` takes a piece of one text. Its shape follows from the text's length alone.
 - `write` takes one new token for each text. Rows and keys are padded to numbers for which
   `find_shapes` has found, on this machine and with this model, that they give the same bits. If
   there are none, each text has a pass of its own.
 
-Shapes: B slots, T tokens, H heads, G KV heads, S keys, K head size, V vocabulary (unpadded).
+Shapes: B slots, T tokens, H heads, G KV heads, S keys, K channels of a head (head size), V
+vocabulary (unpadded).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CHECKED_SEEDS = 2
 
 @dataclass(frozen=True)
 class Shapes:
-    """Padded shapes from which `write` chooses, all with the same bits; each tuple ascends."""
+    """Padded shapes among which `write` chooses; all give the same bits. Both tuples ascend."""
 
     batch_sizes: tuple[int, ...]
     """Numbers of slots in a pass, the last being all; (1,) if each text has its own pass."""
@@ -69,27 +70,31 @@ def hiding(
 
 @dataclass(frozen=True)
 class _Memory:
-    """The layers' stored tensors of the tokens in all slots, (n_slots, G, S, K) each."""
+    """The key-value cache of all slots. `keys` and `values` have one tensor per layer, (n_slots, G,
+    S, K) with K channels per head."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     chosen: Sequence[Tensor]
-    """The experts that each token chose, int64 (n_slots, 1, S, k), where experts have a capacity;
-    else empty."""
+    """The experts that each token chose, one int64 tensor (n_slots, 1, S, k) per layer, k experts
+    per token; empty unless experts have a capacity."""
 
     @property
     def all(self) -> list[Tensor]:
-        """Every tensor stored."""
+        """All tensors of the cache."""
         return [*self.keys, *self.values, *self.chosen]
 
 
 class _Pass:
-    """One model pass, which writes to slots and reads from them; it is the cache that the model's
-    layers ask.
+    """The cache object that the model's layers use during one pass: it writes the pass's tokens to
+    slots and reads from them.
 
-    slots: those that are read, B of them. numbers: each token's position in its text's window (T,).
-    n_seen: stored positions that are read, S. first: for a piece of one text, the position of its
-    first token. write_at: without one, where the token of each slot is written, (B,).
+    A pass is of one of two kinds. A piece has T tokens of one text (`first` is given); otherwise it
+    has one token for each of B slots (`write_at` is given, T = B).
+
+    slots: the B slots that are read. numbers: position (T,) of each token in its text's window.
+    n_seen: number S of stored positions that are read. first: position of the piece's first token.
+    write_at: position (B,) at which each slot's token is stored.
     """
 
     def __init__(
@@ -112,15 +117,15 @@ class _Pass:
         self._distance = numbers[:, None] - key
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, (1, G, T, K) each, and return all that the pass's
-        slots hold, (B, G, S, K) each. Called by attention."""
+        """Store a layer's new keys and values, (1, G, T, K) each with K channels per head. Return
+        all that the pass's slots hold, (B, G, S, K) each. Called by attention."""
         memory = self._memory
         return self._stored(memory.keys[layer], k), self._stored(memory.values[layer], v)
 
     def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
-        """Store the experts (1, T, k) that the new tokens chose in a layer, and return each
-        choice's number among its text's choices of the same expert, (1, T, k), as
-        `model.cache.Cache` says. Called by experts with a capacity."""
+        """Store the experts (1, T, k) that the new tokens chose in a layer. Return, as (1, T, k),
+        the number of each choice among all choices of the same expert in its text (see
+        `model.cache.Cache`). Called by experts with a capacity."""
         seen = self._stored(self._memory.chosen[layer], chosen[:, None])[:, 0]  # (B, S, k)
         distance = self._distance[:1] if self._is_piece else self._distance  # (B, S)
         before = seen.masked_fill((distance <= 0)[..., None], n_experts).flatten(1)
@@ -128,7 +133,8 @@ class _Pass:
         return choice_numbers(of_texts, n_experts, before).view_as(chosen)
 
     def _stored(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Write `new` (1, G, T, K) to what all slots have `stored`, and return (B, G, S, K)."""
+        """Write `new` (1, G, T, K) into `stored` (n_slots, G, S_max, K), the tensor of all slots.
+        Return what the pass reads of it, (B, G, S, K)."""
         of_pass = stored[self._slots]
         if self._first is not None:
             of_pass[:, :, self._first : self._first + new.shape[2]] = new
@@ -139,8 +145,9 @@ class _Pass:
         return of_pass[:, :, : self._n_seen]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
-        """Return attention's output (1, H, T, K). All T tokens of a piece attend to one slot;
-        without a piece each attends to its own."""
+        """Return attention's output (1, H, T, K) for queries (1, H, T, K) and keys and values (B,
+        G, S, K). All T tokens of a piece attend to one slot; otherwise each token attends to its
+        own slot."""
         if not self._is_piece:
             q = q.transpose(0, 2)  # (B, H, 1, K)
         n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
@@ -161,21 +168,23 @@ class _Pass:
 
 
 class SlotAttention(DotProductAttention):
-    """Attention in passes whose rows do not depend on each other."""
+    """The model's attention while its texts are in slots: it passes its arguments to the pass that
+    is being computed."""
 
     under_way: _Pass | None = None
-    """The pass that the model computes."""
+    """The pass that is being computed; set before each one."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
-        """Return what the pass under way says is attention's output, (1, H, T, K)."""
+        """Return attention's output (1, H, T, K), computed by the current pass (see
+        `_Pass.attend`)."""
         assert self.under_way is not None
         return self.under_way.attend(q, k, v, how)
 
 
 class Slots:
-    """A GPT with a key-value cache for `n_slots` texts. The model's attention is replaced to read
-    these slots, so it must not be used otherwise. Logits beyond `vocab_size` (padding) are left
-    out."""
+    """A GPT with a key-value cache for `n_slots` texts. The model's attention is replaced by one
+    that reads these slots, so the model must not be used for anything else. Logits beyond
+    `vocab_size` (padding) are left out."""
 
     def __init__(self, model: GPT, vocab_size: int, n_slots: int) -> None:
         weight = next(model.parameters())
@@ -207,20 +216,20 @@ class Slots:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that all that is cached takes."""
+        """Size of the cache in bytes."""
         return sum(each.numel() * each.element_size() for each in self._memory.all)
 
     def clear(self, slot: int, n_tokens: int) -> None:
-        """Zero a slot's first n_tokens positions for its next text: masked keys have weight 0, but
-        a NaN would spread all the same."""
+        """Zero the first n_tokens positions of a slot for its next text. Masked keys have weight 0,
+        but 0 times a NaN that is left there would still be NaN."""
         for each in self._memory.all:
             each[slot, :, : _rounded_up(n_tokens, _KEY_UNIT)] = 0
 
     @torch.inference_mode()
     def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
-        """Read `tokens`, at most PIECE_TOKENS, into a slot, at positions `start`, `start` + 1, … in
-        its text's window; earlier ones are cached already. Return the logits (V,) after the last,
-        float64."""
+        """Process `tokens`, at most PIECE_TOKENS, at the positions `start`, `start` + 1, … of the
+        window of the text in `slot`; earlier positions must be cached. Return the logits (V,) after
+        the last token, float64."""
         T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
@@ -232,9 +241,9 @@ class Slots:
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
-        """Read one more token for several texts, in one pass or, if no shapes give equal bits, a
-        pass each. rows: slot → (token, its position in the window). Return slot → logits (V,) after
-        that token."""
+        """Process one more token for each of several texts, in one pass; in a pass for each if no
+        shapes give equal bits. rows: slot → (token, its position in the window). Return slot →
+        logits (V,) after that token."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -242,8 +251,8 @@ class Slots:
         return {slot: logits[slot] for slot in rows}
 
     def _write(self, rows: dict[int, tuple[int, int]], first: int, n_rows: int) -> Floats:
-        """Return logits (n_rows, V) from a pass over n_rows slots from `first` on; slots missing in
-        `rows` (slot → token, position) are padding, and keep nothing."""
+        """Return logits (n_rows, V) from one pass over the n_rows slots from `first` on. `rows`
+        maps slots to (token, position); slots that it lacks are padding, and store nothing."""
         tokens, numbers, write_at = [0] * n_rows, [0] * n_rows, [self._n_keys - 1] * n_rows
         for slot, (token, number) in rows.items():
             tokens[slot - first], numbers[slot - first] = token, number
@@ -258,8 +267,8 @@ class Slots:
         return self._pass(torch.tensor([tokens]), positions, under_way, slice(None))
 
     def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Floats:
-        """Return logits (n, V) for the slice `asked` in tokens (1, T), whose pass is `under_way`.
-        positions (T,) are the model's positions."""
+        """Return logits (n, V) for the tokens in the slice `asked` of `tokens` (1, T). `positions`
+        (T,) are their positions in the model; `under_way` is their pass."""
         model, self._attention.under_way = self._model, under_way
         with self._kernels():
             x = model.embed(tokens.to(self._device), positions)
@@ -277,7 +286,8 @@ class Slots:
     @torch.inference_mode()
     def find_shapes(self) -> Shapes:
         """Find by trial the padded shapes with which `write` gives every row the same bits, in any
-        slot and beside any other rows; use and return them. All slots are zero afterwards."""
+        slot and beside any other rows. They are used from now on, and returned. All slots are zero
+        afterwards."""
         whole, everyone = self.shapes, self.n_slots
         _make_up([*self._memory.keys, *self._memory.values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
@@ -296,9 +306,9 @@ class Slots:
     def _agree(
         self, batch_sizes: Sequence[int], n_keys: int, seeds: Iterable[int], moves: Sequence[int]
     ) -> bool:
-        """Return True if passes with each batch size and n_keys keys give made-up rows the same
-        bits as the largest shape does, also if rows are moved to other slots by each number in
-        `moves`."""
+        """Return True if passes of these shapes give made-up rows the same bits as the largest
+        shape does. Tried are all `batch_sizes` with n_keys keys, with rows moved by each number of
+        slots in `moves`, for each of the `seeds`."""
         last = min(n_keys, self.context_length) - 1
         for seed in seeds:
             rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
@@ -354,9 +364,9 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many leading tokens in a window with `n_tokens` are read in pieces. If the last
-    piece (`n_tokens` modulo PIECE_TOKENS) would have fewer than _LEAST_PIECE, its tokens are
-    written one by one and not counted here."""
+    """Return how many first tokens of a window with `n_tokens` are read in pieces. If the last
+    piece would have fewer than _LEAST_PIECE tokens, these are processed one by one and not
+    counted."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
 

@@ -52,7 +52,7 @@ COMPLETION_TOKENS = 16
 
 class RequestError(Exception):
     """A refused request: message, HTTP status, and OpenAI's `param` and `code`. Message and `param`
-    may quote a request, and what UTF-8 lacks is written as escapes."""
+    may quote the request; characters that UTF-8 cannot encode are written as escapes."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -75,7 +75,7 @@ class Limits:
     max_tokens: int
     """Largest number of new tokens in a text."""
     seconds: float
-    """Longest time for a request, waiting included."""
+    """Longest time in seconds for a request, including its wait in the queue."""
     body_bytes: int
     texts: int = 16
     """Largest number of texts: prompts times `n`."""
@@ -89,8 +89,9 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """Fields common to completions and chat completions, as in OpenAI's API. `top_k` keeps the
-    likeliest tokens alone; with `ignore_eos` no special token ends a text."""
+    """Base class of both requests: the fields that completions and chat completions have in common,
+    as in OpenAI's API, and two more. `top_k` keeps only the k likeliest tokens; with `ignore_eos`
+    no special token ends a text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -108,9 +109,10 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
-        """Return the body's fields without those in IGNORED, those that are null, as clients send
-        for what is left out, and unsupported ones whose value asks for nothing (NEUTRAL). Raises
-        RequestError for an unknown field, or an unsupported one with another value."""
+        """Pydantic validator: return the body's fields without those that have no effect. These are
+        fields in IGNORED, fields that are null, and unsupported ones with a value that asks for
+        nothing (NEUTRAL). Raises RequestError for an unknown field, or an unsupported one with
+        another value."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
         known = [*cls.model_fields, *IGNORED, *NEUTRAL]
@@ -274,8 +276,9 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
 
 
 def _path_of(parts: Sequence[str | int]) -> str:
-    """Return the place of a value in a body, `messages[0].content[1].type`, without the words by
-    which pydantic tells kinds of values apart (`str`, `list[ContentPart]`)."""
+    """Return a field's path in a body, such as `messages[0].content[1].type`. `parts` is the path
+    as pydantic reports it; the words with which it tells alternative types apart (`str`,
+    `list[ContentPart]`) are left out."""
     kinds = {"str", "int", "float", "bool"}
     names = [part for part in parts if isinstance(part, int) or part not in kinds]
     names = [part for part in names if isinstance(part, int) or part.isidentifier()]
@@ -284,8 +287,8 @@ def _path_of(parts: Sequence[str | int]) -> str:
 
 
 def body_of(text: bytes) -> Any:
-    """Return a request's body parsed as JSON. Raises RequestError if it is none, or has a field, at
-    any depth, whose name cannot be written in UTF-8."""
+    """Return a request's body, parsed from JSON. Raises RequestError if it is not JSON, or if the
+    name of a field, at any depth, cannot be encoded in UTF-8."""
     try:
         return json.loads(text, object_pairs_hook=_with_names)
     except (ValueError, RecursionError) as error:  # of json, or of UTF-8

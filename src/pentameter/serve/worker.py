@@ -50,14 +50,14 @@ class TakesTooLongError(Exception):
 
 @dataclass(eq=False)
 class ServedModel:
-    """A served model under the name that requests give, with its tokenizer, cache and Batcher."""
+    """A model under the name by which requests call it, with its tokenizer, cache and Batcher."""
 
     name: str
     tokenizer: Tokenizer
     slots: Slots
     created: int = field(default_factory=lambda: int(time.time()))
     n_texts: int = 0
-    """Texts queued or being written; changed in the event loop only."""
+    """Number of texts in the queue or being written; changed only in the event loop."""
 
     def __post_init__(self) -> None:
         self.batcher, self.decoder = Batcher(self.slots), CachedDecoder(self.tokenizer)
@@ -80,15 +80,16 @@ class ServedModel:
         )
 
     def remarks(self) -> list[str]:
-        """Return sentences on the chat template for whoever serves the model."""
+        """Return warnings about the chat template, one sentence each, for whoever starts the
+        server."""
         chat = self.tokenizer.chat
         remark = None if chat is None else unlike_its_prompt(chat, self.render)
         return [] if remark is None else [f"{self.name}: {remark}"]
 
     def render(self, asked: RenderRequest) -> str:
-        """Return the messages in `asked` as a prompt, rendered by the tokenizer's chat template in
-        a child process that is kept. Raises ConfigError for messages that the template refuses.
-        Safe for any thread."""
+        """Return the messages in `asked` as a prompt, by the tokenizer's chat template. A child
+        process renders them; it is kept for the next call. Raises ConfigError for messages that the
+        template refuses. Thread-safe."""
         with self._lock:
             if self._rendering is None:
                 assert self.tokenizer.chat is not None
@@ -117,7 +118,8 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Job:
-    """The texts that one request asked for, while they are written by the model `served`."""
+    """One request's texts while the model `served` writes them: a queue from the worker's thread to
+    the request."""
 
     served: ServedModel
     texts: list[Continuation]
@@ -127,8 +129,8 @@ class Job:
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Add new pieces, (text index, Piece) each, for the method `pieces` to yield. Call it in
-        the event loop."""
+        """Add new pieces, (text index, Piece) each; the generator `pieces` yields them. Must be
+        called in the event loop."""
         for index, piece in pieces:
             self._pieces.append((index, piece))
             if piece.finish_reason or piece.error:
@@ -137,10 +139,10 @@ class Job:
         self._news.set()
 
     async def pieces(self, seconds: float) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield lists of (text index, Piece), each text's new pieces joined, until all texts have
-        ended.
+        """Yield lists of (text index, Piece) until all texts have ended; the new pieces of a text
+        are joined to one.
 
-        Raises TakesTooLongError after `seconds`, and the error that ended a text.
+        Raises TakesTooLongError after `seconds`, and any error that ended a text.
         """
         ends_at = time.monotonic() + seconds
         while self.n_left or self._pieces:
@@ -165,10 +167,10 @@ class Job:
 
 
 class Worker:
-    """The thread that computes for all served models in turn, started at once and ended by `close`.
-    Beyond the models' slots, at most `most_waiting` texts per model wait.
+    """The thread that computes for all served models in turn. It starts with this object, and
+    `close` ends it. For each model, at most `most_waiting` texts wait beyond those in slots.
 
-    Add models and call `use_running_loop` before the first request.
+    Before the first request, add the models and call `use_running_loop`.
     """
 
     def __init__(self, *, most_waiting: int) -> None:
@@ -200,7 +202,7 @@ class Worker:
         self.models[model.name] = model
 
     def use_running_loop(self) -> None:
-        """Deliver new text to the event loop that is running now."""
+        """Deliver new text to the event loop in which this is called."""
         self._loop = asyncio.get_running_loop()
 
     @property

@@ -48,8 +48,8 @@ Recompute = Literal["full", "selective"]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison's layout and, optionally, further settings that must not change the result
-    either; None leaves a setting at its default."""
+    """One comparison with one process: a layout and, optionally, further settings. Neither may
+    change the result. None leaves a setting at its default."""
 
     layout: Layout
     micro_batches: int | None = None
@@ -57,26 +57,27 @@ class Case:
     other layout, 1 in one process."""
     activation_checkpoint: Recompute | None = None
     compile: bool | None = None
-    """Whether `torch.compile` captures the steps, which PyTorch's own kernels then compute: what
-    is captured and recomputed is compared, not what a compiler makes of it."""
+    """Whether steps are captured by `torch.compile`. PyTorch's own kernels compute what was
+    captured: capture and recomputation are compared, not the compiler's kernels."""
     tied_head: bool | None = None
-    """Whether the head's weight is the embedding's, instead of the configuration's setting (None
-    keeps it), also in the one process that the case is compared with."""
+    """Whether the head's weight is the embedding's; None keeps the configuration's setting. It also
+    applies to the one process that the case is compared with."""
     idle_experts: bool | None = None
-    """Whether tokens choose one expert each, among those that had the fewest tokens in the step
-    before, so that the others get none from the second step on; None keeps the configuration's
-    routing. Also in the one process."""
+    """True to leave some experts without tokens from the second step on: each token chooses one
+    expert, among those that had the fewest tokens in the step before. None keeps the
+    configuration's routing. It also applies to the one process."""
     kv_heads: int | None = None
-    """Key and value heads, also in the one process; None for as many as can be sharded."""
+    """Number of KV heads; None for as many as can be sharded. It also applies to the one
+    process."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether the case changes the built-in model, in the one process too."""
+        """True if the case changes the built-in model, and so that of the one process."""
         return (self.tied_head, self.idle_experts, self.kv_heads) != (None, None, None)
 
     @property
     def alone(self) -> Case:
-        """The one process that the case is compared with."""
+        """The case of the one process that this case is compared with."""
         return replace(
             self, layout=Layout(), micro_batches=None, activation_checkpoint=None, compile=None
         )
@@ -135,8 +136,8 @@ class Case:
 
 
 def _with_experts_of_two(layout: Layout, asked: ParallelConfig) -> Layout:
-    """Return the layout with the asked degrees of experts, each reduced to at most two, as far as
-    its ranks allow."""
+    """Return the layout with `asked`'s degrees of expert and expert-tensor parallelism, each at
+    most 2, and 1 if its ranks do not suffice."""
     for name in ("expert", "expert_tensor"):
         left = layout.expert_sizes["expert_data"] * layout.expert_sizes["expert_shard"]
         if left % 2 == 0:
@@ -148,8 +149,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     """Return the cases that the text for `--layouts` names, without duplicates: `all`, or layouts
     with `;` between them, such as `data=2;tensor=2,zero=1`.
 
-    `all` means those in layouts.toml, which says for which models they are, and the configuration's
-    own layout; without those on which its experts or adapters could not be trained. Raises
+    `all` stands for the configuration's own layout and those in layouts.toml that are meant for
+    such a model. Layouts that could not train its experts or adapters are left out. Raises
     ConfigError for an invalid layout, or if none is named.
     """
     cases: list[Case] = []
@@ -183,7 +184,7 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
 
 @cache
 def all_cases() -> Mapping[str, list[Case]]:
-    """Return the cases in layouts.toml, by the kind of model that they are for."""
+    """Return all cases in layouts.toml: kind of model → the cases meant for it."""
     text = Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")
     return {kind: list(map(_parse, layouts)) for kind, layouts in tomllib.loads(text).items()}
 
@@ -242,10 +243,10 @@ def _setting(text: str, name: str, value: str) -> Any:
 
 
 def own_case(config: Config) -> Case | None:
-    """Return the case with the configuration's own layout, at degrees of at most 2 if it has more
-    ranks than MOST_PROCESSES; None if it is one process.
+    """Return the case with the configuration's own layout; None if that is one process. If it has
+    more ranks than MOST_PROCESSES, its degrees are reduced to at most 2.
 
-    If `parallel.data` is unset, since it depends on the number of processes, it is taken as 2 ·
+    An unset `parallel.data` depends on the number of processes. It is taken as 2 ·
     `parallel.replicate` with ZeRO, or if 2 · tensor · pipeline · context ranks are at most
     MOST_PROCESSES; else as 1. Raises ConfigError if the configuration's model cannot be sharded
     like this.

@@ -1,5 +1,5 @@
-"""Compare every number in a step (losses, gradients, weights) on each layout with one process's:
-the work behind `pentameter verify`."""
+"""Comparison of every number in a step (losses, gradients, weights) on each layout with one
+process's: the work behind `pentameter verify`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ READ: tuple[Kind, ...] = ("loss", "evaluation loss", "row losses", "next logits"
 
 @dataclass(frozen=True)
 class Difference:
-    """The relative error of one number or tensor on one rank in one step, against the one process
-    that is the reference."""
+    """Relative error of one number or tensor, on one rank in one step, against the one process."""
 
     kind: Kind
     tensor: str
@@ -83,8 +82,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing one case with one process. Errors are relative, the largest over
-    steps, ranks and tensors; None if the case failed and gave no numbers."""
+    """Result of comparing one case with one process. Errors are relative, and the largest over
+    steps, ranks and tensors. They are None if the case failed and gave no numbers."""
 
     case: Case
     seconds: float
@@ -97,11 +96,11 @@ class Outcome:
     worst: Difference | None = None
     """The largest difference, even if within TOLERANCE; None if the case failed."""
     first: Difference | None = None
-    """The first difference beyond TOLERANCE, in the order in which a step computes; None if there
-    is none. It is closest to the fault."""
+    """The first difference beyond TOLERANCE, in the order in which a step computes its numbers,
+    which is the one closest to the fault; None if there is none."""
     failure: str | None = None
     """Sentence that says why there are no numbers: a process failed, died or hangs. None if there
-    are."""
+    are numbers."""
     worker_traceback: str = ""
 
     @property
@@ -276,8 +275,8 @@ def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
 def _scalars(
     kind: Kind, step: int, values: Sequence[float | Float64 | None]
 ) -> Iterator[Difference]:
-    """Yield each rank's Difference in one number, or in an array without a name (`kind`), in step
-    `step`; `values` are the one process's, then each rank's."""
+    """Yield each rank's Difference in one number, or one unnamed array, of the given `kind` in step
+    `step`. `values` has the one process's value, then each rank's."""
     true, *of_ranks = values
     assert true is not None
     for rank, value in enumerate(of_ranks):
@@ -317,11 +316,11 @@ def _tensors(
 
 
 def relative_error(value: Float64 | float, true: Float64 | float, floor: float = 0.0) -> float:
-    """Return the largest absolute difference ÷ the largest absolute true value; ÷ `floor` if that
-    is larger, ÷ 1 if both are 0.
+    """Return the largest absolute difference ÷ the largest absolute true value. The divisor is at
+    least `floor`; it is 1 if both are 0.
 
-    `value` and `true` are numbers, or arrays with the same shape. Infinite if either holds a value
-    that is not finite.
+    `value` and `true` are numbers, or arrays of the same shape. Returns infinity if either holds a
+    value that is not finite.
     """
     value, true = np.asarray(value), np.asarray(true)
     if not (np.isfinite(value).all() and np.isfinite(true).all()):

@@ -1,5 +1,5 @@
-"""Check for `verify --data` that every layout reads the same data: each step's batch rows from all
-ranks, concatenated, must be one process's batch."""
+"""The check of `verify --data` that every layout reads the same data: in each step, the batch rows
+of all ranks, concatenated, must be one process's batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from pentameter.verify.cases import Case, chosen_cases
 
 @dataclass(frozen=True)
 class DataOutcome:
-    """The result of comparing the batches that one layout reads with those that one process
-    reads."""
+    """Result of comparing the batches that one layout reads with one process's."""
 
     layout: Layout
     seconds: float
@@ -31,7 +30,7 @@ class DataOutcome:
     problem: str | None = None
     """The first difference, as a sentence; None if there is none."""
     refused: str | None = None
-    """Why no run can have this layout, so that nothing is compared; None if one can."""
+    """Reason why no run can have this layout, so that nothing was compared; None if one can."""
 
     @property
     def name(self) -> str:
@@ -57,10 +56,10 @@ class DataOutcome:
 
 
 def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> list[int]:
-    """Return the step numbers worth comparing, ascending: the first `n_steps`, and as many around
-    the middle and the end of the first epoch and the end of the second. An epoch is shuffled anew,
-    even if it ends within a batch. Only the first `n_steps` if the epoch's length is not known (a
-    stream).
+    """Return the step numbers worth comparing, ascending. These are the first `n_steps`, and as
+    many around the middle and the end of the first epoch and the end of the second: each epoch is
+    shuffled anew, even if it begins within a batch. For a stream, whose epoch has no known length,
+    only the first `n_steps`.
 
     batch_size: sequences per step.
     """
@@ -111,11 +110,11 @@ def verify_data(
 def _joined(
     batches: TrainingBatches, batch_size: int, layout: Layout, step: int
 ) -> tuple[Batch, str | None]:
-    """Read each rank's batch rows in a step under `layout`, and concatenate them by data-parallel
-    index into one batch.
+    """Read the batch rows of each rank in a step under `layout`, and concatenate them, by
+    data-parallel index, into one batch.
 
-    Return it, and a sentence about the first rank that reads other rows than another rank with its
-    data-parallel index, which must read the same; None if there is none.
+    Return (batch, problem). Ranks with the same data-parallel index must read the same rows;
+    `problem` is a sentence about the first one that does not, None if all do.
     """
     shards: dict[int, Batch] = {}
     disagreement = None
@@ -156,8 +155,8 @@ class DataVerdict:
 
     @property
     def asked(self) -> Sequence[DataOutcome]:
-        """The requested layouts' outcomes, without the reference; that alone if nothing
-        else was requested."""
+        """Outcomes of the requested layouts, without the reference; the reference alone if it was
+        all that was requested."""
         return self.outcomes[1:] or self.outcomes
 
     @property

@@ -1,4 +1,4 @@
-"""The records that verify sends to its worker processes and gets back: a job, then its
+"""Records that verify sends to its worker processes, and gets back from them: a job, then its
 numbers or its failure."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's work in one case: `n_steps` steps with `config`, together with the `world_size`
-    ranks that meet at `rendezvous_file`."""
+    """One rank's work in one case: compute `n_steps` steps with `config`. The `world_size` ranks of
+    the case meet at `rendezvous_file`."""
 
     config: Config
     n_steps: int
@@ -32,30 +32,30 @@ class Job:
     model: SentModel | None = None
     """A custom model; None for the built-in GPT."""
     small_blocks: bool = False
-    """Whether what is computed in blocks (a ring's tiles, chunks of the loss) has some so small
-    that there are several at verify's sizes; otherwise each is one block, as in small runs."""
+    """True to lower block sizes (a ring's tiles, chunks of the loss) so far that even verify's
+    small tensors consist of several blocks. Otherwise each is one block."""
 
     @property
     def shards_experts(self) -> bool:
-        """Whether ranks hold different experts, or different shards of them."""
+        """True if ranks hold different experts, or different shards of them."""
         parallel = self.config.parallel
         return parallel.expert * parallel.expert_tensor > 1
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker's reply to a job that raised an exception."""
+    """Reply of a worker whose job raised an exception."""
 
     message: str
     """The exception's type and text: the last line of the traceback."""
     traceback: str
     is_consequence: bool
-    """True if it merely says that another worker is gone, whose failure is the cause."""
+    """True if the exception only says that another worker is gone, whose failure is the cause."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """One rank's results in one step; each tensor is the full one, gathered over ranks, by
+    """One rank's results in one step. Each tensor is whole, gathered over ranks, and listed by
     parameter name.
 
     A replica of a tied weight has the weight's name.
@@ -70,8 +70,8 @@ class StepNumbers:
     evaluation_loss: float
     """Loss of an evaluation with these weights."""
     row_losses: Float64 | None = None
-    """Each row's loss in an evaluation (B,), as choices are scored, after the last step; None after
-    others, and of a custom model."""
+    """Loss (B,) of each batch row in an evaluation after the last step, as multiple choice computes
+    them. None after other steps, and for a custom model."""
     next_logits: Float64 | None = None
-    """Logits after a text (1, V), as a run samples, after the last step; None after others, and of
-    a custom model."""
+    """Logits (1, V) for the token after a text, as sampling during training computes them, after
+    the last step. None after other steps, and for a custom model."""

@@ -1,8 +1,8 @@
 """A custom model in a form that can be sent to the processes that verify it.
 
-Its functions are pickled by name, so a process has to find their module just as the user's process
-did: on its search path, or as the script that was started. The script then runs under another name,
-as in `multiprocessing`.
+Its functions are pickled by name, so the receiving process must find their module just as the
+user's process did: on its search path, or as the script that was started. That script runs under
+another name in the receiver, as with `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRIPT_NAME = "__mp_main__"
 @dataclass(frozen=True)
 class SentModel:
     """A pickled custom model (its model source: the functions that build and shard it) and batch
-    function, with all that another process on this machine needs to unpickle them."""
+    function, with whatever another process on this machine needs to unpickle them."""
 
     pickled: bytes
     script: str | None
@@ -48,8 +48,8 @@ class SentModel:
 
 def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel:
     """Return a custom model's source and batch function (None for random tokens) as a SentModel.
-    Raises ConfigError if another process could not import the functions: lambdas, nested ones,
-    those in an interactive session."""
+    Raises ConfigError for functions that another process cannot import: lambdas, nested functions,
+    those defined in an interactive session."""
     try:
         pickled = pickle.dumps((source, batches))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

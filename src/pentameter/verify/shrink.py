@@ -55,11 +55,12 @@ IDLE_EXPERTS = {
 
 
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
-    """Return `config` with a model, batch and context as small as all the cases allow, in float64
-    and for one process; `case_config` adds a case's layout.
+    """Return `config` with a model, batch and context as small as all cases allow, in float64 and
+    for one process. `case_config` then adds a case's layout.
 
-    keeps_model: the section `[model]` describes a custom model. Nothing in it changes, except that
-    it gets a vocabulary, and no dropout, which a custom model draws anew for each micro-batch.
+    keeps_model: the section `[model]` describes a custom model, and stays as it is. Only a
+    vocabulary is added, and dropout is removed, because a custom model draws it anew for each
+    micro-batch.
 
     Heads, widths and context are divisible by every tensor degree, the vocabulary by none. There
     are more layers than any pipeline has stages, so that uneven stages are covered, too. A sliding
@@ -126,8 +127,8 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
 
 
 def _latent(model: ModelConfig) -> dict[str, Any]:
-    """Return small sizes for latent attention, if the model has it: values narrower than keys, and
-    latents that no number of ranks divides."""
+    """Return small sizes for latent attention: values narrower than keys, and latents that no
+    number of ranks divides. Empty if the model has none."""
     if model.attention.type != "latent":
         return {}
     return {
@@ -139,8 +140,9 @@ def _latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """Return few small experts, if the model has any: enough of them for its groups and for all
-    ranks that shard them, and one layer with and one without if it has both kinds."""
+    """Return sizes for few small experts: enough for the model's groups and for all ranks that
+    shard them. If it has layers both with and without experts, one of each kind remains. Empty if
+    the model has no experts."""
     if model.experts.count is None:
         return {}
     is_grouped = model.router.groups is not None

@@ -1,4 +1,4 @@
-"""Compute a case's steps in a worker process, through the same code that trains."""
+"""Computation of a case's steps in a worker process, by the same code that trains."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def compute_steps(
 
 
 def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]:
-    """Return what a run computes of rows besides their summed loss: each one's loss (B,), all of
-    them ending in the middle, and the logits (1, V) after the first one. Collective."""
+    """Return two further results that runs compute for batch rows: the loss of each row (B,), and
+    the logits (1, V) after the first row. All rows are cut in the middle for it. Collective."""
     n_seen = batch.inputs.shape[1] // 2 + 1
     targets = batch.targets.copy()
     targets[:, n_seen:] = IGNORED_TARGET
@@ -144,9 +144,9 @@ def _read_in_other_ways(engine: Engine, batch: Batch) -> tuple[Float64, Float64]
 
 @contextmanager
 def several_blocks() -> Iterator[None]:
-    """Lower, within the block and in this process, the limits above which something is computed in
-    blocks, so that at verify's sizes there are several, the last one smaller. What is compared with
-    has one block."""
+    """Context manager: within it, in this process, the sizes above which something is computed in
+    blocks are so small that verify's tensors consist of several blocks, the last one smaller. The
+    one process of the comparison computes each in one block."""
     before = [(module, name, getattr(module, name)) for module, name in SMALL_BLOCKS]
     try:
         for (module, name), limit in SMALL_BLOCKS.items():
@@ -159,8 +159,11 @@ def several_blocks() -> Iterator[None]:
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
     """Return the global batch of random tokens for `step`, a function of the plan's seed: inputs
-    (B, T) and targets (B, T). Each row's targets end early, at its own random position, followed by
-    -1, and a quarter of those before it are -1, too; one row in each step has no target at all."""
+    (B, T) and targets (B, T).
+
+    Some targets do not count and are -1: all behind a random position in each row, a quarter of
+    those before it, and all targets of one row in each step.
+    """
     B, T = plan.batch_size, plan.config.model.context_length
     vocab_size = plan.config.model.vocab_size
     assert vocab_size is not None  # resolved
@@ -182,11 +185,12 @@ def _made_up_rows(plan: Plan, step: int, rows: np.ndarray) -> Batch:
 
 def _noise(spec: ParameterSpec, config: Config) -> Init:
     """Return the kind and scale of one parameter's random initial values in verified steps: normal
-    with deviation INIT_STD, but another deviation for adapters.
+    with deviation INIT_STD, except for adapters.
 
-    An adapter's two matrices A and B get a size at which their contribution to a weight, factor · B
-    A, has the weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and
-    each layer multiplies the rounding of those below it (docs/decisions.md).
+    The deviation of an adapter's matrices A and B is chosen so that what they add to a weight,
+    factor · B A, has the deviation INIT_STD. With INIT_STD for the matrices themselves, attention's
+    scores would saturate, and each layer would multiply the rounding of those below it
+    (docs/decisions.md).
     """
     if not is_of_adapter(spec):
         return Init("normal", INIT_STD)
@@ -196,8 +200,8 @@ def _noise(spec: ParameterSpec, config: Config) -> Init:
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:
-    """Add 1 in place to the weights that training starts at 1 (norms'), so that they vary around
-    1."""
+    """Add 1 in place to the weights that begin at 1 in training (those of norms), so that here they
+    vary around 1."""
     ones = {spec.name for spec in plan.table if spec.init.kind == "ones"}
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
@@ -221,8 +225,9 @@ def _add_noise(engine: Engine, plan: Plan) -> None:
 
 
 def _gradient(parameter: Parameter) -> Tensor | None:
-    """Return a parameter's gradient, None if it has none; but NaN for a trained DTensor without
-    one, as the ranks with its other shards may have gradients, and wait to gather them."""
+    """Return a parameter's gradient, None if it has none. A trained DTensor without a gradient
+    gives NaN instead: the ranks that hold its other shards may have gradients, and all must take
+    part in gathering them."""
     is_shard = isinstance(parameter, DTensor) and parameter.requires_grad
     if parameter.grad is None and is_shard:
         return torch.full_like(parameter, math.nan)

@@ -1,4 +1,4 @@
-"""Outcomes of `pentameter verify` as text and tables for a terminal."""
+"""Text and tables that show outcomes of `pentameter verify` on a terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pentameter.verify.data import DataOutcome
 
 
 def summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
-    """Return the closing sentence: `3 of 3 layouts equal one process: … (12 s)`. said: the middle
-    part, in place of `…`, which says in which numbers they are equal."""
+    """Return the closing sentence: `3 of 3 layouts equal one process: SAID (12 s)`. `said` names
+    the numbers in which they are equal."""
     compared = [outcome for outcome in outcomes if outcome.passed is not None]
     n_passed = sum(1 for outcome in compared if outcome.passed)
     seconds = sum(outcome.seconds for outcome in outcomes)

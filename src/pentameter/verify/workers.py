@@ -26,7 +26,7 @@ eight workers kept a core busy after twenty cases."""
 
 class CaseFailedError(TrainingFailedError):
     """A case gave no numbers, because a process in it failed, died or hangs. `worker_traceback` is
-    the failed worker's, empty if it left none."""
+    the failed worker's traceback; empty if it left none."""
 
     def __init__(self, message: str, worker_traceback: str = "") -> None:
         super().__init__(message)
@@ -34,11 +34,11 @@ class CaseFailedError(TrainingFailedError):
 
 
 class Workers:
-    """Context manager for worker processes that wait for jobs. They are started on demand, and
-    killed when the block ends.
+    """Context manager for verify's worker processes, which wait for jobs. They are started on
+    demand, and killed when the block ends.
 
-    They are forked from a fork server that has imported torch, so that a broken worker is
-    replaced in no time.
+    They are forked from a fork server that has imported torch, so that replacing a broken worker
+    takes next to no time.
     """
 
     def __init__(self) -> None:
@@ -70,18 +70,19 @@ class Workers:
             self._end(self._workers)
 
     def new_file(self) -> str:
-        """Return an unused file path, at which a case's processes can meet; the file is not
-        created."""
+        """Return an unused file path, which is not created yet, for the rendezvous of a case's
+        processes."""
         return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
-        """Run the jobs at the same time, job `rank` in a worker of its own, and return their
-        results by rank.
+        """Run the jobs at the same time, each in a worker of its own, and return their results.
+        Jobs and results are in order of rank.
 
-        A worker that ran a job with `prepare`, or with sharded experts, gets no other job; other
-        workers get several: DTensor remembers groups by equal meshes, and the experts' ones are
-        named differently in each layout. Raises
-        CaseFailedError if a worker fails, dies or does not reply within the job's
+        A worker is used again for later jobs, unless a job had `prepare` or sharded experts:
+        DTensor keeps process groups for equal meshes, and the experts' groups have other names in
+        each layout.
+
+        Raises CaseFailedError if a worker fails, dies or does not reply within the job's
         `timeout_seconds`; the workers are then replaced. Raises TrainingFailedError if workers
         cannot be started.
         """
@@ -135,10 +136,10 @@ class Workers:
     ) -> None:
         """Raise CaseFailedError unless every worker replied with a result.
 
-        It names the failure that others follow from: a process that ended comes first, then an
-        error, then an error that merely says another process is gone, then a missing reply.
-        answers: the replies by rank. busy: the workers, by rank. said: offset in the workers'
-        stderr file at which this run began.
+        The error names the failure from which others follow: the first of a process that ended, an
+        error, an error that only says that another process is gone, a missing reply. answers: the
+        replies by rank. busy: the workers, by rank. said: offset in the workers' stderr file at
+        which this run began.
         """
         for rank, answer in answers.items():
             if answer is None:
@@ -154,8 +155,8 @@ class Workers:
             raise CaseFailedError(f"no answer in {timeout_seconds:g} seconds from rank {ranks}")
 
     def _end(self, workers: Sequence[Forked]) -> list[int]:
-        """Kill those among `workers` that have not been ended before, never to be used again, and
-        return their exit codes."""
+        """Kill those of `workers` that are still in use, never to be used again; return their exit
+        codes."""
         running = [worker for worker in workers if worker in self._workers]
         self._workers = [worker for worker in self._workers if worker not in running]
         return [self.server.end(worker) for worker in running]

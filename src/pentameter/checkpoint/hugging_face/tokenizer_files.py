@@ -111,9 +111,9 @@ def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> byt
     """Return the content of generation_config.json: the published one, else one made from
     config.json's `token_ids`.
 
-    `eos_token_id` also gets the tokens that end an answer in the chat template. If that template is
-    still the published one, they are added to the published ids; if it was replaced, they replace
-    those.
+    `eos_token_id` also gets the tokens that end an answer in the chat template. If the tokenizer
+    was published with that template, they are added to the published ids, unless all special tokens
+    end answers, as then the published ids know better. In any other case they replace the ids.
     """
     published, is_same = tokenizer.published.get(GENERATION), has_published_chat(tokenizer)
     ids = {key: token_ids[key] for key in ("bos_token_id", "eos_token_id") if key in token_ids}
