@@ -19,11 +19,14 @@ CHECKPOINTS = (None, "selective", "full")
 def settings_that_fit(
     plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
 ) -> list[tuple[str, Verdict]]:
-    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then those with which
-    they are tight, each as command-line options ("--train.micro-batch-size 1") with its verdict:
-    single changes first, then full recomputation with micro-batches of one sequence, then these
-    with ZeRO 3. `precision` is the matmul precision (None: `train.precision`, with fp32 for
-    `auto`); with `drops_by_blocks`, attention dropout does not write out the weights."""
+    """Return changes to a Plan with which a rank's bytes fit `usable_bytes`, then changes with
+    which they are tight. Each is given as command-line options ("--train.micro-batch-size 1") with
+    its verdict. Tried are single changes, then full recomputation with micro-batches of one
+    sequence, then both of these with ZeRO 3.
+
+    precision: the matmul precision; None for `train.precision`, with fp32 for `auto`.
+    drops_by_blocks: attention dropout does not write out the weights.
+    """
     ways = [[change] for change in single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -43,9 +46,9 @@ def settings_that_fit(
 
 
 def single_changes(plan: Plan) -> list[Change]:
-    """Return changes of one setting to another value: the micro-batch size doubled or reduced to
-    one of the next smaller sizes that divide a rank's sequences, activation checkpointing, ZeRO
-    stage, sequence parallelism, pipeline schedule."""
+    """Return every change of one setting to another value that is worth trying: the micro-batch
+    size, doubled or one of the next smaller sizes that divide a rank's sequences; activation
+    checkpointing; ZeRO stage; sequence parallelism; pipeline schedule."""
     rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
     smaller = [size for size in reversed(divisors(rows)) if size < micro]
     sizes = [*([micro * 2] if rows % (micro * 2) == 0 else []), *smaller]

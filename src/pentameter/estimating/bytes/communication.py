@@ -28,24 +28,24 @@ from pentameter.planning.buckets import COPIES_BUCKET_BYTES, filled_buckets
 from pentameter.planning.layouts.layout import EXPERT_DIMENSIONS, PARAMETER_DIMENSIONS
 
 WORLD = "world"
-"""The key used in place of a mesh dimension for scalar reductions (target count, loss, gradient
-norm), whichever group of ranks they span."""
+"""Stands in place of a mesh dimension for all reductions of single numbers (target count, loss,
+gradient norm), whichever ranks they span."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Calls of one kind of collective or message along one mesh dimension, and the bytes passed to
-    all of them together."""
+    """Number of calls of one kind of collective or message along one mesh dimension, and the total
+    bytes passed to them."""
 
     calls: int
     n_bytes: int
 
 
 StepCommunication = Mapping[tuple[str, Kind], Communication]
-"""Maps (dimension, kind) to the Communication in a step; a dimension is one of MESH_DIMENSIONS or
-EXPERT_DIMENSIONS, or WORLD. `expert` stands for the ranks that exchange rows, which also differ
-along `expert_tensor`; what each of them sends depends on the routing, and is counted as their
-mean."""
+"""Maps (dimension, kind) to the Communication in a step. A dimension is one of MESH_DIMENSIONS or
+EXPERT_DIMENSIONS, or WORLD. Under `expert` are the exchanges of experts' rows, whose ranks also
+differ along `expert_tensor`; how much each rank sends depends on the routing, and the mean over
+ranks is counted."""
 
 
 class CommunicationCounter:
@@ -65,18 +65,18 @@ class CommunicationCounter:
             )
 
     def add_sent(self, sent: Sent, n_micro_batches: int) -> None:
-        """Count the calls in `sent`, which lists one micro-batch's, `n_micro_batches` times."""
+        """Add the calls in `sent`, those of one micro-batch, `n_micro_batches` times."""
         self.add(sent.dimension, sent.kind, sent.n_bytes, sent.calls * n_micro_batches)
 
 
 def step_communication(step: Step, rank: int = 0) -> StepCommunication:
     """Return the calls and bytes of one rank in a step, including the gradient norm, counted from
-    the model's operations rather than measured; empty on a single device.
+    the model's operations; empty on a single device. An optimizer sends nothing, except Muon for
+    matrices sharded by ZeRO or tensor parallelism, which is left out.
 
-    An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism shards its matrices,
-    which is left out). A run differs in two cases: in DDP's first two steps, while it learns the
-    order in which gradients arrive; and on a rank with more than three stages under ZeRO, whose
-    weights the schedule gathers again.
+    A run differs in two cases: in DDP's first two steps, while it learns the order in which
+    gradients arrive; and under ZeRO on a rank with more than three stages, whose weights the
+    schedule gathers again.
     """
     on_rank = _RankCommunication(step, rank)
     if step.layout.world_size > 1:
@@ -102,8 +102,7 @@ def matrix_communication(step: Step, rank: int) -> dict[When, StepCommunication]
 
 def communication_of_stages(step: Step) -> list[StepCommunication]:
     """Return, for each `pipeline` coordinate, the communication of its first rank in a step: (mesh
-    dimension, kind) → calls and bytes. Coordinates with equal stages are computed once and share
-    the object."""
+    dimension, kind) → calls and bytes. Coordinates whose stages are equal share one result."""
     found: dict[int, StepCommunication] = {}
     for coordinates in alike_stages(step.config.model, step.layout, step.stages):
         rank = step.layout.rank_of(pipeline=coordinates[0])

@@ -36,21 +36,21 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a resolved configuration in a mesh layout; all estimates are computed
-    from it."""
+    """One optimizer step of a resolved configuration in a layout; a frozen record from which all
+    estimates are computed."""
 
     config: Config
     layout: Layout
     stages: Sequence[range] = ()
     """The range of layers in each pipeline stage."""
     asked_precision: str | None = None
-    """The matmul precision, in place of `train.precision`, which may be `auto`. If this is None and
-    the other `auto`, fp32 is assumed."""
+    """The matmul precision, in place of `train.precision`. If None, that is taken, or fp32 if it is
+    `auto`."""
     drops_by_blocks: bool = False
     """Whether GPU kernels apply dropout to attention weights without writing them out."""
     imbalance: float = 1.0
-    """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
-    rows: an assumption about the router. 1 if all get equally many."""
+    """An assumption about the router: the most rows that a rank's experts get in a layer ÷ the mean
+    over the ranks that exchange rows. 1 if all get equally many."""
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -115,7 +115,7 @@ class Step:
 
     def local_shape(self, tensor: ActivationTensor) -> tuple[int, int]:
         """Return an activation's (tokens, numbers per token) for one sequence, on the rank that has
-        the most of it; rows for experts as many as `rows_over_mean` says."""
+        the most of it. Rows sent to experts are multiplied by `rows_over_mean`."""
         n_tokens, width = self.sharding.local_shape(tensor.shape, tensor.axes)
         if tensor.axes[0] == "received":
             n_tokens = math.ceil(n_tokens * self.rows_over_mean)
@@ -146,8 +146,8 @@ class Step:
 
 
 class PassSeconds(NamedTuple):
-    """Durations of the forward pass and of both halves of the backward pass (gradients for inputs,
-    for weights), in seconds or any other unit."""
+    """Durations of the forward pass and of the two parts of the backward pass (gradients for
+    inputs, gradients for weights), in seconds or any other unit."""
 
     forward: float
     backward_input: float
@@ -183,8 +183,8 @@ def pass_seconds(step: Step) -> list[PassSeconds]:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for one micro-batch, on the rank that has the largest shard of each tensor.
-    Methods take `run`, a stage's operations in order."""
+    """Activation bytes of one micro-batch, on the rank that has the largest shard of each tensor.
+    The argument `run` of methods is a stage's operations in order."""
 
     step: Step
 
@@ -247,9 +247,9 @@ class ActivationBytes:
         return op.kind == "product" or by_blocks
 
     def _gathers_again(self, op: Operation) -> bool:
-        """Whether a matmul saves only its input's sequence shard, so that its backward pass
-        all-gathers the input again: with `sequence`, if it is column-parallel and computed together
-        with those that have the same input (`rules.reads_at_once`)."""
+        """Whether the backward pass of a matmul all-gathers its input again, because only its
+        sequence shard is saved. So it is with `sequence` for column-parallel matmuls that are
+        computed together with those of the same input (`rules.reads_at_once`)."""
         reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
         at_once = self.step.rules.reads_at_once(self.step.config.lora)
         return reads_stream and at_once and self.step.layout.sequence
@@ -259,8 +259,8 @@ class ActivationBytes:
         return self.step.layout.context > 1 and not self.step.layout.exchanges_heads
 
     def attending(self, run: Sequence[Operation]) -> int:
-        """Return the bytes, beyond those a block saves, at the peak of ring attention's backward
-        pass: its buffers and two gradients of the stream, after later tensors in the block are
+        """Return the bytes at the peak of ring attention's backward pass beyond those that a block
+        saves: its buffers and two gradients of the stream, after later tensors in the block are
         freed. 0 without a ring."""
         if not self._has_ring:
             return 0
@@ -359,8 +359,8 @@ class ActivationBytes:
         )
 
     def _exchanged(self, op: Operation) -> int:
-        """Return the bytes of rows that an exchange holds besides those that a matmul of experts
-        saves: as they are sent, and as they arrive. 0 if ranks have all experts."""
+        """Return the bytes of rows that experts' ranks exchange, as they are sent and as they
+        arrive, beyond the rows that a matmul of experts saves. 0 if every rank has all experts."""
         if not self.step.layout.shards_experts:
             return 0
         exchanges = {each.kind for each in op.collectives}

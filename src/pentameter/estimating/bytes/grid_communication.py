@@ -21,8 +21,8 @@ from pentameter.planning.layouts.sharding import shard_size
 
 TOKEN_BYTES = 8
 NUMBERS_OF_A_NORM = {"layernorm": 2, "rmsnorm": 1}
-"""Maps `model.norm` to how many statistics per token ranks combine, each computed over a rank's
-local channels: mean and variance, or one."""
+"""Maps `model.norm` to the number of statistics per token that ranks exchange, each computed over a
+rank's local channels: mean and variance, or the mean square."""
 
 
 class GridCommunication(OperationCommunication):

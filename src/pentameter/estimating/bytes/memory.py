@@ -32,7 +32,8 @@ class StateBytes:
 
     weights_bytes: int
     gradients_bytes: int
-    """The most that is held from one micro-batch to the next, or to the optimizer's step."""
+    """The most bytes of gradients held from one micro-batch to the next, or to the optimizer's
+    step."""
     optimizer_bytes: int
 
     @property
@@ -42,20 +43,17 @@ class StateBytes:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Upper bound on host memory for a rank's copy of its weights and optimizer state, while a
-        checkpoint is written during training. Ranks that hold the same values each copy a fraction
-        of them."""
+        """Upper bound on the host memory for a rank's copy of its weights and optimizer state,
+        while a checkpoint is written during training. It is an upper bound because ranks that hold
+        replicas each copy only a fraction of them."""
         return self.weights_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True)
 class Memory(StateBytes):
-    """The fullest rank's bytes by component, in a step after the first one, which allocates the
-    optimizer state.
-
-    With `train.offload`, weights, gradients' shards and optimizer state are in host memory, the
-    rest in device memory.
-    """
+    """Bytes by component on the rank that needs the most, in any step after the first, which
+    allocates the optimizer state. With `train.offload`, weights, gradients' shards and optimizer
+    state are in host memory, the rest in device memory."""
 
     gathered_bytes: int
     """Additional bytes at the peak: weights that are gathered from shards or rounded for matmuls,
@@ -64,7 +62,8 @@ class Memory(StateBytes):
     """Bytes in pipeline messages: received activations and gradients that no pass has read yet, and
     gradients being sent. A received activation that has been read counts as an activation."""
     activations_bytes: int
-    """The most that forward passes in flight have saved for their backward passes."""
+    """The most bytes that forward passes have saved at one time for backward passes that are still
+    to come."""
     total_bytes: int
     """The peak, which is less than the sum if gradients reuse the memory freed by activations."""
     device_bytes: int
@@ -72,12 +71,13 @@ class Memory(StateBytes):
 
 
 def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
-    """Return the Memory in a step on the rank that needs the most, estimated from shapes.
+    """Return the Memory in a step on the rank that needs the most, estimated from shapes. Attention
+    dropout is assumed to write out the attention weights, unless `step.drops_by_blocks`. Of ranks
+    that shard the same tensors, only the first is computed, which holds the largest shards. Muon's
+    workspace for a matrix is left out.
 
-    Attention dropout is assumed to write out the attention weights, unless `step.drops_by_blocks`.
-    Among ranks that shard the same tensors, the first holds the largest shards. Muon's workspace
-    for a matrix is left out. `known`, a dict kept by the caller, caches the results that depend on
-    parameters alone, for calls with the same model, optimizer and precision; None caches nothing.
+    known: a dict kept by the caller, which caches what depends on parameters alone, for calls with
+        the same model, optimizer and precision. None caches nothing.
     """
     layout, n_micro_batches = step.layout, step.n_micro_batches
     under_way = passes_under_way(layout, n_micro_batches)
@@ -97,7 +97,7 @@ def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -
 
 
 def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the tuples that no other tuple matches or exceeds in every component."""
+    """Return the tuples that are not exceeded or equalled in every component by another tuple."""
     return [
         one
         for one in peaks
@@ -106,8 +106,8 @@ def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateBytes:
-    """Return the fullest rank's bytes for weights, gradients and optimizer state, estimated by the
-    parameters' shapes alone; of frozen ones there are weights alone. `tables` lists each pipeline
+    """Return the fullest rank's bytes for weights, gradients and optimizer state, estimated from
+    the parameters' shapes. Frozen parameters have weights alone. `tables` lists each pipeline
     stage's parameters; one in several stages is counted once per rank."""
     layout, sharding, optimizers = step.layout, step.sharding, step.config.optimizer
     whole_gradients = step.rules.keeps_whole_gradients(step.n_micro_batches)
@@ -149,11 +149,11 @@ class _FsdpUnit:
     gathered: int
     """Unsharded parameters in the dtype that they are gathered in, shards padded to the largest."""
     fresh: int
-    """Unsharded gradients, in the dtype that a backward pass computes."""
+    """Unsharded gradients of one backward pass, in the dtype that it computes."""
     largest: int
     """The fresh gradient of the largest parameter."""
     whole: int
-    """Unsharded gradients, in the dtype that micro-batches accumulate in."""
+    """Unsharded gradients in the dtype in which micro-batches accumulate them."""
     padded: int
     """Unsharded gradients as they are reduce-scattered, shards padded to the largest."""
     shard: int
@@ -235,9 +235,9 @@ class _RankMemory:
     other mesh dimension; holds everything that follows from its parameters alone."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
-        """`coordinate` is the rank's `pipeline` coordinate. The object is reused for other
-        micro-batch sizes: it depends on `step`'s micro-batches only by whether there are several.
-        """
+        """coordinate: the rank's `pipeline` coordinate. The object can be reused for another
+        micro-batch size, as long as both have several micro-batches or both have one: nothing else
+        of `step`'s micro-batches is read."""
         self.step = step
         config, layout = step.config, step.layout
         self.has_tied_head = config.model.tied_head
@@ -321,8 +321,8 @@ class _RankMemory:
         return fresh if self.accumulates else 0
 
     def kept_head_gradient_bytes(self) -> int:
-        """Return the bytes for a tied head's gradient, which is kept until the embedding's is
-        computed and both are accumulated; 0 unless both ends are on this rank."""
+        """Return the bytes of a tied head's gradient, which is kept until the embedding's is
+        computed and added. 0 unless both ends of the model are on this rank."""
         both = self.has_tied_head and self.has_first and self.has_last
         return self.head_gradient_bytes() if both else 0
 
@@ -363,8 +363,9 @@ class _RankMemory:
 
     @cached_property
     def split_gradient_bytes(self) -> int:
-        """Bytes for the largest stage's gradients in the matmul dtype, which the second half of a
-        split backward pass computes all before it accumulates any; 0 if it is not split."""
+        """Bytes for the largest stage's gradients in the matmul dtype: the second half of a split
+        backward pass computes all of them before it accumulates any. 0 if the backward pass is not
+        split."""
         if not self.step.layout.splits_backward:
             return 0
         return max(map(self.rounded_bytes_of, self.tables))
@@ -384,19 +385,19 @@ class _RankMemory:
 
 
 class _FsdpSnapshots:
-    """Yields snapshots of a rank's step with ZeRO: at each moment that may be the peak, the live
-    bytes for gradients with gathered weights, and for activations, besides weights and optimizer
-    state. They are estimated, not measured. Moments are each unit's gather in the forward pass, its
-    gradients and their reduction in the backward pass, and the step's end."""
+    """The moments of a rank's step with ZeRO at which memory may be at its peak: each unit's
+    all-gather in the forward pass, its gradients and their reduction in the backward pass, and the
+    step's end. Methods yield a _Snapshot of each: estimated bytes for gradients with gathered
+    weights, and for activations, besides weights and optimizer state."""
 
     def __init__(self, rank: _RankMemory, *, offload: bool = False) -> None:
-        """With `offload`, snapshots are of device memory alone: a shard of gradients leaves it as
-        soon as it is reduced."""
+        """offload: count device memory only, which a shard of gradients leaves as soon as it is
+        reduced."""
         self.rank = rank
         self.offload = offload
 
     def kept(self, unit: _FsdpUnit) -> int:
-        """Return the bytes of a unit's reduced gradients that stay."""
+        """Return the bytes of a unit's reduced gradients that stay on the device."""
         return 0 if self.offload else unit.shard
 
     @property
@@ -505,9 +506,9 @@ class _FsdpSnapshots:
         yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
 
     def arriving(self, unit: _FsdpUnit) -> int:
-        """Return the bytes for a unit's new gradients at the end of its backward pass, besides
-        accumulated ones. If they are accumulated in place, in the dtype that they are computed in,
-        only the largest parameter's count."""
+        """Return the bytes of a unit's new gradients at the end of its backward pass, besides
+        accumulated ones. Only the largest parameter's count if they are accumulated in place, in
+        the dtype that they are computed in."""
         return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def in_pipeline(self) -> Iterator[_Snapshot]:

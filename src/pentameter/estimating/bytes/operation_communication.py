@@ -35,8 +35,8 @@ Kind = Literal[
     "receive",
 ]
 When = Literal["forward", "backward", "beside"]
-"""When an operation communicates: in its forward or backward pass, which waits for it, or "beside":
-overlapped with matmuls in the backward pass."""
+"""When an operation communicates: "forward" or "backward" (that pass waits for it), or "beside"
+(overlapped with matmuls in the backward pass)."""
 
 OF_MATRICES: tuple[CollectiveKind, ...] = ("gather", "sum")
 
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationCommunication:
-    """One micro-batch's communication by the rank at mesh `coordinates`; `runs` holds the
+    """The communication in one micro-batch by the rank at mesh `coordinates`. `runs` holds the
     operations in each of its pipeline stages."""
 
     step: Step
@@ -71,8 +71,8 @@ class OperationCommunication:
         return set().union(*map(recomputed_results, groups))
 
     def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
-        """Yield the calls, forward and backward, for the collectives of these kinds that operations
-        list; None means all kinds. Equal blocks yield one entry, with its calls multiplied by their
+        """Yield the calls, forward and backward, of the collectives that operations list, limited
+        to `kinds` (None: all). Equal blocks yield one entry, with its calls multiplied by their
         number."""
         for run in self.runs:
             for operations, n in run.groups:
@@ -171,8 +171,8 @@ class OperationCommunication:
         return Sent(dimension, "all_gather", n_bytes, int(shards_sequence), when)
 
     def _bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
-        """Return an activation's bytes for all tokens in a micro-batch: its sequence is whole, its
-        second axis as sharded."""
+        """Return an activation's bytes on this rank for all tokens of a micro-batch: its sequence
+        unsharded, its second axis sharded as it is."""
         axes: tuple[Axis, ...] = ("context", tensor.axes[1])
         n_elements = math.prod(self.step.sharding.local_shape(tensor.shape, axes, self.coordinates))
         return self.step.micro_batch_size * n_elements * self.step.bytes_of(tensor)
@@ -202,8 +202,8 @@ class OperationCommunication:
             yield from self._exchange(op, each, dimension)
 
     def _exchange(self, op: Operation, each: Collective, dimension: str) -> Iterator[Sent]:
-        """Yield the exchange that brings rows to their experts, or the outputs back, and that of
-        the gradients. How many rows there are is exchanged first, an int64 for each expert."""
+        """Yield the calls that send rows to their experts, or the experts' outputs back, and those
+        for the gradients. The numbers of rows, an int64 for each expert, are exchanged first."""
         model, n_shards = self.step.config.model, self.step.layout.expert_tensor
         assert model.experts.count is not None
         has_gradient = op.reads_gradient
@@ -218,13 +218,15 @@ class OperationCommunication:
         yield Sent(dimension, "all_to_all", n_bytes, n_calls)
 
     def _exchanges_again(self, op: Operation) -> bool:
-        """Whether recomputation repeats an exchange; selective keeps what it brought."""
+        """Whether recomputation repeats an exchange. Selective recomputation does not: it keeps the
+        rows that arrived."""
         is_full = self.step.config.train.activation_checkpoint == "full"
         return is_full and op.name in self.repeated
 
     def _tokens(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
-        """Yield the all-gathers among ranks that shard their common tokens for the experts: the
-        outputs, and the gradients of the tokens and of the k weights of each."""
+        """Yield the all-gathers among ranks that have the same tokens and shard these among
+        themselves for the experts: of the outputs, and of the gradients of the tokens and of their
+        k weights each."""
         model, n = self.step.config.model, self._bytes_of_all_tokens(x) // self.step.bytes_of(x)
         outputs = Sent(dimension, "all_gather", n * self.step.summed_bytes)
         yield outputs
@@ -267,7 +269,7 @@ class OperationCommunication:
 
 def recomputed_results(run: Sequence[Operation], *, with_last: bool = False) -> set[str]:
     """Return the names of operations whose results full activation checkpointing recomputes: in
-    each block, those before the last one that saves a tensor, and with `with_last` that one too."""
+    each block, all before the last one that saves a tensor. With `with_last`, that one too."""
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
     return {
         op.name

@@ -103,9 +103,9 @@ def describe_plan(plan: Plan) -> str:
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """Return the JSON object that `train --dry-run` prints and a run folder's plan.json holds: the
-    Plan's figures, and the estimated "memory" (bytes on the fullest rank), "communication" (the
-    busiest rank's, per step) and "time" (the bubble). Figures unknown for a custom model are None.
-    """
+    Plan's figures, and the estimates "memory" (bytes on the fullest rank), "communication" (per
+    step, of the rank with the most) and "time" (the bubble). Figures that are unknown for a custom
+    model are None."""
     sent, held = None, plan_state_bytes(plan)
     if plan.built_by is None:
         sent = by_dimension(busiest(step_of(plan)))

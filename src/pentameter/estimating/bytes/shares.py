@@ -15,9 +15,9 @@ ROOT = ""
 
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Return a stage's FSDP units by name; a unit's parameters are gathered and reduced together.
-    Each sub-layer in execution order is one, with norms, routers and what every token takes beside
-    experts as separate units; the rest is ROOT, which comes last."""
+    """Return a stage's FSDP units, name → parameters that are gathered and reduced together. Each
+    sub-layer in execution order is one. Norms, routers and what every token takes beside experts
+    are units of their own. The rest is ROOT, which comes last."""
     found: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
         names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
@@ -30,8 +30,8 @@ def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
 
 
 def is_rounded(unit: str) -> bool:
-    """Whether the FSDP unit with this name is rounded to the matmul dtype before it is gathered,
-    because only matmuls read its parameters."""
+    """Whether the parameters of the FSDP unit with this name are rounded to the matmul dtype before
+    they are gathered, because only matmuls read them."""
     return unit != ROOT and not unit.endswith(("_norm", ".router"))
 
 
@@ -50,8 +50,9 @@ def stage_tables(
 
 
 def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) -> list[list[int]]:
-    """Return the `pipeline` coordinates in groups whose ranks have alike stages (`stage_kind`) and
-    neighbouring ones among them in the same places. `stages` lists each stage's layers."""
+    """Return the `pipeline` coordinates in groups that need only one estimate: ranks with equal
+    kinds of stages (`stage_kind`), of which the same ones directly follow another stage on their
+    rank. `stages` lists each stage's layers."""
     found: dict[object, list[int]] = {}
     for coordinate in range(layout.pipeline):
         numbers = layout.stages_of(coordinate)
@@ -61,7 +62,7 @@ def alike_stages(model: ModelConfig, layout: Layout, stages: Sequence[range]) ->
 
 
 def stage_kind(model: ModelConfig, layers: range) -> object:
-    """Return a key that is equal for stages with equally many layers of each kind, with experts or
-    without and of each window, and the same ends of the model."""
+    """Return a hashable key that is equal for stages with the same ends of the model and equally
+    many layers of each kind (with experts or without, and of each window)."""
     kinds = Counter((model.experts.are_in(layer), model.window(layer)) for layer in layers)
     return frozenset(kinds.items()), layers.start == 0, layers.stop == model.n_layers

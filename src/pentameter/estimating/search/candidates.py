@@ -49,8 +49,8 @@ ever smaller savings in idle time."""
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout with a micro-batch size and an activation-checkpointing mode (all in `step`), and
-    `bound`, a lower bound in seconds on its time per step."""
+    """A layout with a micro-batch size and an activation-checkpointing mode, all in `step`. `bound`
+    is a lower bound on its seconds per step."""
 
     step: Step
     bound: float
@@ -64,8 +64,8 @@ class LayoutCandidate:
 
 
 class Candidates:
-    """Iterates over every legal LayoutCandidate for a configuration that uses all devices in a
-    cluster and may fit their memory."""
+    """Lists every legal LayoutCandidate of a configuration that uses all devices in a cluster and
+    may fit their memory."""
 
     def __init__(
         self,
@@ -76,17 +76,19 @@ class Candidates:
         sequence: bool | None = None,
         imbalance: float = 1.0,
     ) -> None:
-        """`plan` is the configuration's Plan (batch, steps, parameters) on a single rank,
-        `precision` the matmul precision (a `train.precision` other than `auto`). `sequence` sets
-        whether tensor-parallel ranks also split the sequence; None tries both. `imbalance` is the
-        most rows that a rank's experts get ÷ the mean over ranks."""
+        """plan: the configuration's Plan (batch, steps, parameters) on a single rank.
+        precision: the matmul precision, a `train.precision` other than `auto`.
+        sequence: whether tensor-parallel ranks also split the sequence; None tries both.
+        imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
+        """
         self.plan = plan
         self.cluster = cluster
         self.precision = precision
         self.sequences = (True, False) if sequence is None else (sequence,)
         self.imbalance = imbalance
         self.n_legal = 0
-        """Layouts that split model, batch and devices evenly, whether or not they may fit."""
+        """Number of layouts that split model, batch and devices evenly, whether or not they may
+        fit."""
         self._known: dict[object, ComputeTime] = {}
         self._trained: dict[object, _Elements] = {}
         self._memories: dict[object, Any] = {}
@@ -236,8 +238,8 @@ class _Elements:
         return _Elements(self.of_experts + more.of_experts, self.others + more.others)
 
     def on_rank(self, layout: Layout, *, before_zero: bool = False) -> float:
-        """Return the fewest elements that a rank can hold of these, by an even split over the ranks
-        of one pipeline stage, before or after ZeRO shards them."""
+        """Return the fewest of these elements that a rank can hold, by an even split over the ranks
+        of one pipeline stage: after ZeRO has sharded them, or with `before_zero` before."""
         shard = 1 if before_zero else layout.parameter_sizes["shard"]
         others = self.others / (layout.tensor * shard)
         if layout.shards_experts:
@@ -277,9 +279,9 @@ def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
 
 def _expert_degrees(model: ModelConfig, n_ranks: int, node_size: int) -> list[tuple[int, int]]:
     """Return the (expert, expert_tensor) degrees worth trying for the `n_ranks` ranks of a pipeline
-    stage: every number that divides the experts, and shards of an expert's matrices within a node
-    where ranks could not have fewer experts instead, which are as small, sent less and multiplied
-    faster. (1, 1) alone for a model without experts."""
+    stage; (1, 1) alone for a model without experts. `expert` is every number that divides both
+    ranks and experts. `expert_tensor`, within a node, is tried only where ranks could not have
+    fewer experts instead: that makes shards as small, sends less and multiplies faster."""
     if model.experts.count is None:
         return [(1, 1)]
     found = []
@@ -298,9 +300,9 @@ def _micro_batches(rows: int) -> list[int]:
 
 
 def _least_activation_bytes(step: Step) -> float:
-    """Return the minimum activation bytes on the first pipeline rank: those saved by its blocks,
-    for as many micro-batches as are in flight at once; half as many in a V schedule. A block is the
-    smallest of all kinds."""
+    """Return the minimum bytes that the first pipeline rank's blocks save, for as many
+    micro-batches as are in flight at once; for half as many in a V schedule. All blocks count as
+    the smallest one."""
     config, layout, stages = step.config, step.layout, step.stages
     costs = ActivationBytes(step)
     blocks = run_operations(config.model, config.lora).alike_blocks
@@ -322,9 +324,10 @@ class _Bound:
         known: dict[object, ComputeTime],
         n_trained: _Elements,
     ) -> None:
-        """`stages` lists each stage's layers; `known` caches ComputeTime across layouts, by its
-        `key`; `n_trained` counts the trained elements on the first pipeline rank, before
-        sharding."""
+        """stages: each stage's layers.
+        known: caches ComputeTime across layouts, by its `key`.
+        n_trained: trained elements on the first pipeline rank, before sharding.
+        """
         self.layout = layout
         self.stages = stages
         self.cluster = cluster
@@ -379,9 +382,9 @@ class _Bound:
 
     def sums_of_sub_layer(self, step: Step) -> float:
         """Return the minimum seconds per micro-batch that attention or a feed-forward layer waits
-        for tensor-parallel sums, forward and backward; 0 without tensor parallelism, and for a
-        layer that has only its result summed. With sequence parallelism a sum is two collectives,
-        each half as long as an all-reduce."""
+        for tensor-parallel sums, forward and backward. With sequence parallelism a sum is two
+        collectives, each half as long as an all-reduce. 0 without tensor parallelism, and for a
+        layer of which only the result is summed."""
         layout, config = self.layout, step.config
         if layout.tensor == 1:
             return 0.0

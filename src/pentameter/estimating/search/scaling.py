@@ -21,8 +21,8 @@ data alone)."""
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The fastest layouts on a number of devices, with and without restrictions; None if none
-    fits."""
+    """The fastest layouts on a number of devices: of all, and of those under a restriction. None
+    where no layout fits."""
 
     n_devices: int
     best: Estimate | None
@@ -72,11 +72,14 @@ def scale(
     matmuls: str | None = None,
 ) -> Iterator[ScalePoint]:
     """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
-    `cluster`; beyond one node, for as many whole nodes as hold that number, or a last one that says
-    that no network between nodes is known. The configuration's batch size is kept. `vocab_size` is
-    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
-    counts in epochs. `imbalance` is the most rows that a rank's experts get ÷ the mean over ranks.
-    `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None."""
+    `cluster`. Beyond one node, a point has as many whole nodes as hold that number of devices; if
+    no network between nodes is known, a last point says so. The configuration's batch size is kept.
+
+    vocab_size: needed if the configuration sets none.
+    rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
+    imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
+    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    """
     batch_size = global_batch_size(config)
     first = 0.0
     n = 1

@@ -34,12 +34,12 @@ Allowed = Callable[[LayoutCandidate], bool]
 @dataclass(frozen=True)
 class Found:
     """The search result: `estimates` holds the fastest layout for each mesh, fastest first, at most
-    `n_best`; those that are tight come after all that fit, if these are fewer."""
+    `n_best`. If fewer than that fit, tight ones follow."""
 
     estimates: tuple[Estimate, ...]
     nearest: Estimate | None
-    """If nothing fits, the visited candidate that exceeds the memory least; None if something fits
-    or none was visited."""
+    """If nothing fits, the visited candidate that exceeds the memory least, or None if none was
+    visited. None if something fits."""
     n_legal: int
     """Layouts that split the model, the batch and the devices evenly, whether or not they may
     fit."""
@@ -70,17 +70,19 @@ def search(
     among: Candidates | None = None,
 ) -> Found:
     """Find the fastest layouts for a configuration that use the whole cluster and fit its devices,
-    by estimated times; where too few fit, those that are tight, below.
+    by estimated times; where too few fit, tight ones follow. The configuration's batch is kept; its
+    `[parallel]`, micro-batch size and activation checkpointing are ignored.
 
-    The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
-    batch is kept. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch
-    rows in the training split) if it counts in epochs. At most `n_best` layouts are returned, after
-    at most `most_timed` full timings. `sequence` sets whether tensor-parallel ranks also split the
-    sequence; None tries both. `imbalance` is the most rows that a rank's experts get ÷ the mean
-    over ranks. `matmuls` is a number format in PLANNED_ONLY for linear layers' matmuls, or None.
-    Candidates for which `allowed` is false are left out. `among` reuses the candidates
-    from another search for the same configuration, cluster, imbalance and matmuls; None lists them
-    anew.
+    vocab_size: needed if the configuration sets none.
+    rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
+    n_best: most layouts that are returned.
+    most_timed: most candidates that are timed in full.
+    sequence: whether tensor-parallel ranks also split the sequence; None tries both.
+    imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
+    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls, or None.
+    allowed: returns False for candidates to leave out.
+    among: candidates from another search for the same configuration, cluster, imbalance and
+        matmuls; None lists them anew.
     """
     start = time.monotonic()
     sizes = vocab_size, rows_per_epoch
@@ -131,8 +133,8 @@ def search(
 
 
 class _Fastest:
-    """The fastest candidate of each mesh, of those that were timed, in the order of their bounds;
-    the `n_best` fastest of them are kept."""
+    """The fastest of the timed candidates for each mesh; `n_best` of them are kept. Candidates are
+    offered in the order of their bounds."""
 
     def __init__(self, cluster: Cluster, n_best: int, most_timed: int) -> None:
         """At most `most_timed` candidates are timed."""
@@ -216,8 +218,8 @@ def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
 
 
 def reasons(better: Estimate, worse: Estimate) -> list[str]:
-    """Return the components that make one estimate's step faster than another's, as "SECONDS s less
-    COMPONENT", the largest gain first; gains below 0.2 % are left out."""
+    """Return the components that make `better`'s step faster than `worse`'s, as "SECONDS s less
+    COMPONENT", the largest gain first. Gains below 0.2 % are left out."""
     parts: list[tuple[str, float, float]] = []
     for name, key in (("compute", "compute"), ("bubble", "bubble"), ("optimizer", "optimizer")):
         parts.append((name, getattr(better.time, key), getattr(worse.time, key)))
@@ -254,10 +256,7 @@ def all_candidates(
     matmuls: str | None = None,
 ) -> Candidates:
     """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
-    as `among`. `vocab_size` is needed if the configuration sets none, `rows_per_epoch` (batch rows
-    in the training split) if it counts in epochs. `sequence` sets whether tensor-parallel ranks
-    also split the sequence; None tries both. `imbalance` is the most rows that a rank's experts get
-    ÷ the mean over ranks. `matmuls` is a number format in PLANNED_ONLY, or None."""
+    as `among`. The arguments are as in `search`."""
     precision = best_precision(config, cluster, matmuls)
     plan = _base(config, vocab_size, rows_per_epoch)
     return Candidates(plan, cluster, precision, sequence=sequence, imbalance=imbalance)

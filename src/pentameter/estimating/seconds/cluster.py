@@ -36,29 +36,29 @@ Seconds = Annotated[float, Field(strict=True, ge=0, le=10)]
 Share = Annotated[float, Field(strict=True, ge=1e-4, le=1)]
 Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
 Spread = tuple[Ratio, Ratio]
-"""Measured ÷ planned seconds that four runs in five were between."""
+"""A range of measured ÷ planned seconds: (least, most), which four runs in five were between."""
 
 UNKNOWN_SPREAD: Spread = (0.8, 1.6)
-"""The spread of a device whose calibration no run has tested: as of published bf16 runs on
-Blackwell, which is planned with Hopper's fractions."""
+"""The range assumed for a device whose calibration no run has tested. It is that of published bf16
+runs on Blackwell, which is planned with Hopper's fractions."""
 
 PLANNED_ONLY = {"fp8": "bf16"}
-"""Maps a number format of linear layers' matmuls that can be planned, but not trained in, to the
+"""Number formats of linear layers' matmuls that can be planned, but not trained in, each with the
 precision of everything else in such a run. Other programs multiply in 8 bits, and keep weights,
 activations, attention and the head in 16."""
 
 
 def trained_precision(precision: str) -> str:
-    """Return the `train.precision` for all but linear layers' matmuls in the planned `precision`:
-    itself, unless that can be planned only."""
+    """Return the `train.precision` that goes with the planned `precision`: itself, or for a format
+    in PLANNED_ONLY the precision of everything but linear layers' matmuls."""
     return PLANNED_ONLY.get(precision, precision)
 
 
 def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
-    """Return the number format in which a GPU multiplies, as a key in `Device.tflops`: `precision`
-    (a `train.precision`), unless that is fp32 or tf32 and `matmul_precision` selects the other one.
-    `medium` may mean bf16 by its name, but is TF32 in torch (`torch.set_float32_matmul_precision`,
-    CUDA and ROCm)."""
+    """Return the number format in which a GPU multiplies, as a key in `Device.tflops`. It is
+    `precision` (a `train.precision`), unless that is fp32 or tf32 and `matmul_precision` selects
+    the other one. `medium` sounds like bf16, but is TF32 in torch
+    (`torch.set_float32_matmul_precision`, CUDA and ROCm)."""
     if precision not in ("fp32", "tf32") or matmul_precision is None:
         return precision
     match matmul_precision:
@@ -88,12 +88,13 @@ class ProductShares(Section):
 
 
 class Calibration(ProductShares):
-    """Fractions of a device's published figures that training reaches, fitted to measurements; the
-    base fields hold for every precision that `precisions` does not list."""
+    """Fractions of a device's published figures that training reaches, fitted to measurements. The
+    fractions inherited from ProductShares hold for every precision that `precisions` does not
+    list."""
 
     fitted_on: str
-    """The measurements that the fractions are fitted to, in words; begins with "nothing" if there
-    are none."""
+    """The measurements that the fractions are fitted to, in words. It begins with "nothing" if
+    there are none."""
     precisions: dict[str, ProductShares] = Field(default_factory=dict)
     """Maps a `train.precision` to its own matmul fractions."""
     fused: dict[str, ProductShares] = Field(default_factory=dict)
@@ -110,15 +111,14 @@ class Calibration(ProductShares):
     network_share: Share
     """Fraction of the network bandwidth between nodes reached in collectives on large tensors."""
     interference_share: Share = 0.3
-    """Fraction of overlapped communication time that slows compute nevertheless: its kernels occupy
-    some processors, and both read memory."""
+    """Overlapped communication slows compute by this fraction of its time: its kernels occupy some
+    processors, and both read memory."""
     exponential_seconds: Seconds = 0.0
-    """Seconds for an exponential, or for an equally slow function, per element; 0 if moving the
-    element takes longer, as on a GPU."""
+    """Seconds per element for an exponential, or an equally slow function; 0 if moving the element
+    through memory takes longer, as on a GPU."""
     fresh_bytes_per_second: BytesPerSecond | None = None
-    """Write speed, in bytes per second, to memory that the system has just mapped, page by page. A
-    ZeRO run on a CPU writes there again and again. None if an allocator keeps memory, as on a GPU.
-    """
+    """Write speed, in bytes per second, to memory that the system has just mapped, page by page, as
+    a ZeRO run on a CPU does again and again. None if an allocator keeps memory, as on a GPU."""
     counts_seconds: Seconds = 0.0
     """Seconds that a device waits in each forward pass of a layer whose experts are sharded: the
     host reads how many rows arrive before it launches what computes with them. Recomputation keeps
@@ -169,13 +169,13 @@ class Device(Section):
     """Bandwidth from a device to other nodes, in one direction: its fraction of the node's
     bandwidth."""
     shared: Switch = False
-    """Whether all ranks in a node share these figures, as on a CPU."""
+    """Whether these figures are a node's, which all its ranks share, as on a CPU."""
     calibration: Calibration = UNCALIBRATED
     calibration_key: str = ""
     """The calibration's name in the file."""
     spread: dict[str, Spread] | None = None
-    """The calibration's `spread` on this device, whose runs it was not fitted to; None on others.
-    """
+    """The calibration's `spread` on this device, if the calibration was fitted to runs on other
+    devices and tested on this one; else None."""
     source: str
     """The publication or measurement that the figures come from."""
     date: str
@@ -192,9 +192,9 @@ class Device(Section):
         )
 
     def spread_of(self, precision: str) -> Spread | None:
-        """Return (least, most) measured ÷ planned seconds in a `train.precision` or a format in
-        PLANNED_ONLY, which four measured runs in five were between; None if no run has tested it.
-        """
+        """Return (least, most) measured ÷ planned seconds, which four measured runs in five were
+        between; None if no run has tested it. `precision` is a `train.precision` or a format in
+        PLANNED_ONLY."""
         known = self.calibration.spread if self.spread is None else self.spread
         return known.get(precision)
 
@@ -270,7 +270,7 @@ class Cluster(Section):
 
     def resized(self, n_devices: int) -> Cluster:
         """Return a cluster with at least `n_devices` devices in nodes like these: as many nodes as
-        needed, or a single one with `n_devices` devices if that is fewer than `node_size`."""
+        needed, or one node with `n_devices` devices if that is fewer than `node_size`."""
         node_size = min(self.node_size, n_devices)
         n_nodes = -(-n_devices // node_size)
         return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})

@@ -53,20 +53,21 @@ WORDS_PER_FLOP = 1 / 4
 """A GPU's operations on 32-bit words ÷ its fp32 FLOPs outside matrix units: it has half as many
 units for the former, and the latter count multiplication and addition."""
 ROTATION_PASSES = (12, 16)
-"""(forward, backward) reads or writes of each number as float32 by a rotary embedding whose
-operations are not fused."""
+"""How often a rotary embedding without fusion reads or writes each number as float32, in the
+forward and in the backward pass."""
 
 NORM_PASSES = {False: (2, 3), True: (7, 12)}
-"""(forward, backward) reads or writes of the residual stream by a norm; the key says whether
-PyTorch computes it in several operations."""
+"""How often a norm reads or writes the residual stream, (forward, backward). The key says whether
+PyTorch computes the norm in several operations."""
 
 
 class Kind(NamedTuple):
-    """A group of operations that take equal time: `op` is one of them, `n` their count."""
+    """A group of operations that take equal time, as a tuple: `op` is one of them, `n` their
+    number."""
 
     op: Operation
     key: str
-    """Identifies the shapes and costs; equal keys take equal time, in any stage."""
+    """Identifies the shapes and costs. Operations with equal keys take equal time, in any stage."""
     runs_again: bool
     """Whether full activation checkpointing recomputes these operations: within a block, all before
     the last one that saves a tensor, since no backward pass reads the later results."""
@@ -95,7 +96,7 @@ def product_seconds(
     cluster: Cluster, shares: ProductShares, peak: float, m: int, n: int, k: int, width: int
 ) -> float:
     """Return the seconds for one matmul (m, k) × (k, n) with `width` bytes per number, on a rank
-    with a peak of `peak` FLOP/s, reduced by the fractions in `shares`."""
+    whose peak is `peak` FLOP/s, of which it reaches the fractions in `shares`."""
     device, peak = cluster.device, peak * shares.product_share
     if device.units == 1:
         arithmetic = 2 * m * n * k / peak
@@ -119,7 +120,7 @@ def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
 
 
 class _ElementwiseTime:
-    """Seconds for operations that are bound by memory bandwidth: everything but matmuls and
+    """Seconds for operations that are bound by memory bandwidth, which are all but matmuls and
     attention."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
@@ -249,9 +250,9 @@ class _OperationTime(_ElementwiseTime):
         return both if op.gives_gradient else both._replace(backward_input=0.0)
 
     def _fresh(self, op: Operation) -> PassSeconds:
-        """Return the seconds per pass for allocating results and gradients, if freed memory goes
-        back to the system: on a CPU with ZeRO, whose gathered weights would leave holes in a heap;
-        else 0."""
+        """Return the seconds per pass for allocating results and gradients anew, where freed memory
+        goes back to the system: on a CPU with ZeRO, whose gathered weights would leave holes in a
+        heap. 0 elsewhere."""
         rate = self.cluster.device.calibration.fresh_bytes_per_second
         if rate is None or not self.step.layout.zero:
             return PassSeconds(0.0, 0.0, 0.0)
@@ -275,8 +276,9 @@ class _OperationTime(_ElementwiseTime):
 
     def _matmul(self, op: Operation) -> PassSeconds:
         """Return the seconds for a weight's matmul, (m, k) × (k, n), and for both its gradients,
-        which are matmuls with the same three sides, including rounding and accumulation; for
-        experts' matrices those of all experts on the rank, and moving the rows to and from them."""
+        including rounding and accumulation. The gradients are matmuls with the same three sizes.
+        For experts, count the matrices of all experts on the rank, and moving the rows to and from
+        them."""
         n_tokens, n_out = self.step.local_shape(op.result)
         (x,) = op.reads
         _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
@@ -315,9 +317,9 @@ class _OperationTime(_ElementwiseTime):
         )
 
     def _sorting(self, op: Operation) -> PassSeconds:
-        """Return the seconds for sorting rows by expert before an experts' first matmul, or putting
-        them back after their last, in memory; 0 for other matmuls. Rows that other ranks sent are
-        sorted once more."""
+        """Return the seconds for sorting rows by expert, in memory, before the experts' first
+        matmul, or for restoring their order after the last; 0 for other matmuls. Rows from other
+        ranks are sorted once more."""
         forward = backward = 0.0
         for each in op.collectives:
             if each.kind not in ("dispatch", "combine"):
@@ -333,10 +335,10 @@ class _OperationTime(_ElementwiseTime):
         return PassSeconds(forward, backward, 0.0)
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
-        """Return (bytes moved in a micro-batch to round these weights for matmuls, bytes moved to
-        add their gradients). The first is 0 if weights come in the matmul dtype already. The second
-        covers widening gradients from a narrower dtype, and accumulating them if micro-batches add
-        unsharded gradients."""
+        """Return two numbers of bytes moved in a micro-batch: to round these weights for matmuls,
+        and to add their gradients. The first is 0 if weights come in the matmul dtype already. The
+        second counts widening gradients from a narrower dtype, and accumulating them if
+        micro-batches add unsharded gradients."""
         e, p = self.step.element_bytes, self.step.product_bytes
         n = sum(math.prod(self.step.sharding.parameter_shape(spec)) for spec in parameters)
         if not self.step.rounds_weights:
@@ -481,7 +483,7 @@ class ComputeTime:
 
     def _matmuls(self, layers: range, counts: Callable[[Operation], bool]) -> PassSeconds:
         """Return the pass times for one micro-batch in those matmuls of a stage with these layers
-        that `counts` takes."""
+        for which `counts` returns True."""
         one_by_one = [
             (kind.n, self.operation(kind))
             for kind in kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
@@ -508,8 +510,8 @@ class ComputeTime:
 def fuses_dropout(model: ModelConfig, layout: Layout, precision: str, device: Device) -> bool:
     """Return whether GPU kernels are planned to apply attention dropout without writing out the
     weights: on a GPU whose matrix units support bf16, as all GPUs with these kernels do, and whose
-    fp32 peak is known. A run checks the kernels before its first step, and warns if it writes the
-    weights out after all."""
+    fp32 peak is known. A run checks the kernels before its first step; if they fail, it writes the
+    weights out and warns."""
     is_served = device.units > 1 and {"bf16", "fp32"} <= device.tflops.keys()
     drops = model.attention.dropout > 0
     return drops and is_served and dropout_kernel_obstacle(model, layout, precision) is None

@@ -46,11 +46,11 @@ class Estimate:
     plan: Plan
     cluster: Cluster
     precision: str
-    """The matmul precision: the configuration's `train.precision`, for `auto` the devices' best, or
-    a number format of linear layers' matmuls in PLANNED_ONLY."""
+    """The matmul precision: the configuration's `train.precision`; the devices' best for `auto`; or
+    a number format in PLANNED_ONLY, for linear layers' matmuls."""
     imbalance: float = 1.0
-    """The most rows that a rank's experts get in a layer ÷ the mean over the ranks that exchange
-    rows, an assumption; 1 if all get equally many."""
+    """An assumption: the most rows that a rank's experts get in a layer ÷ the mean over the ranks
+    that exchange rows. 1 if all get equally many."""
 
     @cached_property
     def memory(self) -> Memory:
@@ -93,8 +93,8 @@ class Estimate:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the fullest rank's bytes fit its device: "fits", with the margin for what is not
-        planned, "tight", without it, or "does not fit"."""
+        """Whether the fullest rank's bytes fit its device: "fits" with a margin for what is not
+        planned, "tight" without the margin, or "does not fit"."""
         return memory_verdict(self.device_bytes, self.cluster.usable_bytes)
 
     @property
@@ -104,9 +104,9 @@ class Estimate:
 
     @property
     def tested_spread(self) -> Spread | None:
-        """Measured ÷ planned seconds that four in five of the runs that tested the device's
-        calibration were between; None where none did, or if micro-batches are smaller than any of
-        theirs."""
+        """(Least, most) measured ÷ planned seconds, which four in five of the runs that tested the
+        device's calibration were between. None if none did, or if micro-batches are smaller than in
+        any of them."""
         is_small = self.cluster.device.units > 1 and self.n_micro_batch_tokens < SMALL_PRODUCT_ROWS
         return None if is_small else self.cluster.device.spread_of(self.precision)
 
@@ -118,8 +118,8 @@ class Estimate:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Seconds per step to expect, at the least and at the most: the estimate times
-        `tested_spread`, or UNKNOWN_SPREAD in its place."""
+        """(Least, most) seconds per step to expect: the estimate times `tested_spread`, or times
+        UNKNOWN_SPREAD if that is None."""
         tested = self.tested_spread
         least, most = UNKNOWN_SPREAD if tested is None else tested
         return least * self.time.seconds, most * self.time.seconds
@@ -154,8 +154,8 @@ class Estimate:
 
     @property
     def device_hours(self) -> float | None:
-        """`run_seconds` in hours, times all devices in the cluster, idle ones included; None if
-        `run_seconds` is."""
+        """`run_seconds` in hours × all devices in the cluster, idle ones included; None if
+        `run_seconds` is None."""
         seconds = self.run_seconds
         return None if seconds is None else seconds / 3600 * self.cluster.n_devices
 
@@ -240,7 +240,7 @@ class Estimate:
 
 
 def _of_memory(estimate: Estimate) -> Iterator[str]:
-    """Yield a sentence with a remedy if the memory is tight or exceeded."""
+    """Yield a sentence with a remedy if the memory is tight or exceeded; nothing otherwise."""
     spare, usable = estimate.spare_bytes / 1e9, estimate.cluster.usable_bytes / 1e9
     if estimate.verdict == "tight":
         yield (
@@ -305,15 +305,18 @@ def make_estimate(
     imbalance: float = 1.0,
     matmuls: str | None = None,
 ) -> Estimate:
-    """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
-    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted. `vocab_size` is
-    needed if the configuration sets none, `rows_per_epoch` (batch rows in the training split) if it
-    counts in epochs. `imbalance`, at least 1, is the most rows that a rank's experts get ÷ the mean
-    over ranks; only layouts with `expert` depend on it. `matmuls` is a number format in
-    PLANNED_ONLY for linear layers' matmuls, or None for the configured precision.
+    """Return the Estimate for a configuration on a cluster. Raises ConfigError if the layout needs
+    more devices than there are, or if model, batch, layout and number formats do not fit each
+    other.
 
-    Raises ConfigError if the layout needs more devices than there are, or if model, batch, layout
-    and number formats do not fit each other.
+    vocab_size: needed if the configuration sets none.
+    rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
+    layout: replaces the configured layout ("data=8,tensor=8,pipeline=16"); if `data` is omitted, it
+        fills the cluster.
+    imbalance: at least 1, the most rows that a rank's experts get ÷ the mean over ranks; only
+        layouts with `expert` depend on it.
+    matmuls: a number format in PLANNED_ONLY for linear layers' matmuls; None for the configured
+        precision.
     """
     if layout is not None:
         config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
@@ -340,13 +343,16 @@ def plan(
     world_size: int | None = None,
     local_size: int | None = None,
 ) -> Plan | Estimate:
-    """Implement `pm.plan`: return the Estimate for a configuration on a cluster (a Cluster, or text
-    such as "h100-80gb:8x2"), or without one the Plan for `world_size` ranks (None: as many as the
-    layout implies), `local_size` per node (None: not known). `layout` ("data=8,tensor=2") replaces
-    `[parallel]`. An int in the cluster's position is the `vocab_size`, followed by `rows_per_epoch`
-    (batch rows in the training split).
+    """Implement `pm.plan`: return the Estimate for a configuration on a cluster, or without one its
+    Plan. Raises ConfigError for an invalid layout or cluster.
 
-    Raises ConfigError for an invalid layout or cluster.
+    cluster: a Cluster, or text such as "h100-80gb:8x2"; None for a Plan. An int in its position is
+        the `vocab_size`, followed by `rows_per_epoch`.
+    vocab_size: needed if the configuration sets none.
+    rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
+    layout: replaces `[parallel]`, such as "data=8,tensor=2".
+    world_size, local_size: for a Plan, all ranks (None: as many as the layout implies), and those
+        per node (None: not known).
     """
     if isinstance(cluster, int):
         cluster, vocab_size, rows_per_epoch = None, cluster, rows_per_epoch or vocab_size
@@ -361,13 +367,11 @@ def plan(
 
 
 def best_precision(config: Config, cluster: Cluster, matmuls: str | None = None) -> str:
-    """Return `matmuls` if it is set, a number format in PLANNED_ONLY; else the configured
-    `train.precision`, or for `auto` the one that a run would choose on these devices: bf16, else
-    fp16, if its peak FLOP/s exceed fp32's; else fp32. Without an fp32 peak, the format with the
-    highest.
-
-    Raises ConfigError for an unknown format, or one that does not go with `train.precision`.
-    """
+    """Return the precision of a run on these devices: `matmuls` if it is set, else the configured
+    `train.precision`. For `auto` it is the one that a run would choose: bf16, else fp16, if its
+    peak FLOP/s exceed fp32's; else fp32. If the fp32 peak is unknown, it is the format with the
+    highest peak. Raises ConfigError for an unknown format, or one that does not go with
+    `train.precision`."""
     if matmuls is not None:
         if matmuls not in PLANNED_ONLY:
             raise ConfigError(f"--matmuls {matmuls}: choose {either(PLANNED_ONLY)}")

@@ -52,9 +52,9 @@ class Links:
         return "inside a node" if self.group(dimension)[2] == 1 else "between nodes"
 
     def seconds(self, dimension: str, kind: Kind, traffic: Communication) -> float:
-        """Return the seconds for all calls that `traffic` counts, in a step or another span, when
-        they follow one another without overlap: collectives or messages of one `kind` along a mesh
-        dimension, or WORLD. 0 for a group with one rank."""
+        """Return the seconds for all calls that `traffic` counts, one after another without
+        overlap: collectives or messages of one `kind` along a mesh dimension, or WORLD. 0 for a
+        group with one rank."""
         size, within, nodes = self.group(dimension)
         if size == 1 or not traffic.calls:
             return 0.0

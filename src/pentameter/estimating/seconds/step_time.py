@@ -28,12 +28,12 @@ from pentameter.estimating.seconds.links import Links
 from pentameter.estimating.seconds.timeline import PipelineTime, Span, idle_fraction, pipeline_time
 
 FORWARD_SHARE = 1 / 3
-"""The forward pass's fraction of a layer's communication, for grid matmuls and sequence shards:
-each matmul occurs once in the forward and twice in the backward pass, and gradients are summed in
+"""The forward pass's fraction of a layer's communication, for grid matmuls and sequence shards. A
+layer has one matmul in the forward pass for two in the backward pass, and gradients are summed in
 float32."""
 MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
-"""Maps a collective's kind to how often a tensor-parallel message's bytes are read or written in
-memory besides being sent."""
+"""Maps a kind of collective to how often the bytes of a tensor-parallel message are read or written
+in memory, besides being sent."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Mesh dimensions whose collectives every layer waits for."""
 SUMS = ("data", "expert_data", "expert_tensor")
@@ -44,7 +44,8 @@ SHARDS = ("shard", "expert_shard")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step's estimated seconds and their components, which add up to them (except `hidden`)."""
+    """One step's estimated seconds and the components that add up to them; `hidden` is not one of
+    these."""
 
     seconds: float
     compute: float
@@ -69,8 +70,8 @@ class StepTime:
 
     @property
     def spans(self) -> Sequence[Sequence[Span]]:
-        """Each pipeline rank's passes with start and end in seconds; only the first rounds if there
-        are many."""
+        """Each pipeline rank's passes with start and end in seconds. With many micro-batches only
+        the first rounds are simulated."""
         return [] if self.pipeline is None else self.pipeline.spans
 
 
@@ -119,9 +120,9 @@ class _Waits:
         return self._waits[key]
 
     def _fraction(self, layers: range, coordinate: int, counted: Callable[[int], bool]) -> float:
-        """Return the fraction of a step in which the rank at `pipeline` coordinate `coordinate`
-        computes one micro-batch in `layers`, if only layers for which `counted` is true count, and
-        all alike; 0 if it has none of these."""
+        """Return one micro-batch in `layers` as a fraction of the work of the rank at this
+        `pipeline` coordinate in a step. Only layers for which `counted` is true count, and all
+        alike. 0 if the rank has none of these."""
         numbers = self.step.layout.stages_of(coordinate)
         n_local = sum(sum(map(counted, self.step.stages[number])) for number in numbers)
         n_counted = sum(map(counted, layers))
@@ -398,7 +399,7 @@ class _StepOnCluster:
 
 def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
     """Return the seconds that a pipeline rank communicates outside its passes, by mesh dimension:
-    weight gathers before the first pass, gradient sums after the last. `traffic` is its
+    weights gathered before the first pass, gradients summed after the last. `traffic` is its
     communication in a step."""
     return {
         **{name: links.total(traffic, name) for name in (*SUMS, *SHARDS)},
@@ -407,9 +408,9 @@ def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
 
 
 def _update_seconds(step: Step, cluster: Cluster) -> float:
-    """Return the seconds for the optimizer's update on the fullest rank: weights and state are read
-    and written; gradients are read for the update and for their norm, scaled and zeroed. Frozen
-    weights have neither."""
+    """Return the seconds for the optimizer's update on the fullest rank. Weights and optimizer
+    state are read and written; gradients are read for their norm and for the update, scaled and
+    zeroed. Frozen weights have neither state nor gradients."""
     most, config, layout = 0.0, step.config, step.layout
     for coordinate, *_ in alike_stages(config.model, layout, step.stages):
         tables = stage_tables(config, layout, step.stages, coordinate)

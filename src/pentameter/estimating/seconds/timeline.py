@@ -29,9 +29,9 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 """The indices in KINDS."""
 
 SIMULATED_ROUNDS = 4
-"""Rounds (each as many micro-batches as pipeline ranks) in which a simulation fills the pipeline.
-Each further round takes as long as the last simulated one, which neither fills nor drains the
-pipeline, and adds no passes in flight."""
+"""Number of rounds for which a simulation fills the pipeline; a round is as many micro-batches as
+pipeline ranks. Each further round takes as long as the last simulated one that neither fills nor
+drains the pipeline, and adds no passes in flight."""
 
 
 class Pass(NamedTuple):
@@ -55,12 +55,10 @@ class Span(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """Counts of passes in flight on one pipeline rank, at the moments when many are.
-
-    Each row is one moment. Its columns are, for each stage on the rank, the micro-batches between
-    forward and backward pass, then, for each stage, those between the two halves of a split
-    backward pass.
-    """
+    """Counts of passes in flight on one pipeline rank, at the moments when many are. Each row is
+    one moment. There are two columns for each stage on the rank: first for all stages the
+    micro-batches between forward and backward pass, then for all stages those between the two
+    halves of a split backward pass."""
 
     ever: np.ndarray
     later: np.ndarray
@@ -78,9 +76,9 @@ class UnderWay(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """All ranks' passes in an order in which they can run, as parallel arrays: pass number,
-    `pipeline` coordinate, kind · stages + stage, index of the pass whose result it reads (-1:
-    none), and whether another rank reads its result."""
+    """All ranks' passes in an order in which they can run, as parallel arrays. They hold a pass's
+    number, its `pipeline` coordinate, its kind · stages + stage, the index of the pass whose result
+    it reads (-1: none), and whether another rank reads its result."""
 
     numbers: array[int]
     coordinates: array[int]
@@ -90,10 +88,10 @@ class _Passes(NamedTuple):
 
 
 def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
-    """Return how many micro-batches to simulate for a step with `n_micro_batches`: SIMULATED_ROUNDS
-    full rounds (one micro-batch per pipeline rank each) plus the remainder. All are simulated if
-    there are at most SIMULATED_ROUNDS + 2 rounds, or if ranks alternate between several stages, not
-    in a V schedule, and there is a remainder."""
+    """Return how many micro-batches to simulate for a step with `n_micro_batches`. It is
+    SIMULATED_ROUNDS full rounds (of one micro-batch per pipeline rank) plus the remainder. All are
+    simulated if there are at most SIMULATED_ROUNDS + 2 rounds. All are, too, if there is a
+    remainder and ranks alternate between several stages, except in a V schedule."""
     p, M = layout.pipeline, n_micro_batches
     turns = layout.virtual_stages > 1 and not layout.turns_back
     if (SIMULATED_ROUNDS + 2) * p >= M or (turns and M % p):
@@ -219,8 +217,8 @@ def _v_order(layout: Layout, n_micro_batches: int, coordinate: int) -> array[int
 
 
 def _needs_by_row(layout: Layout) -> list[int]:
-    """Return, at index kind · stages + stage, the offset from a pass's stage to the one whose
-    result it reads; 0 for none."""
+    """Return, at index kind · stages + stage, the number to add to a pass's stage to get the stage
+    whose result it reads; 0 for none."""
     n = layout.n_stages
     steps = {FORWARD: -1, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 0}
     return [step if 0 <= stage + step < n else 0 for step in steps.values() for stage in range(n)]
@@ -312,12 +310,9 @@ def passes_under_way(layout: Layout, n_micro_batches: int) -> tuple[UnderWay, ..
 
 
 def waiting_messages(layout: Layout, n_micro_batches: int) -> tuple[int, ...]:
-    """Return, for each pipeline rank, the largest number of activations and gradients that have
-    arrived, or may have, and that no pass has read yet.
-
-    A receive is posted as soon as the sending pass has run, with one pass per rank in turn: the
-    order in PyTorch's schedules.
-    """
+    """Return, for each pipeline rank, the largest number of activations and gradients from other
+    stages that have arrived, or may have, and that no pass has read yet. A receive is posted as
+    soon as the sending pass has run; ranks take turns pass by pass, as in PyTorch's schedules."""
     few = simulated_micro_batches(layout, n_micro_batches)
     return _waiting_messages(_order_settings(layout), few)
 
@@ -465,9 +460,9 @@ def idle_fraction(length: float, busy: float) -> float:
 
 
 def planned_bubble(step: Step) -> float:
-    """Return the pipeline's idle time ÷ busy time in a step, simulated without a cluster: the time
-    for a pass is proportional to its multiplications per token, and messages take no time. 0
-    without a pipeline."""
+    """Return the pipeline's idle time ÷ busy time in a step; 0 without a pipeline. It is simulated
+    without a cluster: a pass takes time in proportion to its multiplications per token, and
+    messages take none."""
     layout, n_micro_batches = step.layout, step.n_micro_batches
     if layout.pipeline == 1:
         return 0.0
