@@ -30,9 +30,8 @@ _CHOICE = "layout"
 @dataclass(frozen=True)
 class BestLayout:
     """The fastest layout that fits in memory, or if none does the fastest of those that are tight.
-    `estimate` holds its Plan and the predicted, not
-    measured, step time and memory; `n_candidates` is the number of layouts it was chosen from, and
-    `n_spare` the number of processes that no layout could use beside the others."""
+    `estimate` holds its Plan, and step time and memory as predicted, not measured. `n_candidates`
+    layouts were compared. `n_spare` processes are left over, which no layout could use."""
 
     estimate: Estimate
     n_candidates: int
@@ -79,12 +78,12 @@ def best_layout(
     sizes: DataSizes | None = None,
 ) -> BestLayout:
     """Search all layouts on `world_size` processes for the one with the shortest predicted step on
-    this machine's devices. If none divides the step over so many, search those on the most that one
-    does, on whole machines where there are several; the other processes are spare.
+    this machine's devices. No step is run. If no layout splits the step over so many processes,
+    search on the largest number that one does, in whole machines if there are several; the other
+    processes are spare. Raises ConfigError if no layout fits in memory.
 
-    `local_size` processes run on each machine; None: all on this one. `sizes` gives the vocabulary
-    and the batch rows per epoch, if the caller has looked for them. No step is run. Raises
-    ConfigError if no layout fits in memory.
+    local_size: processes on each machine; None: all on this one.
+    sizes: vocabulary and batch rows per epoch, if the caller has already looked for them.
     """
     local_size, sizes = local_size or world_size, sizes or data_sizes(config)
     reason = ""
@@ -104,11 +103,11 @@ def best_layout(
 def choose_together(
     config: Config, meeting: Meeting, sizes: Callable[[], DataSizes]
 ) -> tuple[Config, LaunchedRank]:
-    """Choose the best layout for the processes that have met, on rank 0, and return, on every rank,
-    `config` in this layout and the rank's LaunchedRank among those that train. Collective.
+    """Choose the best layout for the processes that have met, on rank 0. Return, on every rank,
+    `config` in this layout and the rank's LaunchedRank among those that train. If its rank is not
+    below its `world_size`, this process is a spare and has nothing to do. Collective.
 
-    A LaunchedRank whose rank is not below its `world_size` is a spare's, which has nothing to do.
-    `sizes` is called on rank 0. Raises ConfigError there if no layout fits; LostProcessError
+    `sizes` is called on rank 0. Raises ConfigError there if no layout fits, and LostProcessError
     elsewhere if rank 0 does not choose.
     """
     launched = meeting.launched

@@ -112,13 +112,16 @@ def sweep_runs(
     load: Callable[[Mapping[str, Any]], Config],
     folder: Path | None = None,
 ) -> list[SweepRun]:
-    """Return a sweep's runs, one for each combination of values, whose folders lie in `folder`
-    (None: runs/NAME-sweep). Each has a folder of its own below the sweep's `checkpoint.copy_to`, as
-    one takes the copies of one run.
+    """Return a sweep's runs, one for each combination of values.
 
-    `overrides` are the settings common to all runs, and `load` makes the configuration with a run's
-    own. Raises ConfigError for an invalid one, for a key that is unknown, without values or also
-    overridden, for values that give two runs one name, and for more than MOST_RUNS runs.
+    overrides: settings common to all runs.
+    load: makes the configuration from a run's settings.
+    folder: the folder that the runs' folders are in; None for runs/NAME-sweep.
+
+    If the sweep has a `checkpoint.copy_to`, each run gets a folder of its own below it, since such
+    a folder takes the copies of one run. Raises ConfigError for an invalid configuration; for a key
+    that is unknown, without values or also overridden; for values that give two runs one name; and
+    for more than MOST_RUNS runs.
     """
     if not values or not all(values.values()):
         raise ConfigError("a sweep needs a key, and values for each, as seed=1,2,3")
@@ -159,12 +162,14 @@ def train_sweep(
     request: Callable[[SweepRun], Any],
     say: Say = print,
 ) -> None:
-    """Train a sweep's runs, `at_once` at a time, `say` a line for each, and compare them.
+    """Train a sweep's runs, `at_once` at a time, calling `say` with a line for each, and compare
+    them. A worker trains one run after another, so that imports and compilation are paid for once.
 
-    function: "module:name" of a function that returns, in a worker process, the function that
-    trains by a `request`. The other arguments, and errors, are as in `sweep`.
+    function: "module:name" of a function. Called in a worker process, it returns the function that
+        trains a run.
+    request: returns the argument of that function for a run.
 
-    A worker trains one run after another, so that imports and compilation are paid for once.
+    The other arguments, and errors, are as in `sweep`.
     """
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once} must be 1 or more")
@@ -259,8 +264,8 @@ class _Sweep:
 
 
 def sweep_worker() -> Callable[[dict[str, Any]], None]:
-    """Return the function that trains a run by its Trainer's arguments, and writes its report;
-    called in a worker process."""
+    """Return a function that trains one run, from its Trainer's arguments, and writes its report.
+    Called in a worker process."""
     from pentameter.train.loop import Trainer
 
     def train(arguments: dict[str, Any]) -> None:

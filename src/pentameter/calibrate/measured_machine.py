@@ -81,17 +81,18 @@ STEP: dict[str, Any] = {
 STEP_ROWS = (1, 8)
 """Sequences per micro-batch in the timed steps: few in the one, many in the other."""
 SHORT, LONG = 1e-12, 1e-4
-"""Two minimum times per operation, in seconds: the planner's estimates for both tell how many
-operations it counts in a step."""
+"""Two minimum times per operation, in seconds. From the planner's estimates for both follows how
+many operations it counts in a step."""
 LEAST_TURNS = 5
 STEP_SECONDS = 1.5
 """Seconds for which each kind of step (precision, size, fused or not) is repeated."""
 MEASURED_SPREAD = (0.95, 1.1)
-"""Measured ÷ planned seconds of a step that four cases in five of benchmarks/plan_truth.py were
-between, rounded outwards (benchmarks/measurements/planner.md has the twenty)."""
+"""(Least, most) measured ÷ planned seconds of a step, which four in five cases of
+benchmarks/plan_truth.py were between, rounded outwards (benchmarks/measurements/planner.md has the
+twenty)."""
 LARGEST_SHARE = 4.0
-"""Largest credible `step_share`, the ratio of isolated to in-step operation times; a larger one, or
-one below its inverse, means that other programs disturbed the measurement."""
+"""Largest credible `step_share`, the ratio of isolated to in-step operation times. A larger one, or
+one below 1 / LARGEST_SHARE, means that other programs disturbed the measurement."""
 
 
 def measure_machine() -> Path:
@@ -369,12 +370,13 @@ def _measured_link() -> tuple[float, float]:
 
 
 def _all_reduces(rank: str, folder: str) -> Callable[[None], list[float]]:
-    """Time all-reduces on a large and on a small tensor as rank `rank` (0 or 1, as text) of two
-    processes. Return a function that ignores its argument and returns the two times in seconds: a
-    request handler, as `PythonChild` needs one. Collective.
+    """Time all-reduces of a large and of a small tensor between two processes, of which this one is
+    rank `rank` (0 or 1, as text). Return a function that ignores its argument and returns the two
+    times in seconds, as a `PythonChild` needs a request handler. Collective. folder: for the
+    rendezvous file.
 
-    folder: for the rendezvous file. Each all-reduce follows some matmuls, as in a step: the first
-    rank to arrive waits, and is woken. Back to back, a message would take a fraction of that.
+    Each all-reduce follows some matmuls, as in a step: the first rank to arrive waits, and is
+    woken. Back to back, a message would take a fraction of that.
     """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meet"

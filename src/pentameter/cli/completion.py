@@ -133,7 +133,7 @@ def _values(verb: str, option: str) -> list[str]:
 
 
 def _positionals(verb: str) -> list[str]:
-    """Return completions for a verb's first argument besides files: presets, run folders or
+    """Return completions for a verb's first argument, besides files: presets, run folders or
     shells."""
     if verb in NAMING_PRESETS:
         from pentameter.config.files.load import preset_names

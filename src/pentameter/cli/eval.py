@@ -126,9 +126,9 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 
 
 def _dataset(config: Config, loaded: LoadedModel, *, is_own: bool) -> Dataset:
-    """Open the data set that `config` names. If it is the model's own and its text is not there, as
-    a relative path is one from the folder in which the run was started, take the tokens that the
-    run has recorded, as `data` and `replay` do."""
+    """Open the data set that `config` names. If it is the model's own and its text is not found,
+    open the tokens that the run has recorded, as `data` and `replay` do: a relative path is
+    relative to the folder in which the run was started."""
     from pentameter.data.open_dataset import open_dataset
     from pentameter.record.run_data import open_run_data
 

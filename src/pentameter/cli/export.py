@@ -76,7 +76,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(asked: ExportArguments) -> None:
-    """Raise ConfigError for options that exclude or need each other, or that are malformed."""
+    """Raise ConfigError if options exclude each other, lack another that they need, or are
+    malformed."""
     if asked.to == "safetensors":
         options = {
             "--push": asked.push,

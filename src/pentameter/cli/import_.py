@@ -38,7 +38,7 @@ class ImportArguments:
 
 
 ACTIVATION_BYTES = 2e9
-"""Planned activations up to which `import` leaves a batch whole."""
+"""`import` sets whole batches as micro-batches if their planned activations are at most this."""
 
 
 def run(arguments: list[str]) -> int:
@@ -95,9 +95,9 @@ def run(arguments: list[str]) -> int:
 
 
 def with_micro_batch(config: Config) -> Config:
-    """Return an imported model's configuration, whose micro-batch is one sequence, with whole
-    batches instead if these have at most ACTIVATION_BYTES of activations. A number in between would
-    have to divide every batch that a user asks for."""
+    """Return an imported model's configuration, which has micro-batches of one sequence, with whole
+    batches instead if their activations take at most ACTIVATION_BYTES. A size in between would have
+    to divide every batch size that a user asks for."""
     from pentameter.estimating.bytes.plan_estimates import plan_memory
     from pentameter.planning.plan import make_plan
 

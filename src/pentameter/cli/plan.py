@@ -117,7 +117,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
-    """Raise ConfigError for an imbalance that is not from 1 on, or one beyond 1 without experts."""
+    """Raise ConfigError for an imbalance below 1 or not finite, or above 1 for a model without
+    experts."""
     if not 1 <= imbalance < math.inf:
         raise ConfigError(
             f"--imbalance {imbalance:g} must be at least 1: the most rows that a rank's experts "

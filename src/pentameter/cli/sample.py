@@ -138,8 +138,8 @@ def _print_expert_choices(loaded: LoadedModel, text: str, *, as_json: bool) -> N
 
 
 def _is_loop(asked: SampleArguments) -> bool:
-    """Return True to ask for prompts on the terminal: no prompt, --json or several samples were
-    asked for, and both input and output are a terminal."""
+    """Return True to ask for prompts on the terminal: input and output are a terminal, and no
+    prompt, --json or several samples were given."""
     given = asked.prompt or asked.prompt_file is not None or asked.json or asked.num_samples > 1
     return not given and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -259,7 +259,8 @@ def _print_text(
     *ended_by: type[BaseException],
 ) -> list[str]:
     """Print the first sample, after the prompt, while it grows, and the others once they are
-    complete; return the texts of all. One of `ended_by` that is raised meanwhile ends them."""
+    complete. Return the texts of all. An exception of the types `ended_by` ends the samples and is
+    not raised."""
     texts = [""] * len(samples)
     if len(samples) > 1:
         _write(_rule(0, len(samples)))

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 IMPORTED = "pentameter.train.loop"
-"""The module that processes which may be started again find imported: it imports torch, and nearly
-all that training needs."""
+"""The module that a fork server imports before it forks ranks: it imports torch, and nearly all
+that training needs."""
 EXCLUSIVE = (
     *(("sweep", "time"), ("layout", "time")),
     *(("nodes", "time"), ("nodes", "sweep"), ("respawn", "time"), ("respawn", "sweep")),
@@ -113,8 +113,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(parsed: TrainArguments, overrides: list[str], arguments: list[str]) -> None:
-    """Train as the command line after the verb asks: `arguments`, which are `parsed` and, of the
-    configuration, `overrides`."""
+    """Train, given the command line after the verb (`arguments`) and the two parts it was parsed
+    into: options (`parsed`) and configuration keys (`overrides`)."""
     from pentameter.checkpoint.hugging_face.hub import hub_address
     from pentameter.planning.layouts.layout import BEST
 
@@ -189,7 +189,7 @@ def train_as_rank(request: tuple[Mapping[str, str], list[str]]) -> int:
 
 
 def _launch(config: Config, parsed: TrainArguments, arguments: list[str]) -> Launch:
-    """Return the processes that the command line after `train`, `arguments`, asks to start."""
+    """Return the Launch that `arguments`, the command line after `train`, ask for."""
     from pentameter.processes.launch.program import Preloaded
     from pentameter.processes.launch.training_launch import Launch
 
@@ -273,7 +273,7 @@ def swept_values(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def serve_sweep() -> Callable[[list[str]], int]:
-    """Return the function that trains a run from `train`'s arguments; called in a sweep's worker
+    """Return a function that trains a run from `train`'s arguments. Called in a sweep's worker
     process."""
     return run
 
@@ -287,12 +287,14 @@ def _configuration(
     *,
     say: bool,
 ) -> Config:
-    """Return the configuration that the command line names, in the requested layout, or as it is
-    chosen for a time (`timed`); with `say`, print the choices made on stderr. A best layout of
-    processes that a launcher started is chosen later, once they have met.
+    """Return the configuration that the command line names, in the requested layout, or as chosen
+    for a time (`timed`). A best layout for processes that a launcher started is chosen later, once
+    they have met.
 
-    n_processes: how many train together, None for one. launched: this process's rank, and how many
-    a launcher started on each machine; None if all are on this machine.
+    n_processes: how many train together; None for one.
+    launched: this process's rank, and how many a launcher started on each machine; None if all are
+        on this machine.
+    say: print the choices made on stderr.
     """
     from pentameter.config.files.command_source import (
         configuration_of,
@@ -332,9 +334,11 @@ def _train(
     timed: TimedRun | None,
     meeting: Meeting | None = None,
 ) -> None:
-    """Train in this process, alone or as a rank of a launched group (`launched`; None if alone),
-    whose processes have met (`meeting`) or will meet now (None). Rank 0 prints the commands to go
-    on with."""
+    """Train in this process, and print the commands to go on with on rank 0.
+
+    launched: this process's rank in a group that a launcher started; None if it runs alone.
+    meeting: the processes' meeting, if they have met already; None if they are to meet now.
+    """
     from pentameter.processes.group.join import joined_world_of
     from pentameter.train.loop import Trainer
 
@@ -357,8 +361,8 @@ def _train(
 def _train_in_best_layout(
     config: Config, parsed: TrainArguments, launched: LaunchedRank, hooks: list[Profile]
 ) -> None:
-    """Train as a rank of a launched group in the layout that rank 0 chooses for it, or wait for
-    the end if that layout has no use for this rank. Collective."""
+    """Train as a rank of a launched group, in the layout that rank 0 chooses for the group. If that
+    layout has no use for this rank, wait for the end. Collective."""
     from pentameter.autotune.best_layout import choose_together
     from pentameter.processes.group.join import meet
 

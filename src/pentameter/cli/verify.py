@@ -111,8 +111,8 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
 
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:
-    """Compare the batches that all layouts read with one process's, and print the result; return
-    True if all agree."""
+    """Compare the batches that each layout reads with those of one process, and print the result.
+    Return True if all agree."""
     from pentameter.verify.data import verify_data_of
     from pentameter.verify.text import data_table, summary
 

@@ -21,8 +21,8 @@ def step_folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the finished checkpoint whose folder has a name: `step-` with eight digits
-    or more, also with the suffix `.replaced`; None for any other name."""
+    """Return the step of a complete checkpoint from its folder's name: `step-` with eight digits or
+    more, also with the suffix `.replaced`. None for any other name."""
     match = _STEP_FOLDER.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -33,14 +33,14 @@ class Candidate:
 
     step: int
     replaced: bool
-    """True if its name ends with `.replaced`: renamed while a new save at its step commits;
-    restored if that commit never finished."""
+    """True if its name ends with `.replaced`. A checkpoint is renamed so while a new save at its
+    step commits; it is restored if that commit never finished."""
     path: Path
 
 
 def list_checkpoints(folder: Path) -> list[Candidate]:
-    """List the folders named like checkpoints, highest step first; the proper name before
-    `.replaced`. Empty if `folder` does not exist."""
+    """Return the folders named like checkpoints, highest step first. At one step, the plain name
+    comes before `.replaced`. Empty if `folder` does not exist."""
     found = []
     with storage_errors(folder, "list"), suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -51,8 +51,8 @@ def list_checkpoints(folder: Path) -> list[Candidate]:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Return the name of the newest checkpoint in a run folder; "" without one, and if it cannot be
-    read. Its content is not looked at: `find_checkpoint` does."""
+    """Return the name of the newest checkpoint in a run folder; "" if there is none or the folder
+    cannot be read. The checkpoint's content is not read, as `find_checkpoint` does."""
     with suppress(StorageError):
         found = (each for each in list_checkpoints(run / "checkpoints") if not each.replaced)
         return next((each.path.name for each in found), "")

@@ -105,12 +105,9 @@ SETTLED = 0.1
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Return y limits for the curves after their fall at the start, that is after the run's first
-    SETTLED; the values `extra` are inside.
-
-    Return None if the fall does not flatten the rest: if the range with it is at most twice the
-    range after it; and if no curve has two points after it, between which a line could be drawn.
-    """
+    """Return y limits for the curves after their fall at the start, which is the run's first
+    SETTLED; the values `extra` are inside. Return None if the fall does not flatten the rest (with
+    it, the range is at most twice as large), or if no curve has two points after it."""
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
     rest = tuple(one.after(begins) for one in series)
@@ -140,7 +137,7 @@ SPIKE_NEIGHBOURS = 15
 """Number of values on either side that a value is compared with."""
 
 SPIKE_SCATTERS = 6
-"""Height above the median from which a value is a spike, in units of the scatter (see `spikes`)."""
+"""A spike is at least this many times the scatter above the median (see `spikes`)."""
 
 SPIKE_FRACTION = 0.01
 """Least height of a spike above the median, as a fraction of the median."""
@@ -155,9 +152,10 @@ def spikes(series: Series, most: int = 5) -> list[Spike]:
     A value is compared with the median over up to SPIKE_NEIGHBOURS values on either side. It is a
     spike if it exceeds the median by SPIKE_SCATTERS times the scatter, and by SPIKE_FRACTION times
     the median. The scatter is 1.4826 × the median absolute deviation (a normal distribution's
-    standard deviation), in the window or over the whole curve, whichever is larger. At the start
-    the window narrows, so that it stays centred on a loss that falls; the first three values are
-    never spikes. From adjacent spikes only the highest is returned.
+    standard deviation), in the window or over the whole curve, whichever is larger.
+
+    At the start the window narrows, so that it stays centred on a loss that falls; the first three
+    values are never spikes. Of adjacent spikes only the highest is returned.
     """
     _, y = _to_arrays(series)
     n = len(y)

@@ -26,16 +26,18 @@ from pentameter.record.events import (
 E = TypeVar("E", bound=Event)
 
 SESSION = "session"
-"""Word under which starts, resumes and ends are kept, in one list."""
+"""Key under which starts, resumes and ends are kept together, in one list."""
 MOST_BYTES = 2**29
 """Largest metrics.jsonl that is read all at once: well over a million lines."""
 LONGEST_LINE_BYTES = 2**20
 MOST_UNREADABLE = 100_000
-"""Lines that are no events, beyond which metrics.jsonl is taken for another kind of file."""
+"""If metrics.jsonl has more lines than this that are no events, it is taken for another kind of
+file."""
 MOST_EVENTS = 4000
-"""Most events of a kind kept while following a run; beyond, half are dropped, but no extreme."""
+"""Most events of a kind kept while following a run. Beyond, half are dropped, but neither the
+highest nor the lowest loss."""
 READ_BYTES = 2**25
-"""Most bytes that one update reads, so that a page need not wait for a long run."""
+"""Most bytes that one update reads, so that a page of a long run need not wait."""
 CHECKED_BYTES = 64
 """Number of bytes before the read offset that are compared to detect that the file was rewound."""
 
@@ -51,16 +53,16 @@ def read_events(folder: Path) -> EventReader:
 class EventReader:
     """Reads the events in `folder`/metrics.jsonl; each `update` reads only new bytes.
 
-    With `follows` (a page that follows a run), at most MOST_EVENTS per kind are kept, and a last
-    line without a newline waits until it is complete. Without it all events are kept, and such a
-    line is read as it is.
+    follows: True for a page that follows a run. At most MOST_EVENTS per kind are then kept, and a
+        last line without a newline waits until it is complete. Otherwise all events are kept, and
+        such a line is read as it is.
     """
 
     def __init__(self, folder: Path, *, follows: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self._follows = follows
         self.unread = ""
-        """The reason that the file is not read at all; "" if it is."""
+        """The reason that the file cannot be read; "" if it can."""
         self._forget()
 
     def _forget(self) -> None:
@@ -120,7 +122,8 @@ class EventReader:
         return changed
 
     def _goes_on(self, file: BufferedReader, n_bytes: int) -> bool:
-        """Return True if the bytes read last are still in the file (n_bytes long): it only grew."""
+        """Return True if the file (n_bytes long) still has the bytes that were read last, so that
+        it only grew."""
         if n_bytes < self._offset:
             return False
         file.seek(self._offset - len(self._before))
@@ -160,10 +163,10 @@ class EventReader:
 
 
 def _position(kept: Sequence[Event], event: Event) -> slice:
-    """Return which of `kept`, the events of its kind by step, an event replaces; an empty slice
-    where it is to be inserted: at the end. But two processes of an earlier version may have written
-    a run's events beside each other; then it belongs to its step, and replaces what says the
-    same."""
+    """Return the slice of `kept`, the events of one kind by step, that an event replaces; an empty
+    slice is where it is to be inserted, usually at the end. In an earlier version two processes
+    could write events of one run in turns. Such an event belongs to its step, and replaces one that
+    says the same."""
     fields, step = event.ONCE, event.step
     if fields is None or not kept or not step <= kept[-1].step:
         return slice(len(kept), len(kept))
@@ -177,11 +180,11 @@ def _position(kept: Sequence[Event], event: Event) -> slice:
 
 
 def _thinned(events: Sequence[Any]) -> list[Any]:
-    """Return about half the events (all one kind). From every four `train` events in a row, or
+    """Return about half the events (all of one kind). Of every four `train` events in a row, or
     `eval` events of one split, those with the lowest and the highest loss stay, so that no spike
-    and no best is lost; of `experts` those of every second step; other kinds lose their older half.
-    The first and the last event always stay, of `eval` those of each split, of `experts` those of
-    their steps."""
+    and no best is lost. Of `experts`, every second step stays; other kinds lose their older half.
+    The first and the last event always stay, per split of `eval`, and all layers' of a step of
+    `experts`."""
     if isinstance(events[0], ExpertMetrics):
         steps = list(dict.fromkeys(event.step for event in events))
         stay = {*steps[::2], steps[-1]}

@@ -451,8 +451,8 @@ def line_of(event: Event, seconds: float | None) -> str:
 
 
 def read_line(line: bytes) -> Event | None:
-    """Return the event in a line; None if it holds none. A value that is missing or damaged is as
-    `Event.of_record` says."""
+    """Return the event in a line; None if it holds none. Missing or damaged values are replaced as
+    in `Event.of_record`."""
     try:
         record = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -518,13 +518,13 @@ _READ: dict[Any, Callable[[Any], Any]] = {
     str | None: lambda value: value if isinstance(value, str) else None,
     bool | None: lambda value: value if isinstance(value, bool) else None,
 }
-"""Type of a field → what reads it from JSON, whatever is there."""
+"""Function that reads a field from any JSON value, by the field's type."""
 
 
 @cache
 def _readers(kind: type[Any]) -> list[tuple[str, type | None, Callable[[Any], Any]]]:
-    """Return for each field of a kind its name, the type of a value that is taken as it is, and
-    what reads any other, None if it is missing."""
+    """Return (name, type, function) for each field of a kind. A JSON value of that type is taken as
+    it is; the function reads any other value, and None in place of a missing one."""
     types = get_type_hints(kind)
     found: list[tuple[str, type | None, Callable[[Any], Any]]] = []
     for each in fields(kind):
@@ -547,7 +547,7 @@ def _integer_or_unknown(value: object) -> int:
 
 @cache
 def recorded(kind: type[Any]) -> dict[str, str]:
-    """Return the fields that a kind's line has, without its time: name → type, as in the source."""
+    """Return the fields in a line of this kind, without its time: name → type, as in the source."""
     return {
         each.name: str(each.type)
         for each in fields(kind)

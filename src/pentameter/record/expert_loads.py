@@ -13,8 +13,8 @@ from pentameter.record.events import ExpertMetrics
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Tokens that chose each expert in one layer, at n recorded steps: each step's own number, not
-    a sum over the steps between."""
+    """Number of tokens that chose each expert in one layer, at n recorded steps. Steps between
+    these are not counted. A frozen record."""
 
     layer: int
     steps: tuple[int, ...]
@@ -43,8 +43,8 @@ class LayerLoads:
 
 def layer_loads(events: Sequence[ExpertMetrics]) -> tuple[LayerLoads, ...]:
     """Return the loads recorded in `experts` events, sorted by step: one result per layer, in the
-    layers' order. Left out are events without valid loads, with no load at all, or with another
-    number of experts than their layer's first."""
+    layers' order. Events are left out that have no valid loads, no load at all, or another number
+    of experts than their layer's first."""
     of_layer: dict[int, list[ExpertMetrics]] = defaultdict(list)
     for event in events:
         if (
@@ -76,8 +76,8 @@ def imbalance(layers: Sequence[LayerLoads]) -> float:
 
 
 def n_idle(layers: Sequence[LayerLoads]) -> int | None:
-    """Return how many experts, added over all layers, no token chose at any step in the last
-    twentieth of the recorded ones; None without layers."""
+    """Return the number of experts, over all layers, that no token chose in the last twentieth of
+    the recorded steps; None without layers."""
     return sum(int((each.recent.max(0) == 0).sum()) for each in layers) if layers else None
 
 

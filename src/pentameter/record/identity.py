@@ -13,7 +13,7 @@ from pentameter.errors import CorruptError, StorageError
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that a folder holds, and the weights that it began with."""
+    """Which run a folder holds, and the weights that the run began with. A frozen record."""
 
     run_id: str
     parent: Mapping[str, Any] | None = None
@@ -24,7 +24,7 @@ class RunIdentity:
 
 def read_identity(path: Path) -> RunIdentity | None:
     """Read the identity of the run in the folder `path` from plan.json; None if there is no run,
-    which is marked by a config.toml. Raises CorruptError if plan.json is missing or damaged."""
+    which config.toml marks. Raises CorruptError if plan.json is missing or damaged."""
     if not (path / "config.toml").exists():
         return None
     try:
@@ -44,15 +44,16 @@ def read_identity(path: Path) -> RunIdentity | None:
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `init_from` says of a model: texts, and numbers where it has them."""
+    """Return what plan.json's `init_from` says of a model: the texts that every version writes, and
+    of the others those that are there."""
     texts = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
     counts = [key for key in ("step", "tokens") if type(origin.get(key)) is int]
     return {key: str(origin[key]) for key in texts} | {key: origin[key] for key in counts}
 
 
 def shards_read(path: Path) -> list[str]:
-    """Return the names of the folders of token shards that the run in `path` has read; none if
-    there is no run, or plan.json, which records them, is damaged."""
+    """Return the names of the folders of token shards that the run in `path` has read. Empty if
+    there is no run, or if plan.json, which records them, is damaged."""
     try:
         record = read_own_json(path / "plan.json")
     except (CorruptError, StorageError):

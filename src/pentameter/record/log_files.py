@@ -45,23 +45,22 @@ MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest 
 
 @dataclass(frozen=True)
 class Reached:
-    """The highest step that metrics.jsonl held before a run was resumed, and when the last event
-    was recorded, in seconds since 1970 (UTC)."""
+    """What an earlier start of a run has reached: the highest step in metrics.jsonl before the
+    resume, and the time of the last event, in seconds since 1970 (UTC)."""
 
     step: int
     time: float
 
 
 class LogFile:
-    """A file that lines are appended to, created by the first.
+    """A file that lines are appended to; the first line creates it. If somebody removes the file,
+    it is written again. A half-written line is cut off before another follows.
 
-    If a write fails (a full disk, a missing folder), `warn` is called with one line, once. Failed
-    lines are kept, at most MAX_UNWRITTEN, and written in order at the next chance. A half-written
-    line is cut off before another follows. If somebody removes the file, it is written again.
-
-    `check_folder` is called before each write. It raises StorageError if the path does not lead to
-    the run's folder at the moment, and RunFolderInUseError if another process has taken that over:
-    then not a byte more is written, since that one's lines are there now.
+    warn: called with one line, once, when a write fails (a full disk, a missing folder). Failed
+        lines are kept, at most MAX_UNWRITTEN, and written in order at the next chance.
+    check_folder: called before each write. It raises StorageError if the path does not lead to the
+        run's folder at the moment, and RunFolderInUseError if another process has taken the folder
+        over. Nothing is written any more then, since that process writes its lines there.
     """
 
     def __init__(
@@ -96,8 +95,8 @@ class LogFile:
         return 0
 
     def close(self, check_folder: Callable[[], None] | None = None) -> None:
-        """Write the lines still waiting, and close the file; a later `append` opens it again, and
-        calls `check_folder` instead, if it is given."""
+        """Write the lines still waiting, and close the file. A later `append` opens it again; from
+        then on the given `check_folder`, if any, is called before each write."""
         if self.unwritten:
             self._attempt(self._write)
         if self._fd is not None:
@@ -185,17 +184,18 @@ def rewind_metrics(
     unwritten: Sequence[str] = (),
     checkpoint: CheckpointMetrics | None,
 ) -> Reached | None:
-    """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved, plus that
-    checkpoint's own event, later `resume` events, and later `copy` events of checkpoints up to it.
-    Other later lines belong to steps that will run again. Return the highest step recorded since
-    that save, or else by then, and the last event's time; None if no event has both.
+    """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved. That
+    checkpoint's own event stays, and so do later `resume` events and later `copy` events of
+    checkpoints up to it. Other later lines belong to steps that will run again.
 
     n_bytes: the file's size just before the checkpoint was written.
     unwritten: lines, without newline, that the disk had refused by then; they are written now.
     checkpoint: that checkpoint's event, which is added as a line if a kill prevented that; None to
         rewind to the run's start.
 
-    Raises CorruptError if `path` is not a regular file, or exceeds MAX_METRICS_BYTES.
+    Return the highest step that was recorded after the save, else the highest before it, and the
+    last event's time; None if no event has both. Raises CorruptError if `path` is not a regular
+    file, or exceeds MAX_METRICS_BYTES.
     """
     if not path.exists() and not unwritten:
         return None
@@ -223,8 +223,8 @@ def rewind_metrics(
 
 
 def _reached(events: Iterable[tuple[bytes, Event]]) -> Reached | None:
-    """Return the highest step and the last time of lines with their events; None if none has
-    both."""
+    """Return the highest step and the last time among these lines with their events; None if no
+    event has both."""
     found = [
         Reached(event.step, event.time)
         for _, event in events
@@ -234,8 +234,8 @@ def _reached(events: Iterable[tuple[bytes, Event]]) -> Reached | None:
 
 
 def _find_checkpoint(events: Iterable[tuple[bytes, Event]], step: int) -> bytes | None:
-    """Return the line with the `checkpoint` event for `step` among lines with their events, newline
-    included; None without one."""
+    """Return the line, newline included, with the `checkpoint` event for `step`; None if there is
+    none. `events` are lines with their events."""
     for line, event in events:
         if isinstance(event, CheckpointMetrics) and event.step == step:
             return line

@@ -51,7 +51,7 @@ MAX_LOG_CHARACTERS = 6000
 CHANGED_BY_RESUME = {"steps": " steps", "layout": "", "device": "", "precision": ""}
 """Values of start and resume events that a resume may change, each with its unit."""
 RUN_FILES = ("config.toml", "metrics.jsonl")
-"""Files that mark a run folder; one is enough."""
+"""Files by which a run folder is recognized; one of them is enough."""
 JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
 SAMPLE_BYTES = 2**20
 LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
@@ -69,22 +69,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Everything that a run folder records; any field may be empty. `end` is the event that ended
-    the run, None if it goes on or broke off; `last_step`, `tokens`, `loss_tokens` and
-    `training_seconds` are those reached so far; `log_tail` is the end of log.txt."""
+    """Everything that a run folder records, a frozen record; any field may be empty. `end` is the
+    event that ended the run, None if it goes on or broke off. `last_step`, `tokens`, `loss_tokens`
+    and `training_seconds` are those reached so far. `log_tail` is the end of log.txt."""
 
     folder: Path
     start: RunStart
-    """The latest start or resume, with what earlier ones say where it does not."""
+    """The latest start or resume; values that it lacks are those of earlier ones."""
     starts: tuple[RunStart, ...]
     """Starts and resumes, in order."""
     sessions: tuple[Session, ...]
-    """The parts of the run from each of them to the next; empty if they do not say when."""
+    """The run's sessions, each from a start or resume to the next; empty if these have no times."""
     train: dict[str, Series]
-    """Curve by name: those in CURVES, `elapsed_seconds`, the training time, and `waited`, the
+    """Curves by name: those in CURVES; `elapsed_seconds`, the training time so far; `waited`, the
     fraction of a step for which the other ranks waited for the slowest one."""
     slowest_ranks: tuple[tuple[int, str], ...]
-    """(Rank, its machine) that was the slowest one, at each point of `waited`."""
+    """(Slowest rank, its machine) at each point of `waited`."""
     expert_loads: tuple[LayerLoads, ...]
     """The loads of each layer with experts."""
     evaluations: tuple[EvalMetrics, ...]
@@ -93,7 +93,7 @@ class RecordedRun:
     such event; "layout" is a resume in another layout, "extended" one of a complete run."""
     checkpoints: tuple[CheckpointMetrics, ...]
     kept_checkpoints: tuple[int, ...]
-    """Steps of those whose folders are still there."""
+    """Steps of the checkpoints whose folders are still there."""
     end: RunEnd | None
     last_step: int
     tokens: int
@@ -244,8 +244,9 @@ def _joined(starts: Sequence[RunStart]) -> RunStart:
 
 
 def _counted(train: Sequence[StepMetrics], tokens_per_step: int) -> Iterator[StepMetrics]:
-    """Yield the `train` events as they are written now. An earlier version's `tokens` were the loss
-    tokens, and its tokens per second counted those; `tokens_per_step` were seen, 0 if unknown."""
+    """Yield the `train` events with the present meaning of their tokens. In an earlier version
+    `tokens` were loss tokens, and tokens per second counted those. `tokens_per_step` is the tokens
+    seen in a step, 0 if unknown."""
     step, n_learnt = 0, 0
     for event in train:
         is_earlier = event.loss_tokens == UNKNOWN
@@ -316,7 +317,7 @@ class _RunFiles:
         return ""
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return a TOML or JSON file's content as a dict."""
+        """Return a TOML or JSON file's content as a dict, empty for a missing or damaged file."""
         is_toml = name.endswith(".toml")
         text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
@@ -331,7 +332,7 @@ class _RunFiles:
 
     @contextmanager
     def _collect_errors(self) -> Iterator[None]:
-        """A context manager that adds the block's CorruptError to `unread`, and ignores a missing
+        """Context manager: add a CorruptError in the block to `unread`, and ignore a missing
         file."""
         try:
             yield
@@ -342,8 +343,8 @@ class _RunFiles:
 
 
 def _latest(events: Sequence[E]) -> list[E]:
-    """Return the events, all of a kind, sorted by step. If several say the same of a step, as after
-    a resume, only the last counts."""
+    """Return the events, all of a kind, sorted by step. If several are about the same, as after a
+    resume, only the last is kept."""
     latest = {
         (event.step, *(getattr(event, name) for name in event.ONCE or ())): event
         for event in events
@@ -353,8 +354,8 @@ def _latest(events: Sequence[E]) -> list[E]:
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
-    """Return the curve through (step, value) points, without values that are not finite or beyond
-    LARGEST_DRAWN, which are counted."""
+    """Return the curve through (step, value) points. Values that are not finite, or beyond
+    LARGEST_DRAWN, are left out and counted."""
     finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
     return Series(
         tuple(step for step, _ in finite),

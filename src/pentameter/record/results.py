@@ -22,9 +22,9 @@ STILL_FALLING = 0.002
 
 @dataclass(frozen=True)
 class Results:
-    """A run's results so far; NaN, None or "" if unknown. `steps` were made of the `planned_steps`,
-    which saw `tokens`, of which `loss_tokens` counted in the loss; `peak_memory_bytes` is rank 0's
-    peak."""
+    """A run's results so far; NaN, None or "" if unknown. A frozen record. `steps` of
+    `planned_steps` were made; they saw `tokens`, of which `loss_tokens` counted in the loss.
+    `peak_memory_bytes` is rank 0's peak."""
 
     best_loss: float
     """Lowest validation loss, nats per token."""
@@ -65,8 +65,8 @@ class Results:
     """Bytes that ranks sent one another for experts in the last recorded step."""
     parameters: int | None
     layout: str
-    """The layout; if a resume changed it, all in turn, as "a → b". Precision and device
-    likewise."""
+    """The layout; if a resume changed it, all layouts in turn, as "a → b". The same holds for
+    precision and device."""
     precision: str
     device: str
 
@@ -121,9 +121,9 @@ def results(record: RecordedRun) -> Results:
 
 
 def beginning(record: RecordedRun) -> str:
-    """Return in words which weights a run began with: "random weights", "the weights of NAME (step
-    500, 1.2M loss tokens)" or "step 500 of run 1a2b3c4d", from which it branched off; "" if that is
-    not recorded, or if a function of the user built the model."""
+    """Return in words the weights that a run began with: "random weights", "the weights of NAME
+    (step 500, 1.2M loss tokens)", or "step 500 of run 1a2b3c4d" for a run that branched off. "" if
+    it is not recorded, or if a user's function built the model."""
     origin, parent = (as_table(record.plan.get(key)) for key in ("init_from", "parent"))
     if parent:
         return f"step {formatting.scalar(parent.get('step'))} of run {parent.get('run_id')!s:.8}"

@@ -59,11 +59,9 @@ class RunData:
 
 def open_run_data(folder: Path, *, verify: bool = False) -> RunData:
     """Open a run's data from the token shards that it trains on; nothing is tokenized. With
-    `verify`, every token is hashed; else it is relied on whoever trains to do it.
-
-    Raises ConfigError if the folder holds no run, or one with batches from the user's code;
-    CorruptError if the shards are missing or changed.
-    """
+    `verify`, every token is hashed; otherwise the training process is relied on to do so. Raises
+    ConfigError if the folder holds no run, or one with batches from the user's code; CorruptError
+    if the shards are missing or changed."""
     check_run_folder(folder)
     config, plan_file = load_config(folder / "config.toml"), folder / "plan.json"
     record = read_json(plan_file)

@@ -21,7 +21,7 @@ _LONGEST_LAYOUT = 100
 @dataclass(frozen=True)
 class Session:
     """The part of a run from one start to the next, or to its end. Times are in seconds since the
-    first session began."""
+    first session began. A frozen record."""
 
     first_step: int
     """The step from which it went on: that of its checkpoint, 0 without one."""
@@ -38,14 +38,14 @@ class Session:
     lost_steps: int = 0
     """Steps at its end that the next session made again."""
     lost_from: float = math.inf
-    """Time from which on it made the lost steps; infinite if none was lost."""
+    """Time from which on it made the lost steps; infinite if none were lost."""
     extends: bool = False
-    """True if the session before had made all the steps that it was to make: then nothing was
-    interrupted."""
+    """True if the session before had made all its planned steps, so that this one extends the run
+    and nothing was interrupted."""
 
     @property
     def kept_until(self) -> float:
-        """Time until which it made steps that stayed."""
+        """Time until which it made steps that were not made again."""
         return min(self.lost_from, self.end)
 
 
@@ -61,10 +61,10 @@ def pauses(sessions: Sequence[Session]) -> list[float]:
 def sessions_of(
     starts: Sequence[RunStart], times: Series, end: RunEnd | None, last_step: int
 ) -> tuple[Session, ...]:
-    """Return a run's sessions, from its `start` and `resume` events, in order. Those before the
-    first event that says its time are left out: an earlier version wrote them.
+    """Return a run's sessions, from its `start` and `resume` events, in order. Sessions are left
+    out before the first event that has a time, since an earlier version did not write it.
 
-    times: when each step was recorded that was not made again, in seconds since 1970.
+    times: for each step that was not made again, when it was recorded, in seconds since 1970.
     end: the event that ended the run, None without one.
     last_step: the last step of the last session.
     """
@@ -100,13 +100,13 @@ def sessions_of(
 
 
 def extends(start: RunStart, planned: int | None) -> bool:
-    """Return True if a start or resume goes on where a session had made all of the steps that were
-    `planned` for it, to make more."""
+    """Return True if a start or resume extends a run: the session before it had made all its
+    `planned` steps, and there are more now."""
     return planned is not None and start.step == planned
 
 
 def _time(seconds: float | None) -> float:
-    """Return `seconds` since 1970; NaN if there are none, or none that can be drawn."""
+    """Return `seconds` since 1970, or NaN if it is None or cannot be drawn."""
     return math.nan if seconds is None or not abs(seconds) < _LATEST else seconds
 
 

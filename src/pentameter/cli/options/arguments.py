@@ -67,8 +67,8 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 
 
 def _with_given_paths(parsed: Arguments) -> Arguments:
-    """Return options with `given_path` for the paths among them: those of that type, and text that
-    may be one: what a verb is given first, and the checkpoint of --resume."""
+    """Return the options with `given_path` applied to each path among them. These are the options
+    of type Path, a verb's first argument, and --resume, which may be a checkpoint."""
     changed: dict[str, Any] = {}
     for name, hint in get_type_hints(type(parsed), include_extras=True).items():
         value = getattr(parsed, name)
@@ -101,11 +101,9 @@ def parse_arguments(
 
 def with_patterns(arguments: Sequence[str]) -> list[str]:
     """Replace files that a shell listed for a pattern by that pattern: `--data.path
-    corpus/0.parquet corpus/1.parquet` becomes `--data.path corpus/*.parquet`.
-
-    Two or more arguments in a row count as listed if they are existing files in one folder with the
-    same suffix (not .toml). Raises ConfigError if no pattern with one `*` matches exactly these.
-    """
+    corpus/0.parquet corpus/1.parquet` becomes `--data.path corpus/*.parquet`. Two or more arguments
+    in a row count as listed if they are existing files in one folder with the same suffix (not
+    .toml). Raises ConfigError if no pattern with one `*` matches these files and no others."""
     found: list[str] = []
     for _, group in itertools.groupby(arguments, key=_listed_kind):
         listed_files = list(group)
@@ -166,8 +164,8 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
 
 
 def check_least(parsed: object, **least: float) -> None:
-    """Raise ConfigError for the first option, by its name in `parsed`, that is given and below its
-    least value, or NaN."""
+    """Raise ConfigError if an option is below its least value, or NaN; the first one in `least`
+    (option's name in `parsed` → least value). Options that are None are skipped."""
     for name, smallest in least.items():
         value = getattr(parsed, name)
         if value is not None and not value >= smallest:
@@ -176,7 +174,7 @@ def check_least(parsed: object, **least: float) -> None:
 
 
 def _begun(typed: str, options: Sequence[str]) -> list[str]:
-    """Return the options that begin with `typed`, without its dashes."""
+    """Return the options that begin with `typed`; neither has dashes in front."""
     return [option for option in options if option.startswith(typed.lstrip("-").replace("_", "-"))]
 
 

@@ -40,13 +40,10 @@ def commands_page() -> str:
 
 
 def _help(verb: list[str]) -> str:
-    """Return the text that `pentameter VERB --help` prints (an empty `verb`: the general help),
-    COLUMNS wide.
-
-    Frames and rulers are left out: they differ between terminals, and between tyro's releases. So
-    are a verb's usage, which its arguments repeat, `--help` itself, and defaults that say only
-    that an option may be absent.
-    """
+    """Return the text that `pentameter VERB --help` prints, COLUMNS wide; the general help for an
+    empty `verb`. Frames and rulers are left out, since they differ between terminals and between
+    tyro's releases. So are a verb's usage, which its arguments repeat, `--help` itself, and
+    defaults that only say that an option may be absent."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main([*verb, "--help"])

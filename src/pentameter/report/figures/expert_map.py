@@ -19,21 +19,22 @@ from pentameter.record.curves import evenly
 from pentameter.record.expert_loads import LayerLoads
 
 EDGES = (0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 4.0)
-"""Loads ÷ mean between two levels; the style sheet has a colour for each of the eight."""
+"""Borders between the eight levels of an expert's load ÷ the mean load; the style sheet has a
+colour for each level."""
 MOST_COLUMNS, MOST_NARROW_COLUMNS = 200, 100
 """Most recorded steps that a wide and a narrow map show: about as many as can be told apart."""
 MAP_PIXELS, FEWEST_ROW_PIXELS, MOST_ROW_PIXELS = 160, 1.5, 14
-"""Height of a map on the page, within bounds for the row of one expert."""
+"""Height of a map on the page, and the least and most height of one expert's row."""
 MOST_NAMED = 6
 """Most idle experts that are named above a map."""
 FEW_LAYERS = 6
-"""Most layers whose maps stand in two wide columns; of more they are narrow."""
+"""Up to so many layers, maps are in two wide columns; with more they are narrow."""
 
 
 @dataclass(frozen=True)
 class ExpertMap:
     """A layer's map, ready for the page's template: a row for each expert, steps from left to
-    right."""
+    right. A frozen record."""
 
     title: str
     detail: str
@@ -42,7 +43,7 @@ class ExpertMap:
     n_experts: int
     """Number of rows, one per expert."""
     first_step: int
-    """The step at the left edge, before the first recorded one."""
+    """The step at the left edge: the one before the first recorded step."""
     last_step: int
     """The step at the right edge, the last recorded one."""
     height_pixels: float

@@ -38,9 +38,10 @@ def render(
 ) -> str:
     """Render a file in `templates/` as HTML or SVG; every text among `values` is escaped.
 
-    scripts: files in `templates/` that become the page's one script. live: address that the page
-    polls for a new version, with live.js; "" for a page in a file, which may connect to nothing.
-    live_version: the version rendered now.
+    scripts: files in `templates/` that are joined to the page's one script.
+    live: address that the page polls for a new version, with live.js; "" for a page in a file,
+        which may connect to nothing.
+    live_version: the version that this page shows.
     """
     scripts = (*scripts, "live.js") if live else scripts
     script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
@@ -92,7 +93,7 @@ def _environment() -> Environment:
 
 
 def visible(text: str) -> str:
-    """Return text with the characters replaced that HTML or UTF-8 forbids."""
+    """Return text with each character that HTML or UTF-8 forbids replaced."""
     return text.translate(_PRINTED)
 
 

@@ -29,21 +29,21 @@ NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens seen", "elapsed_seconds": "seconds of training"}
-"""Horizontal axes for several runs' losses → their labels."""
+"""Quantities that several runs' losses are plotted over, with their axis labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Validation loss": lambda record: record.validation_losses(),
     "Training loss, smoothed": lambda record: record.train["loss"],
 }
-"""Title → function from a run to the loss curve, for figures with several runs."""
+"""Losses for figures with several runs: title → function that returns a run's curve."""
 NATS, BITS = "nats per token", "bits per byte"
 """Units of a loss. Only bits per byte compare runs whose tokens or texts differ."""
 _UNNAMED = re.compile(r"_child\d+")
-"""matplotlib's label of a line that was given none."""
+"""Pattern of the labels that matplotlib gives to lines without one."""
 THINNEST_POINTS = 1.5
-"""Line width, in points, from which a line is a curve that shows values on hover; thinner ones are
+"""Lines of at least this width, in points, are curves that show values on hover; thinner ones are
 noise, grid or marks."""
 DASHES = ((), (5, 2), (1.5, 1.5), (7, 1.5, 1.5, 1.5))
-"""Line styles in matplotlib's form: lengths drawn and left out, in line widths."""
+"""Line styles in matplotlib's form: lengths drawn and left out, in multiples of the line width."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,9 @@ def loss_figure(
     palette: Palette = LIGHT,
     settled: bool = False,
 ) -> Figure | None:
-    """Plot training and validation loss over steps, the best marked; None if the run has no loss.
-
-    A known entropy rate (grammar corpus) is drawn as a line. `settled` cuts off the fall at the
-    start and notes so; the result is None if there is no such fall.
-    """
+    """Plot training and validation loss over steps, with the best marked; None if the run has no
+    loss. If the entropy rate is known (grammar corpus), it is drawn as a line. With `settled`, the
+    fall at the start is cut off, and a note says so; None if there is no such fall."""
     train, validation = record.train["loss"], record.validation_losses()
     floor = entropy_rate(record)
     extra = () if floor is None else (floor,)
@@ -124,8 +122,8 @@ def loss_figure(
 
 def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
     """Return (key, title, figure) for each further curve that the run has: learning rate, gradient
-    norm, tokens per second, MFU (on the speed's right axis if the two are proportional), share of a
-    step for which ranks wait for the slowest one."""
+    norm, tokens per second, MFU, and the fraction of a step for which ranks wait for the slowest
+    one. If MFU is proportional to the speed, it is that figure's right axis instead."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
@@ -166,8 +164,8 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
 
 
 def _mfu_per_token(record: RecordedRun) -> float | None:
-    """Return MFU ÷ tokens per second if it is constant, so that one curve shows both; None if it
-    changes, as after a resume on another device, or is unknown."""
+    """Return MFU ÷ tokens per second if that is constant, so that one curve shows both; else None.
+    It changes after a resume on another device, for example."""
     speed, mfu = (record.train[key] for key in ("tokens_per_second", "mfu"))
     if not len(mfu) or speed.steps != mfu.steps or min(speed.values) <= 0:
         return None
@@ -203,11 +201,15 @@ def overlay_figure(
     settled: bool = True,
     unit: str = NATS,
 ) -> Figure | None:
-    """Plot one loss (a key in LOSSES) for all runs, (label, run) each, over an axis (a key in
-    AXES), in RUN_STYLES and without a legend; None if no run has values.
+    """Plot one loss of all runs over an axis, in RUN_STYLES and without a legend; None if no run
+    has values.
 
-    `settled` cuts off the fall at the start, if there is one, and notes so. In bits per byte a run
-    is left out that was never evaluated, so that its tokens' length is unknown.
+    loss: a key in LOSSES.
+    runs: (label, run) each.
+    axis: a key in AXES.
+    settled: cut off the fall at the start, if there is one, and note so.
+    unit: NATS or BITS. With BITS a run is left out that was never evaluated, since its tokens'
+        length is unknown.
     """
     curves = [loss_curve(record, loss, unit) for _, record in runs]
     whole = limits(tuple(curves))
@@ -239,9 +241,9 @@ def overlay_figure(
 
 
 def loss_curve(record: RecordedRun, loss: str, unit: str = NATS) -> Series:
-    """Return one loss (a key in LOSSES) of a run as a curve in `unit`. Bits per byte are the nats
-    per token by the ratio of both in the run's evaluations, which is its tokens' mean length; an
-    empty curve without any."""
+    """Return one loss (a key in LOSSES) of a run as a curve in `unit`. Bits per byte are nats per
+    token × the ratio of the two in the run's evaluations, which follows from its tokens' mean
+    length; without evaluations the curve is empty."""
     curve = LOSSES[loss](record)
     if unit == NATS:
         return curve
@@ -262,8 +264,8 @@ def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
 
 
 def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
-    """Return the keys in AXES over which to plot the runs: steps; tokens, if the runs differ in
-    tokens per step; training time, if known for all."""
+    """Return the keys in AXES that the runs should be plotted over: steps; tokens, if the runs
+    differ in tokens per step; training time, if all runs have it."""
     found = ["step"]
     if len({record.start.tokens_per_step for _, record in runs}) > 1:
         found.append("tokens")
@@ -330,12 +332,9 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def _hover_attribute(figure: Figure) -> str:
-    """Return the SVG attribute `data-hover`, JSON from which a script shows values on hover; "" for
-    a figure without curves.
-
-    It holds the plot's corners in SVG units, both axes' limits, and each curve's label, colour and
-    points.
-    """
+    """Return the SVG attribute `data-hover`, JSON that a script reads to show values on hover; ""
+    for a figure without curves. It holds the plot's corners in SVG units, both axes' limits, and
+    each curve's label, colour and points."""
     axes = figure.axes[0]
     curves = [
         line for line in axes.get_lines()

@@ -24,10 +24,13 @@ LONGEST_PAUSE = 0.15
 def sessions_figure(
     record: RecordedRun, size_inches: tuple[float, float], palette: Palette = LIGHT
 ) -> Figure | None:
-    """Plot over time how many nodes trained (ranks, if it was never more than one node), in a
-    colour for each layout. Steps that were made again are hatched, and each pause is labelled with
-    its seconds and these steps. Shown are the last MOST_SESSIONS. None for a run that was never
-    resumed but to be extended on the same ranks, or does not say when."""
+    """Plot how many nodes trained over time, in a colour for each layout; ranks instead, if there
+    was never more than one node. Steps that were made again are hatched; each pause is labelled
+    with its seconds and these steps. Only the last MOST_SESSIONS are shown.
+
+    Return None if there is nothing to show: the run was never resumed, except to be extended on the
+    same ranks, or its events have no times.
+    """
     sessions = record.sessions[-MOST_SESSIONS:]
     is_whole = all(each.extends for each in sessions[1:])
     if is_whole and len({(each.n_nodes, each.n_ranks, each.layout) for each in sessions}) < 2:
@@ -75,8 +78,8 @@ def sessions_figure(
 
 
 def _places(sessions: Sequence[Session]) -> tuple[list[float], bool]:
-    """Return where each session begins on the time axis, and whether a pause was shortened: to
-    LONGEST_PAUSE of the time that all sessions took."""
+    """Return the start of each session on the time axis, and whether a pause was shortened to
+    LONGEST_PAUSE of the time of all sessions."""
     longest = LONGEST_PAUSE * sum(each.end - each.begin for each in sessions)
     starts, found = [0.0], pauses(sessions)
     for each, pause in zip(sessions, found, strict=False):
@@ -92,9 +95,9 @@ def _label_pauses(
     per_inch: float,
     palette: Palette,
 ) -> None:
-    """Write above each pause how long it took and how many steps were made again, and below it
-    when the next session began, where there is room. starts: places of the sessions on the axis, of
-    which an inch is `per_inch`."""
+    """Label each pause where there is room: above it, how long it took and how many steps were made
+    again, below it, when the next session began. starts: the sessions' starts on the axis;
+    per_inch: axis units in an inch."""
     top = axes.dataLim.y1
     ticks, labels = [0.0], ["0"]
     changes = zip(sessions, sessions[1:], starts, starts[1:], pauses(sessions), strict=False)

@@ -35,11 +35,12 @@ SETTINGS = (
     *("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "schedule.name"),
     *("train.precision", "seed"),
 )
-"""Dotted paths of the settings most needed to train the model again, without the layout."""
+"""Dotted paths of the settings that matter most for training the model again, without the
+layout."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_DATA = re.compile(r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@[^/]+)?(/.*)?")
 PLACES = {"val": "validation"}
-"""Split → its name on the card; other splits keep theirs."""
+"""Name of a split on the card, if it differs from the split's own."""
 
 
 def card_files(

@@ -48,8 +48,8 @@ def write_report(run_dir: Path) -> Path:
 
 def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
     """Render a run's report as HTML. live: address that the page polls for changes, "" for a page
-    in a file; version: the version rendered here, a string that the address answers until there is
-    a newer one."""
+    in a file; version: the version that this page shows, as the address returns it until there is a
+    newer one."""
     found, validation = settings(record.config), record.validation_losses()
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
@@ -90,8 +90,8 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
 
 
 def _subtitle(record: RecordedRun) -> str:
-    """Return a line that names model size, data, device, precision, and what the run began with
-    unless that is random weights, as far as known."""
+    """Return a line with model size, data, device, precision, and the weights that the run began
+    with unless these were random. What is unknown is left out."""
     found = settings(record.config)
     words = ["GPT"]
     if {"model.n_layers", "model.d_model", "model.attention.n_heads"} <= found.keys():
@@ -148,8 +148,8 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _pauses(record: RecordedRun) -> tuple[str, str]:
-    """Return how long nothing was trained between the run's sessions, and how many pauses and
-    steps made again these were; – for a run that was never interrupted."""
+    """Return two texts: how long nothing was trained between the run's sessions, and the number of
+    pauses and of steps made again. The first is – for a run that was never interrupted."""
     found = [pause for pause in pauses(record.sessions) if math.isfinite(pause)]
     lost = sum(each.lost_steps for each in record.sessions)
     if not found:
@@ -159,8 +159,8 @@ def _pauses(record: RecordedRun) -> tuple[str, str]:
 
 
 def _slowest_rank(record: RecordedRun) -> tuple[str, str]:
-    """Return the median share of a step for which ranks waited for the slowest one, and which rank
-    that was most often; – if nothing of it is recorded."""
+    """Return two texts: the median fraction of a step for which ranks waited for the slowest one,
+    and the rank that was this most often. The first is – if nothing of it is recorded."""
     waited = [value for value in record.train["waited"].values if math.isfinite(value)]
     if not waited or not record.slowest_ranks:
         return "–", ""

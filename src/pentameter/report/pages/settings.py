@@ -26,16 +26,18 @@ LEFT_OPEN = (None, "auto", "epoch")
 
 @dataclass(frozen=True)
 class Choices:
-    """The preset nearest to a run's settings, and the settings that differ."""
+    """The preset nearest to a run's settings, and the settings that differ from it. A frozen
+    record."""
 
     preset: str
     before: Settings
-    """Dotted path → the preset's value, for each setting that the user must have changed."""
+    """Dotted path → the preset's value, for each setting that differs, so that the user must have
+    changed it."""
 
 
 def default_of(path: str) -> Any:
-    """Return a key's default as config.toml has it, which makes a tuple a list; None for a key that
-    is unknown or has none."""
+    """Return a key's default in the form of config.toml (a tuple is a list). None if the key is
+    unknown or has no default."""
     return _plain(leaves()[path].default) if path in leaves() else None
 
 
@@ -50,13 +52,10 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """Return the nearest preset, and the run's settings that differ from it; None if no key in
-    `found` is known.
-
-    config.toml does not record its source, so the nearest preset is the one with the fewest
-    differing settings. `rows_per_epoch`, from plan.json (None if unknown), resolves a preset that
-    counts epochs.
-    """
+    """Return the run's nearest preset, and the settings that differ from it; None if no key in
+    `found` is known. config.toml does not record which preset it came from, so the nearest is the
+    one with the fewest differing settings. `rows_per_epoch`, from plan.json (None if unknown),
+    resolves a preset that counts epochs."""
     if not found.keys() & leaves().keys():
         return None
     known = [path for path in found if path in leaves() and path != "name"]
@@ -104,8 +103,8 @@ def _presets() -> tuple[Config, ...]:
 
 
 def _with_data_of(preset: Config, found: Settings) -> Config:
-    """Return `preset` with the text that a run's settings name, so that settings that suit only the
-    preset's text are reset."""
+    """Return `preset` with the text of a run's settings `found`, so that settings that suit only
+    the preset's own text get their defaults."""
     text = {path: found[path] for path in TEXT_KEYS if found.get(path) not in (None, ABSENT)}
     try:
         return load_config(preset, text)
@@ -114,8 +113,8 @@ def _with_data_of(preset: Config, found: Settings) -> Config:
 
 
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
-    """Return a configuration's settings with derived values filled in, as in a run folder; they are
-    left open if it cannot be planned. The vocabulary size is taken from `found`, a run's
+    """Return a configuration's settings with derived values filled in, as in a run folder, or as
+    they are if it cannot be planned. The vocabulary size is taken from `found`, a run's
     settings."""
     vocab_size = found.get("model.vocab_size")
     with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged

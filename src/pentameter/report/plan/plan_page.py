@@ -25,8 +25,8 @@ MOST_MESH_ROWS = 64
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
     """Return a line about a planned run: the verdict on its memory, the predicted step time and
-    MFU. If the step count is known, the line also has the run's time and, with a `price` per
-    device-hour, its cost."""
+    MFU. If the step count is known, add the run's time and, with a `price` per device-hour, its
+    cost."""
     spare = {
         "fits": f" with {size(estimate.spare_bytes)} to spare",
         "tight": f": {size(estimate.spare_bytes)} to spare",
@@ -49,7 +49,8 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
 
 
 def time_assumed(estimate: Estimate) -> str:
-    """Return a phrase about the range of predicted times: what is assumed, and what lay in it."""
+    """Return a phrase about the range of predicted times: what it assumes, and whether measured
+    runs were within it."""
     tested = "four in five of the runs that tested it were within the range of times"
     if estimate.tested_spread is None:
         tested = (
@@ -59,8 +60,8 @@ def time_assumed(estimate: Estimate) -> str:
 
 
 def first_advice(estimate: Estimate) -> str | None:
-    """Return in words the one changed setting that would save most predicted time, and how much;
-    None if none that fits in memory saves 1%."""
+    """Return in words the change of one setting that saves most predicted time, and how much; None
+    if no change that fits in memory saves 1%."""
     change = first_change(estimate)
     if change is None:
         return None
@@ -77,8 +78,8 @@ def recomputed(estimate: Estimate) -> str:
 
 
 def imbalance_assumed(estimate: Estimate) -> str:
-    """Return the assumption about the router, to append to a line: " · imbalance 1.25 assumed"; ""
-    if all experts are on every rank, as nothing depends on it then."""
+    """Return the assumption about the router as text to append to a line: " · imbalance 1.25
+    assumed"; "" if all experts are on every rank, since no estimate depends on it then."""
     if estimate.plan.layout.expert == 1:
         return ""
     even = " (ranks' experts get equally many tokens)" if estimate.imbalance == 1 else ""

@@ -31,7 +31,7 @@ BAR = 28
 LAYOUT_WIDTH = 50
 """Characters per line of a layout's name in a table."""
 EQUALLY_FAST = 0.0005
-"""Relative difference of two times below which a search's first layout beats nothing."""
+"""Two layouts count as equally fast if their times differ by less than this fraction."""
 MARKS: dict[Verdict, tuple[str, str]] = {
     "fits": ("✓", "green"),
     "tight": ("~", "yellow"),
@@ -39,13 +39,16 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 }
 """Maps a verdict on memory to its sign and colour."""
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "bold"}
-"""Arguments of rich's Table for columns without lines between them."""
+"""Arguments for rich's Table that draw no lines between columns."""
 
 
 def plan_text(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
-    """Return rich renderables about a planned run: verdict, memory, time, then the layouts that a
-    search `found` or, if that is None, a line with advice. price: money per device-hour, None to
-    leave the cost out."""
+    """Return rich renderables about a planned run: verdict, memory, time, and then the layouts that
+    a search found, or a line with advice.
+
+    found: the search's result; None for advice.
+    price: money per device-hour; None to leave the cost out.
+    """
     plan, cluster = estimate.plan, estimate.cluster
     header = Text()
     header.append(plan.config.name, style="bold")
@@ -116,8 +119,8 @@ def _wrap_layout(layout: str) -> str:
 
 
 def _search_summary(found: Found) -> str:
-    """Return lines about a search: the reasons that the best layout beats the next, or that it is
-    above a faster one, and candidate counts."""
+    """Return lines about a search: why the best layout is faster than the next, or why it is ranked
+    above a faster one, and the number of candidates."""
     best, *others = found.estimates
     lines = []
     if others:

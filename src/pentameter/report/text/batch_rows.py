@@ -84,8 +84,9 @@ class BatchRows:
 
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for each stretch (consecutive tokens in a row that all count in the
-    loss, or all do not). With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that do not."""
+    """Yield (text, rich style) for each stretch, which is consecutive tokens in a row that all
+    count in the loss, or all do not. With `plain`, styles are empty, and ⟦ ⟧ enclose tokens that do
+    not count."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

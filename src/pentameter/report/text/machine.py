@@ -71,8 +71,8 @@ def examine() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, list[str]]:
-    """Return the names of the kernels that runs have proved on this machine, as this compiler makes
-    them, and of those that they have refused, with how they run instead."""
+    """Return the names of two kinds of kernels, as this machine's compiler makes them: those that
+    runs have found right here, and those that they have refused, with what runs instead."""
     found = sorted(set(kernel_checks.verdicts()))
     refused = [f"{name} ({level})" for name, level in found if level != kernel_checks.LEVELS[0]]
     wrong = {name for name, level in found if level != kernel_checks.LEVELS[0]}

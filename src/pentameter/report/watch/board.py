@@ -40,19 +40,20 @@ MOST_PAGES = 20
 FRESH_SECONDS = 1.0
 """Age in seconds below which the table or a page is returned again without reading the folder."""
 RENDER_SHARE = 0.3
-"""Largest fraction of the time spent on rendering a page: its run may be computing on this
+"""Largest fraction of the time spent on rendering a page, since its run may be training on this
 machine."""
 WATCHED = ("metrics.jsonl", "config.toml", "plan.json", "run.lock", "samples", "checkpoints")
-"""Entries of a run folder of which one changes whenever there is something new to display."""
+"""Entries of a run folder. If there is something new to display, one of them has changed."""
 LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoints", "samples")
-"""Files and folders that show that a folder without RUN_FILES held a run."""
+"""Files and folders by which a folder without any of RUN_FILES is recognized as what is left of a
+run."""
 
 
 @dataclass
 class _Followed:
-    """One run folder: its events, its run or, if it cannot be read, the error, its table row and
-    sparkline. `signature` tells how its files looked when last read, `changed_at` the Board's
-    version at which row or sparkline last changed."""
+    """One run folder that is followed: its events; its run, or the error if it cannot be read; its
+    table row and sparkline. `signature` identifies the state of its files when they were last read.
+    `changed_at` is the Board's version at which row or sparkline last changed."""
 
     folder: Path
     events: EventReader
@@ -83,11 +84,9 @@ class _Drawn:
 
 
 class Board:
-    """The runs in `folder`, one per sub-folder, each read again when its files change. Its version
-    is an int that rises with every change.
-
-    Thread-safe. Links are not followed out of the folder.
-    """
+    """The runs in `folder`, one per sub-folder; each is read again when its files change. The
+    Board's version is an int that rises with every change. Thread-safe. Symlinks out of the folder
+    are not followed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,9 +102,9 @@ class Board:
 
     def news(self, session: str, after: int) -> dict[str, Any]:
         """Return JSON for the table: the runs' addresses, the columns, and the rows that changed
-        since version `after`, each with its new sparkline points. If `session` is another Board's
-        (the server was started anew), all rows are returned. Raises StorageError if the folder
-        cannot be read."""
+        since version `after`, each with its new sparkline points. All rows are returned if
+        `session` is another Board's, since the server was then started anew. Raises StorageError if
+        the folder cannot be read."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -125,7 +124,7 @@ class Board:
             }
 
     def version(self, names: Sequence[str]) -> str:
-        """Return a string that changes whenever `page` for these run names would. Raises
+        """Return a string that changes whenever `page` for these run names changes. Raises
         ConfigError for an unknown name."""
         with self._lock:
             self._refresh()
@@ -206,8 +205,8 @@ def check_runs_folder(folder: Path) -> None:
 
 
 def _run_names(folder: Path) -> list[str]:
-    """Return the run folders' names in `folder`, broken ones included, sorted, at most MOST_RUNS;
-    none if it does not exist. Raises StorageError."""
+    """Return the names of the run folders in `folder`, broken ones included, sorted, at most
+    MOST_RUNS; an empty list if `folder` does not exist. Raises StorageError."""
     if not folder.exists():
         return []
     with storage_errors(folder, "read"):
@@ -226,8 +225,8 @@ def _looks_like_run(folder: Path) -> bool:
 
 
 def _update(each: _Followed, version: int) -> bool:
-    """Read a run again if its files changed, and set `changed_at` to `version`; return True if they
-    did. Errors go into its row."""
+    """Read a run again if its files changed. Return True if they did; `changed_at` is then
+    `version`. An error is shown in the run's row."""
     signature = _signature(each.folder)
     is_locked = each.run is not None and each.run.record.locked
     if signature == each.signature and not is_locked and not each.events.has_more:

@@ -52,7 +52,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs compared: ranking, table columns and differing settings, the best run first."""
+    """Several runs compared, the best first: ranking, table columns and differing settings. A
+    frozen record."""
 
     ranking: Ranking
     columns: tuple[Column, ...]
@@ -70,7 +71,7 @@ class Comparison:
 
     @property
     def unread(self) -> list[str]:
-        """What could not be read of the runs, a sentence each."""
+        """Sentences about files of the runs that could not be read."""
         return [words for run in self.runs for words in run.record.unread]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,8 +126,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def compare_records(records: Sequence[RecordedRun]) -> Comparison:
-    """Compare runs that were already read. Runs are labelled by their names, or, if two have the
-    same name, all by their folders."""
+    """Compare runs that were already read. Their labels are their names or, if two runs have the
+    same name, their folders for all."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.folder) for record in records]
@@ -210,9 +211,9 @@ OFTEN_ALIKE = (
     "precision",
     "device",
 )
-"""Results that need no column where all runs have the same."""
+"""Results that get no column if all runs have the same."""
 LOSSES_TOLD = ("best validation loss", "final validation loss")
-"""Results that need no column where each run's equals the one that runs are ranked by."""
+"""Results that get no column if each run's is equal to the loss that runs are ranked by."""
 
 
 def _figures(ranking: Ranking) -> Iterator[Column]:
@@ -257,7 +258,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
 
 def render_comparison(comparison: Comparison, live: str = "", version: str = "") -> str:
     """Render the comparison page as HTML. live: address that the page polls for changes, "" for a
-    page in a file; version: the version rendered here."""
+    page in a file; version: the version that this page shows."""
     return render(
         "comparison.html",
         scripts=("hover.js", "sort.js"),
@@ -272,9 +273,10 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
 
 
 def _losses(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the page's views, {label, plots}: all runs' losses over steps, and, where they differ,
-    over tokens and time, without the fall at the start; then the whole runs. Where nats per token
-    do not compare, all of these are in bits per byte, as far as known, and nats follow."""
+    """Yield the page's views, {label, plots}. First come all runs' losses without the fall at the
+    start, over steps, and over tokens and time where these differ; then the whole curves over
+    steps. If nats per token do not compare, these are in bits per byte, as far as known, and views
+    in nats follow."""
     labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
     runs = [(run.label, run.record) for run in comparison.runs]
     has_bits = any(len(loss_curve(record, next(iter(LOSSES)), BITS)) for _, record in runs)

@@ -18,10 +18,11 @@ from pentameter.report.pages.settings import Settings, default_of, settings
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing", "data.evaluations")
 """Prefixes of [data] keys that may differ between runs without changing the held-out text."""
 UNKNOWN_NOISE = 0.005
-"""Relative lead in loss below which no run is called best if no seed was repeated. The seed alone
-moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
+"""If no seed was repeated, a run is called best only with a larger relative lead in loss than this.
+The seed alone moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
 STUDENT_T = (12.71, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23)
-"""Student's t for 1, 2, … degrees of freedom (two-sided, 5%); with more it falls to 1.96."""
+"""Quantiles of Student's t for 1, 2, … degrees of freedom (two-sided, 5%). Beyond the last, it
+falls to 1.96."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def compared_run(label: str, record: RecordedRun) -> Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Finished runs that differ only in their seed and began with the same weights, or a single
-    run; `mean` is their mean loss."""
+    """Finished runs that differ only in their seed and began with the same weights, or one run
+    alone. `mean` is their mean loss."""
 
     runs: tuple[Run, ...]
     """One run per seed, the lowest loss first."""
@@ -94,8 +95,8 @@ class Ranking:
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
     """Rank runs by their best validation loss per token, or by bits per byte if their tokenizers
-    differ. `differing` are the dotted paths to settings that differ between them. If some change
-    the held-out text, the runs are not ranked."""
+    differ. `differing` are the dotted paths of settings that differ between them. If some of these
+    change the held-out text, runs are not ranked."""
     texts = [
         path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
     ]
@@ -125,8 +126,8 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
 
 def _hold_out_differently(runs: Sequence[Run]) -> bool:
     """Return True if some runs hold out the beginning of a text, as a streamed one does, and others
-    its end. Documents that go by their hash, a validation text of its own, and tokens that were
-    prepared before are the same text in any order."""
+    its end. Texts that are the same in any order do not count: documents split by their hash, a
+    validation text of its own, and tokens that were prepared before."""
     streamed = {run.settings.get("data.order") == "streamed" for run in runs if run.settings}
     read = {as_table(run.record.plan.get("data")).get("hash") for run in runs}
     return (
@@ -164,7 +165,7 @@ def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
 
 def _training(run: Run) -> str:
     """Return a string that is equal for runs that differ only in their seed, name, layout or
-    output; a key that an earlier version's run lacks has its default."""
+    output. A key that is missing in an earlier version's run counts as its default."""
     ends = ("train.steps", "train.epochs", "train.patience")
     return json.dumps(
         {
@@ -251,8 +252,8 @@ def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[fr
 
 
 def _origins(groups: Sequence[Repeats]) -> str:
-    """Return a sentence to append that says what the best runs began with, if not all began with
-    the same weights; "" if they did. `groups` are sorted by mean loss."""
+    """Return a sentence to append about the weights that the best runs began with; "" if all runs
+    began with the same. `groups` are sorted by mean loss."""
     began = {group.label: group.runs[0].results.began for group in groups}
     if len(set(began.values())) == 1:
         return ""

@@ -76,8 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "pentameter", ""
 
     def do_GET(self) -> None:
-        """Answer a request with a page or JSON; 403 for a foreign Host, 404 for an unknown run, 500
-        for one that cannot be read."""
+        """Answer a request with a page or JSON. The status is 403 for a foreign Host, 404 for an
+        unknown run, and 500 for one that cannot be read."""
         if not self.server.accepts(self.headers.get("Host", "")):
             self._send(
                 HTTPStatus.FORBIDDEN, "Refused: the Host of this request is not this machine."
