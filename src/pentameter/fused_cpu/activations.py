@@ -73,8 +73,8 @@ ACTIVATIONS = {
     "swiglu": _silu,
     "geglu": _gelu,
 }
-"""Value for `model.feed_forward.activation` → function (x, exact) → (f(x), f'(x)), in x's shape. It
-acts on the first linear's output; in a gated layer (SwiGLU, GeGLU) on the gate alone."""
+"""Maps a value of `model.feed_forward.activation` to a function (x, exact) → (f(x), f'(x)), in x's
+shape. f acts on the first linear's output, in a gated layer (SwiGLU, GeGLU) on the gate alone."""
 
 
 class Curve(NamedTuple):
@@ -88,18 +88,18 @@ class Curve(NamedTuple):
 
 N_SEGMENTS = 32
 RANGE = {"gelu": 5.0, "gelu_tanh": 5.0, "swiglu": 16.0, "geglu": 5.0, "relu": 1.0}
-"""Activation → largest |x| in its table. Beyond, the function is 0 or x to within bf16's
-precision."""
+"""Maps an activation to the largest |x| in its table. Beyond it, the function is 0 or x to within
+bf16's precision."""
 
 
 @functools.cache
 def curve(kind: str) -> Curve | None:
-    """Build the C++ kernels' table for an activation f(x) = x · s(x) with s(-x) = 1 - s(x). kind: a
-    key in ACTIVATIONS. Returns None for ReLU², which does not have this form.
+    """Return the C++ kernels' table for an activation of the form f(x) = x · s(x) with s(-x) = 1 -
+    s(x); None for ReLU², which does not have this form. kind: a key in ACTIVATIONS.
 
     The table holds cubic polynomials in Hermite form for s - 1/2, over N_SEGMENTS equal segments
-    from 0 to RANGE[kind]. f is off by less than 3e-5 and f' by less than 2e-4; bf16 rounds by
-    2e-3, relatively.
+    from 0 to RANGE[kind]. f is off by less than 3e-5 and f' by less than 2e-4; bf16 rounds by 2e-3,
+    relatively.
     """
     if kind not in RANGE:
         return None
@@ -134,12 +134,12 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient for h (…, N), and the activation's output computed again rather than
-    saved (…, n), given that output's gradient g (…, n).
+    """Return (h's gradient (…, N), the activation's output (…, n)), given that output's gradient g
+    (…, n). The output was not saved, and is computed again. The bias's gradient is h's, summed over
+    rows.
 
     h, bias, kind, gated: as passed to `activate`: the first linear's output, its bias (N,) or None,
-    the activation's name, and whether half the channels are a gate. The bias's gradient is h's,
-    summed over rows.
+    the activation's name, and whether half the channels are a gate.
     """
     exact = h.dtype.itemsize > 2
     x, factor = _gate(plus_bias(h, bias), gated)

@@ -34,8 +34,8 @@ def attention_obstacle(config: ModelConfig) -> str | None:
 
 
 def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether the AMX library is loaded and takes the attention that `config` describes,
-    with matmuls in `dtype`, and biases and norm weights in the dtype `parameters`."""
+    """Return whether the AMX library is loaded and can compute the attention that `config`
+    describes, with matmuls in `dtype`, and biases and norm weights in the dtype `parameters`."""
     return serves("AMX", parameters, dtype) and attention_obstacle(config) is None
 
 
@@ -84,11 +84,11 @@ def attention_backward(
     keys: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Write the gradients for queries, keys and values into the tensors `to`, which have the shapes
-    and strides that `heads`' data have. Return the gradients for the query norm's and the key
-    norm's weight, (K,) each, to be ignored without norms.
+    and strides of `heads`' data. Return the gradients for the query norm's and the key norm's
+    weight, (K,) each; they mean nothing for a layer without norms.
 
-    g: y's gradient (B, T, H·K). y and logs: `attention_forward`'s results; heads, shape and
-    keys: its arguments.
+    g: y's gradient (B, T, H·K). y and logs: `attention_forward`'s results; heads, shape and keys:
+    its arguments.
     """
     B, _, H, K = heads.q.data.shape
     norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]

@@ -16,17 +16,17 @@ from pentameter.fused_cpu.activations import Curve
 from pentameter.fused_cpu.native import Struct, call, fields, serves
 
 ROWS_PER_CHUNK = 256
-"""Token rows per chunk in a weight gradient: 32 columns from each factor, 16 KiB, fit the L1
-cache."""
+"""Token rows per chunk in a weight gradient: with so many, 32 columns of each factor take 16 KiB,
+and fit the L1 cache."""
 MAX_WEIGHT = 2**22
 """Largest weight, in elements, whose gradient the kernels compute: a larger one does not stay in
 the cores' caches while token rows are summed, and PyTorch's matmul is faster."""
 
 
 class Paired(NamedTuple):
-    """A matrix (M, n) whose flat `data` (M · n elements) is already in the memory order that the
-    weight-gradient kernel reads: chunks with ROWS_PER_CHUNK rows; in each, panels 32 columns wide;
-    in a panel, every two rows interleaved."""
+    """A matrix (M, n) in the memory order that the weight-gradient kernel reads, as flat `data` (M
+    · n elements): chunks of ROWS_PER_CHUNK rows; in each, panels 32 columns wide; in a panel, every
+    two rows interleaved."""
 
     data: Tensor
     n: int
@@ -55,9 +55,9 @@ def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool =
 
 
 class FeedForwardLayer(NamedTuple):
-    """One layer's weights as the kernels read them: `up` (N, D) and `down` (D, n) in bf16, the
-    first linear's bias (N,) in fp32 or None, and the activation's table (None for ReLU²). With a
-    gate (N = 2 · n), the first 16 in every 32 rows in `up` are the gate's."""
+    """One layer's weights in the form that the kernels read: `up` (N, D) and `down` (D, n) in bf16,
+    the first linear's bias (N,) in fp32 or None, and the activation's table (None for ReLU²). With
+    a gate (N = 2 · n), the first 16 in every 32 rows of `up` are the gate's."""
 
     up: Tensor
     bias: Tensor | None
@@ -81,9 +81,9 @@ def can_feed_forward(x: Tensor, down: Tensor) -> bool:
 
 
 def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the layer's output in x's shape (…, D) and dtype, bf16, without the second linear's
-    bias, and a flat tensor that `feed_forward_backward` needs: M · N elements for M token rows and
-    N outputs in the first linear. Call it only if `can_feed_forward` is true."""
+    """Return (output, kept): the layer's output in x's shape (…, D) and dtype, bf16, without the
+    second linear's bias; and a flat tensor for `feed_forward_backward`, with M · N elements for M
+    token rows and N outputs of the first linear. Call it only if `can_feed_forward` is true."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
     call("AMX", "feed_forward", job, out, kept, x)
@@ -93,12 +93,12 @@ def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 def feed_forward_backward(
     layer: FeedForwardLayer, g: Tensor, kept: Tensor
 ) -> tuple[Tensor, Paired, Paired, Tensor | None]:
-    """Return the gradients and inputs that the layer's parameters need: x's gradient (…, D); the
-    first linear's output gradient (M, N) and the second linear's input (M, n), both in the Paired
-    memory order; and the bias's gradient (N,), None without a bias. M is the number of token rows;
-    N = n, or 2 · n with a gate.
+    """Return the gradient of x (…, D), and what the parameters' gradients are computed from: the
+    gradient of the first linear's output (M, N) and the second linear's input (M, n), both in the
+    Paired memory order, and the bias's gradient (N,), None without a bias. M is the number of token
+    rows; N = n, or 2 · n with a gate.
 
-    g: the output's gradient (…, D). kept: the second result from `feed_forward`.
+    g: the output's gradient (…, D). kept: the second result of `feed_forward`.
     """
     job, g_x = _feed_forward(layer, g), torch.empty_like(g)
     g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)

@@ -34,14 +34,15 @@ def _scale_to_unit(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _normed(norm: Tensor) -> tuple[int, ...]:
-    """Return the dimensions, counted from the end, that a norm with this weight acts on: (-1,) for
-    (K,), (-2, -1) for (H, K)."""
+    """Return the dimensions, counted from the end, over which a norm with this weight takes the
+    mean square: (-1,) for a weight (K,), (-2, -1) for (H, K)."""
     return tuple(range(-norm.dim(), 0))
 
 
 def _rotated(part: Projected, rotation: Rotation | None, eps: float) -> Tensor:
-    """Return queries or keys (B, T, H, K) ready for the matmul, at least in fp32: bias added,
-    normed, then rotated. Absent parts (None) are skipped; eps is the norm's."""
+    """Return queries or keys (B, T, H, K) ready for the matmul, in at least fp32: with the bias
+    added, normed, then rotated. A step whose bias, norm or rotation is None is left out. eps is the
+    norm's."""
     x = plus_bias(part.data, part.bias)
     if part.norm is not None:
         x = _scale_to_unit(x, part.norm, eps)[0] * part.norm
@@ -51,8 +52,9 @@ def _rotated(part: Projected, rotation: Rotation | None, eps: float) -> Tensor:
 def _rotated_gradient(
     g: Tensor, part: Projected | None, rotation: Rotation | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient for `part.data` and the one for the norm's weight (None without a norm),
-    given `g` (B, T, H, K) for `_rotated`'s output. `part` may be None if there is no norm."""
+    """Return the gradients for `part.data` and for the norm's weight, the latter None without a
+    norm, given the gradient `g` (B, T, H, K) of `_rotated`'s output. `part` may be None without a
+    norm, as it is then not read."""
     if rotation is not None:
         g = Rotation(rotation.cosine, -rotation.sine)(precise(g))
     if part is None or part.norm is None:
@@ -70,8 +72,8 @@ def _rotated_gradient(
 def split_heads(heads: Heads, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return three lists with one tensor per query block: its queries (N, Q, K), and the keys and
     the values (M, S, K) that it can see, with bias, norm and rotation applied. N = batch × query
-    heads, M = batch × KV heads. All are contiguous, as batched matmuls need. n_blocks, the number
-    of query blocks, must divide T."""
+    heads, M = batch × KV heads, K the head size. All are contiguous, as batched matmuls need.
+    n_blocks, the number of query blocks, must divide T."""
     dtype = heads.q.data.dtype
     T, K = heads.q.data.shape[1], heads.q.data.shape[3]
     q, k = (_rotated(part, heads.rotation, heads.eps) for part in (heads.q, heads.k))
@@ -94,13 +96,13 @@ def join_heads(
     rotation: Rotation | None,
     normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return gradients for the projection (B, T, width), before bias, norm and rotation, and for
-    the query norm's and the key norm's weights (None without norms).
+    """Return the gradients for the projection (B, T, width), before bias, norm and rotation, and
+    for the query norm's and the key norm's weights (None without norms).
 
     q_blocks, k_blocks, v_blocks: gradients for `split_heads`' three lists; keys and values that
     several blocks read are summed. shape: the layer's sizes. rotation: the forward pass's, None
-    without rotary positions. normed: the forward pass's heads if queries and keys have norms, else
-    None.
+    without rotary positions. normed: the forward pass's heads; None if queries and keys have no
+    norms.
     """
     K = shape.head_size
     q_rows, k_rows, v_rows = [], [], []
@@ -136,9 +138,9 @@ def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -> Tensor:
-    """Apply dropout to attention weights (N, Q, S), or to their gradients, with the mask that
-    `keys` (B, 2) determine; N = batch × query heads. first: the position that the block's first
-    query has in the sequence. shape: has the dropout probability."""
+    """Apply dropout to a block's attention weights (N, Q, S), or to their gradients, with the mask
+    that `keys` (B, 2) determine; N = batch × query heads. first: the position in the sequence of
+    the block's first query. shape: has the dropout probability."""
     N, Q, S = weights.shape
     query = torch.arange(first, first + Q, dtype=torch.int32)
     key = torch.arange(S, dtype=torch.int32)
@@ -171,13 +173,13 @@ def softmax_forward(
 def softmax_backward(
     g: Tensor, e: Tensor, delta: Tensor, inverse: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the raw scores' gradient (N, Q, S), and the dropped weights computed again (None
-    without dropout).
+    """Return (the raw scores' gradient, the dropped weights), (N, Q, S) each. The latter are
+    computed again, and are None without dropout.
 
     g: the dropped weights' gradient (N, Q, S). e, inverse: unnormalised weights (N, Q, S) and 1 /
     row sums (N, Q, 1) from `softmax_forward`. delta: row sums (N, Q, 1) over weight × gradient,
     equal to output · output gradient (Dao et al. 2022, section 3). first: the block's first query's
-    position. keys: dropout's (B, 2).
+    position. keys: dropout's (B, 2). shape: has the head size and dropout probability.
     """
     g, weights = precise(g), precise(e)
     dropped = None
@@ -201,9 +203,9 @@ def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: i
 def split_gradient(
     g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Split the output's gradient g (B, T, H·K) into query blocks. Return three lists with one
-    tensor per block: g (N, Q, K), g divided by the row sums (N, Q, K), and delta = Σ g·y over a
-    head's channels (N, Q, 1). N = batch × query heads.
+    """Split the output's gradient g (B, T, H·K) into query blocks. Returns three lists with one
+    tensor per block: its part of g (N, Q, K); the same divided by the row sums (N, Q, K); and delta
+    = Σ g·y over a head's channels (N, Q, 1). N = batch × query heads.
 
     y: attention's output (B, T, H·K). inverses: each block's 1 / row sums (N, Q, 1). n_heads: H.
     """

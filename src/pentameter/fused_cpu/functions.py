@@ -92,8 +92,8 @@ class Norm(Function):
 
 
 class AddNorm(Function):
-    """Autograd function for a sub-layer's end and the next one's start, in one pass over memory: x'
-    = x + dropout(y + bias), and x' normalised, without the norm's weight and bias."""
+    """Autograd function for a sub-layer's end and the next one's start, in one pass over memory. It
+    returns x' = x + dropout(y + bias), and x' normalised, without the norm's weight and bias."""
 
     @staticmethod
     def forward(
@@ -187,9 +187,9 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return h's gradient (…, N), the activation's output again (…, n), and the bias's gradient
-    (N,), None without a bias, given the output's gradient g (…, n). h, bias, kind and gated: as
-    passed to `activate`."""
+    """Return (h's gradient (…, N), the activation's output (…, n) computed again, the bias's
+    gradient (N,), or None without a bias), given the output's gradient g (…, n). h, bias, kind and
+    gated: as passed to `activate`."""
     if vector_kernels.can_activate(h, bias, gated):
         return vector_kernels.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
@@ -244,23 +244,23 @@ class AmxFeedForward(Function):
 
 
 def _interleave(x: Tensor, n_factors: int) -> Tensor:
-    """Return x, `n_factors` matrices stacked by rows, with rows in the order that the AMX kernels
-    read: 16 rows from each matrix in turn. The shape is unchanged."""
+    """Return x, which is `n_factors` matrices stacked by rows, with its rows in the order that the
+    AMX kernels read: 16 rows of each matrix in turn. The shape is unchanged."""
     return x.view(n_factors, -1, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _separate(x: Tensor, n_factors: int) -> Tensor:
-    """Undo `_interleave`: return x's rows, 16 from each matrix in turn, as `n_factors` matrices
-    stacked one after another. The shape is unchanged."""
+    """Undo `_interleave`: x's rows are 16 of each matrix in turn, and the result is `n_factors`
+    matrices stacked one after another. The shape is unchanged."""
     return x.reshape(-1, n_factors, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """Return gᵀ · x summed over token rows, (n, k), contiguous, at least in both inputs' precision,
-    for g (…, n) and x (…, k).
+    """Return gᵀ · x summed over token rows, (n, k), contiguous, for g (…, n) and x (…, k), in a
+    dtype at least as precise as both.
 
-    The AMX kernel computes it if `can_matmul_over_rows` says so. Without it 16-bit inputs are
-    multiplied as they lie. The narrower of wider ones is transposed by copying, which is a little
+    The AMX kernel computes it if `can_matmul_over_rows` says so. Else 16-bit inputs are multiplied
+    as they lie in memory. Of wider inputs the narrower one is copied transposed, which is a little
     faster. No 16-bit tensor is transposed by a compiled kernel: g++ 11 and 12 lose the stores to
     the tile in which Inductor does so, and nothing asks for one (`benchmarks/inductor_tile.py`).
     """

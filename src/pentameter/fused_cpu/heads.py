@@ -15,7 +15,7 @@ from pentameter.model.positions import Rotation
 
 
 class HeadShape(NamedTuple):
-    """An attention layer's sizes and constants: numbers and size for its heads, the epsilon in
+    """An attention layer's sizes and constants: the number and size of its heads, the epsilon of
     query and key norms, the context length and the dropout probability `p`."""
 
     n_heads: int
@@ -23,8 +23,8 @@ class HeadShape(NamedTuple):
     head_size: int
     norm_eps: float
     context_length: int
-    """Longest sequence in tokens. Dropout's mask numbers an attention weight by (head, query, key)
-    in a (H, context_length, context_length) array."""
+    """Longest sequence in tokens. Dropout numbers an attention weight by (head, query, key) in an
+    array (H, context_length, context_length)."""
     p: float
 
     @property
@@ -34,8 +34,8 @@ class HeadShape(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether the projection's last dimension is (H, 3, K), head by head (no grouped KV heads);
-        else it is queries (H, K), then keys and values (G, 2, K)."""
+        """Whether the projection's last dimension is (H, 3, K), head by head, as without grouped KV
+        heads. Else it has the queries (H, K) first, then keys and values (G, 2, K)."""
         return self.n_heads == self.n_kv_heads
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,8 +70,9 @@ class Projected(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """An attention layer's queries, keys and values (`Projected`), with the rotation (None without
-    rotary positions) and the norms' epsilon that are to be applied before the matmul."""
+    """An attention layer's queries, keys and values as the linears computed them, and what a kernel
+    is to apply to them before the matmul: each one's bias and norm (`Projected`), the rotation
+    (None without rotary positions), and the norms' epsilon."""
 
     q: Projected
     k: Projected
@@ -102,5 +103,5 @@ def heads_of(
 
 
 def rotation_of(cosine: Tensor | None, sine: Tensor | None) -> Rotation | None:
-    """Return the Rotation with these tables (T, R / 2); None if either is None."""
+    """Return the Rotation with these tables, (T, R / 2) each; None if either table is None."""
     return None if cosine is None or sine is None else Rotation(cosine, sine)

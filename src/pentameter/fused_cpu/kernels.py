@@ -3,9 +3,9 @@ passes over memory once.
 
 Compiling the whole model is slower: a joint forward and backward graph saves dropout masks as
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to recompute),
-and recomputes activations inside row reductions. Here each kernel says its inputs and outputs, with
-nothing left to a partitioner (benchmarks/measurements/fused-cpu-step.md). Attention's kernels are
-in attention_kernels.py, activations in activations.py.
+and recomputes activations inside row reductions. Here each kernel's inputs and outputs are fixed by
+hand, and nothing is left to a partitioner (benchmarks/measurements/fused-cpu-step.md). Attention's
+kernels are in attention_kernels.py, activations in activations.py.
 
 Shapes: M rows (batch × sequence), D d_model, B batch, T sequence. Dropout's keys, int32 (B, 2), are
 two random words per batch row, from which the mask is computed.
@@ -40,7 +40,7 @@ def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
     """Return x (B, T, D) after dropout with probability p and the mask that `keys` (B, 2)
-    determine. Applied to a gradient, the same function is dropout's backward pass."""
+    determine. Applied to the output's gradient, it is also dropout's backward pass."""
     if p == 0:
         return x
     T, D = x.shape[1:]
@@ -85,9 +85,10 @@ def transpose(x: Tensor) -> Tensor:
 
 @kernel
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return linear layers' weights (…, n, k) stacked by rows, in `dtype`, each multiplied by the
-    preceding norm's weight `scale` (k,) if there is one. The layers read the same tensor; those of
-    experts have a weight (E, n, k), whose matrices are stacked one by one."""
+    """Return one matrix in `dtype` for several linear layers that read the same tensor: their
+    weights (…, n, k) stacked by rows, each multiplied by `scale` (k,), the weight of the norm
+    before them, unless it is None. Experts' layers have weights (E, n, k), and are stacked expert
+    by expert."""
     scaled = [weight if scale is None else weight * scale for weight in weights]
     return torch.cat(scaled, -2).to(dtype)
 
@@ -96,9 +97,9 @@ def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) 
 def unfold(
     g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the gradients that `fold`'s arguments receive, given its result's gradient g
-    (…, n, k): one per weight, contiguous and in its dtype, and scale's (k,), None without a
-    scale."""
+    """Return (gradients, scale's gradient) for the arguments of `fold`, given its result's gradient
+    g (…, n, k). There is one gradient per weight, contiguous and in the weight's dtype; scale's is
+    (k,), or None if `scale` is None."""
     parts = g.to(weights[0].dtype).split([weight.shape[-2] for weight in weights], -2)
     if scale is None:
         return [part.contiguous() for part in parts], None
@@ -112,7 +113,7 @@ def unfold(
 
 
 class NormKind(NamedTuple):
-    """A norm's formula: whether it subtracts the mean (`centred`: LayerNorm does, RMSNorm does
+    """A norm's formula: `centred`, whether it subtracts the mean (LayerNorm does, RMSNorm does
     not), and the `eps` added to the mean square."""
 
     centred: bool
@@ -120,12 +121,12 @@ class NormKind(NamedTuple):
 
 
 CENTRED = {"layernorm": True, "rmsnorm": False}
-"""Value for `model.norm` → `NormKind.centred`."""
+"""Maps a value of `model.norm` to `NormKind.centred`."""
 
 
 def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (…, D) normalised, in `dtype`; its mean (0 for RMSNorm) and the factor 1 / √(mean
-    square + eps), (…, 1) each, which backward needs."""
+    """Return (y, mean, factor) for x (…, D): y is x normalised, (…, D) in `dtype`; backward needs
+    the mean (0 for RMSNorm) and the factor 1 / √(mean square + eps), (…, 1) each."""
     mean = x.mean(-1, keepdim=True) if kind.centred else torch.zeros_like(x[..., :1])
     x = x - mean
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + kind.eps)
@@ -135,8 +136,8 @@ def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, T
 def _norm_input_gradient(
     g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, kind: NormKind
 ) -> Tensor:
-    """Return x's gradient (…, D), given the normalised output's gradient `g` (…, D), and the mean
-    and scale (…, 1) from the forward pass."""
+    """Return x's gradient (…, D), given the gradient `g` (…, D) of the normalised output, and the
+    `mean` and the factor `scale`, (…, 1) each, that the forward pass returned."""
     x = (x - mean) * scale
     g = precise(g)
     mean_g = g.mean(-1, keepdim=True) if kind.centred else 0.0
@@ -176,12 +177,13 @@ def add_norm_backward(
     p: float,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients for the residual stream x and for the sub-layer's output y, (B, T, D) each;
-    y's, summed over rows, is the bias's.
+    """Return the gradients for the residual stream x and for the sub-layer's output y, (B, T, D)
+    each. The bias's gradient is y's, summed over rows.
 
-    g: the residual stream's gradient from later sub-layers, None after the last norm. g_norm: the
-    normalised output's gradient. x, mean, scale: `add_norm_forward`'s results, x being its first.
-    keys, p, kind: the forward pass's, from which dropout's mask is computed again.
+    g: the gradient that later sub-layers give the residual stream; None after the last norm.
+    g_norm: the normalised output's gradient. x, mean, scale: `add_norm_forward`'s results, x being
+    its first. keys, p, kind: the forward pass's arguments, from which dropout's mask is computed
+    again.
     """
     total = _norm_input_gradient(g_norm, x, mean, scale, kind)
     if g is not None:

@@ -38,14 +38,15 @@ FILES: dict[Name, tuple[str, ...]] = {
     ),
     "AMX": ("attention.cpp", "feed_forward.cpp", "grouped_tiles.cpp", "weight_gradient.cpp"),
 }
-"""Library → its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
+"""Maps a library to its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
     "vector": (torch.float32, torch.bfloat16),
     "AMX": (torch.bfloat16,),
 }
-"""Library → matmul dtypes that it computes in; parameters are fp32."""
+"""Maps a library to the matmul dtypes that it computes in; parameters are fp32."""
 CHANNELS = 16
-"""The vector kernels need channel counts that this divides: fp32 values in one AVX-512 register."""
+"""Divisor that the vector kernels need of channel counts: the fp32 values in one AVX-512
+register."""
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 BUILD_SECONDS = 120  # it takes some
@@ -65,8 +66,8 @@ def load(name: Name, capabilities: Capabilities, level: Level = LEVELS[0]) -> st
     """Load a library, `vector` or `AMX`, for use by later steps; the first call compiles it into
     the cache. Return None on success, else a phrase that says why not: CPU, system or compiler.
 
-    capabilities: this machine's. level: how far the compiler optimizes. Never raises: without the
-    library a run is slower, not impossible.
+    capabilities: this machine's. level: the compiler's level of optimization. Never raises: without
+    the library a run is slower, not impossible.
     """
     machine = machine_flags(name, capabilities.cpu)
     if machine is None:
@@ -154,14 +155,14 @@ def build(name: Name, machine: Sequence[str]) -> Path:
 
 
 def unload(*names: Name) -> None:
-    """Forget the named libraries, or all if none is named: later steps do without them."""
+    """Forget the named libraries, or all if none is named: later steps compute without them."""
     for name in names or tuple(_loaded):
         _loaded.pop(name, None)
 
 
 @contextmanager
 def without(*names: Name) -> Iterator[None]:
-    """Within this context the named libraries are as if they were not loaded."""
+    """Context manager: inside it, the named libraries are as if they were not loaded."""
     kept = {name: _loaded.pop(name) for name in names if name in _loaded}
     try:
         yield
@@ -181,8 +182,8 @@ def is_loaded(name: Name) -> bool:
 
 
 class Struct(ctypes.Structure):
-    """The arguments of a kernel as its C++ struct has them. A tensor among the values is held as an
-    address: the caller keeps it alive."""
+    """Base class for the C++ structs that hold a kernel's arguments. A tensor among the values is
+    stored as its address, and the caller must keep it alive."""
 
     def __init__(self, *values: Any) -> None:
         super().__init__(
@@ -193,17 +194,17 @@ class Struct(ctypes.Structure):
 def fields(
     pointers: str = "", *, int64: str = "", int32: str = "", float32: str = ""
 ) -> list[tuple[str, Any]]:
-    """Return a Struct's fields: the names of its pointers, apart by blanks, then of its numbers."""
+    """Return the `_fields_` of a Struct: first pointers, then numbers, by type. Each argument is a
+    string of names, separated by blanks."""
     kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
     names = (pointers, int64, int32, float32)
     return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
 
 
 def call(library: Name, kernel: str, *arguments: Any) -> int:
-    """Call the C++ function `pentameter_<kernel>` of a library, which must be loaded, and return
-    its result, which means nothing for a function that has none. Structs are
-    passed by reference, tensors and tuples of tensors by address, None as null, numbers as
-    int64."""
+    """Call the C++ function `pentameter_<kernel>` of a library, which must be loaded. Structs are
+    passed by reference, tensors and tuples of tensors by address, None as null, numbers as int64.
+    Returns the function's result, which is meaningless for a function that returns void."""
     result: int = getattr(_loaded[library], f"pentameter_{kernel}")(*map(_passed, arguments))
     return result
 
@@ -221,5 +222,5 @@ def _passed(argument: Any) -> Any:
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:
-    """Return the memory address at which a tensor's data begins; null for None."""
+    """Return the memory address at which a tensor's data begins; null if x is None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -1,9 +1,12 @@
-"""A rehearsal of the fused step, before a run believes its kernels: one layer of each kind, with
+"""A rehearsal of the fused step, before a run relies on its kernels: one layer of each kind, with
 drawn weights, in the run's own shapes and dtypes.
 
 The C++ libraries are compared with PyTorch's operations, one sub-layer after another; the kernels
-of `torch.compile` prove themselves as they are called for the first time (`model/compiled.py`). The
-verdict is kept in the cache folder, so that another start finds it there.
+of `torch.compile` are checked as they are called for the first time (`model/compiled.py`). The
+result is kept in the cache folder, where the next start finds it.
+
+A *level* says how a library or kernel is built or run: LEVELS lists them, from the compiler's
+default over less optimization to PyTorch's own operations.
 
 Shapes: B batch rows, T sequence, D d_model, V vocabulary.
 """
@@ -47,18 +50,18 @@ from pentameter.model.loss import exceeds_chunk
 from pentameter.model.positions import rotation
 
 MOST_REROUTED = 1e-3
-"""Share of results in which a sub-layer of experts may differ: two experts with nearly the same
+"""Fraction of results in which a sub-layer of experts may differ: two experts with nearly the same
 score may change places by a rounding."""
 
 
 def rehearse(
     config: ModelConfig, dtype: torch.dtype, n_rows: int, capabilities: Capabilities
 ) -> dict[str, Level]:
-    """Return what is not to be used as the compiler makes it, and how it is to be run instead, by
-    the name of a C++ library or of a kernel of `torch.compile`: on this machine, for micro-batches
-    of `n_rows` whole contexts and matmuls in `dtype`. Nothing is changed for good: call `settle`.
+    """Return the level at which each C++ library or kernel of `torch.compile` is to run, by name,
+    for those that must not run at the default one: on this machine, for micro-batches of `n_rows`
+    whole contexts and matmuls in `dtype`. Nothing is changed for good: `settle` applies levels.
 
-    Takes seconds beside what there is to compile, the first time; then the cache knows.
+    The first time it takes seconds, besides compiling; then the result comes from the cache.
     """
     loaded = [name for name in native.FILES if native.is_loaded(name)]
     threads = torch.get_num_threads()
@@ -81,8 +84,9 @@ def rehearse(
 
 
 def settle(everywhere: Sequence[Mapping[str, Level]], capabilities: Capabilities) -> str:
-    """Run kernels and libraries from now on at the slowest level that any rank's `rehearse` has
-    returned, so that all compute alike. Return a phrase to append to the reason for compiling."""
+    """Set kernels and libraries to the slowest level that any rank's `rehearse` has returned for
+    them (`everywhere` has one result per rank), so that all ranks compute alike. Return a phrase to
+    append to the reason for compiling, empty if all run at the default level."""
     levels: dict[str, Level] = {}
     for each in everywhere:
         for name, level in each.items():
@@ -107,8 +111,9 @@ def _library_level(
     n_rows: int,
     capabilities: Capabilities,
 ) -> Level:
-    """Return the fastest level at which a loaded library agrees with PyTorch's operations in every
-    sub-layer of `model`, the other libraries left out. It is loaded again as it was."""
+    """Return the fastest level at which a library agrees with PyTorch's operations in every
+    sub-layer of `model`, while the `others` are unloaded. At the end the library is loaded at the
+    default level again."""
     found = LEVELS[-1]
     for level in LEVELS[:-1]:
         if native.load(name, capabilities, level) is not None:
@@ -126,8 +131,9 @@ def _library_level(
 
 
 class _Part(NamedTuple):
-    """A part of the fused step: its name, the function, the tensors that it is called with, the
-    modules whose parameters it reads, and whether these are in training."""
+    """A part of the fused step to be checked: its name, the function, the tensors that it is called
+    with, the modules whose parameters it reads, whether these are in training mode, and the
+    fraction of results that may differ."""
 
     name: str
     function: Callable[..., tuple[Tensor, ...]]
@@ -138,8 +144,8 @@ class _Part(NamedTuple):
 
 
 def _wrong(name: native.Name, part: _Part) -> str | None:
-    """Return a phrase that says how the loaded library's results of a part of the step, or their
-    gradients, differ from PyTorch's; None if they agree."""
+    """Return a phrase that says how the results of a part of the step, or their gradients, differ
+    between the loaded library and PyTorch; None if they agree."""
     results = _results(part)
     with native.without(name):
         expected = _results(part)
@@ -148,7 +154,8 @@ def _wrong(name: native.Name, part: _Part) -> str | None:
 
 
 def _results(part: _Part) -> list[Tensor]:
-    """Return a part's outputs, and the gradients of its inputs and of all parameters it reads."""
+    """Return a part's outputs, and the gradients of its inputs and of all parameters that it
+    reads."""
     for module in part.modules:
         module.train(part.training)
     inputs = [x.detach().requires_grad_() for x in part.inputs]
@@ -162,9 +169,9 @@ def _results(part: _Part) -> list[Tensor]:
 
 def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
     """Yield the parts of the fused step that a library may compute: attention and feed-forward
-    layers, the ends of sub-layers, and the head unless its loss comes in chunks, by other
-    operations. What evaluation computes otherwise, without dropout or a router's losses, is a part
-    of its own."""
+    layers, the ends of sub-layers, and the head, unless its loss is computed in chunks by other
+    operations. Parts that evaluation computes in another way, without dropout or a router's losses,
+    come once more for evaluation."""
     for training in (True, False):
         yield from _layers(model, dtype, n_rows, training)
     config, weight = model.config, model.head_parameters()[0]
@@ -179,7 +186,8 @@ def _parts(model: GPT, dtype: torch.dtype, n_rows: int) -> Iterator[_Part]:
 
 
 def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iterator[_Part]:
-    """Yield the parts of the model's blocks in training; or in evaluation, those that differ."""
+    """Yield the parts of the model's blocks: all of them if `training`, else only those that
+    evaluation computes in another way."""
     config, kind = model.config, NormKind(CENTRED[model.config.norm], model.config.norm_eps)
     T, D = config.context_length, config.d_model
     generator = torch.Generator().manual_seed(0)
@@ -229,8 +237,8 @@ def _layers(model: GPT, dtype: torch.dtype, n_rows: int, training: bool) -> Iter
 
 
 def _step(model: GPT, dtype: torch.dtype, n_rows: int) -> None:
-    """Make a step's forward and backward pass, in which the kernels of `torch.compile` prove
-    themselves."""
+    """Run one forward and backward pass of the fused step, in which the kernels of `torch.compile`
+    check themselves."""
     config = model.train().config
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(2)
@@ -241,8 +249,8 @@ def _step(model: GPT, dtype: torch.dtype, n_rows: int) -> None:
 
 
 def _shallow(config: ModelConfig, dtype: torch.dtype) -> GPT:
-    """Return a model for matmuls in `dtype` with one layer of each kind, in training, whose weights
-    are drawn, so that no result is 0 as those of new models may be."""
+    """Return a model in training mode, for matmuls in `dtype`, with one layer of each kind. All its
+    weights are drawn: in a new model some are 0, and so would be results."""
     with torch.device("meta"):
         model = GPT(config).to(torch.promote_types(dtype, torch.float32))
     kinds = set()

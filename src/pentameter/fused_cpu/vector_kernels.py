@@ -17,8 +17,8 @@ ROWS_PER_BIAS_SUM = 64
 
 
 class SubLayerEnd(NamedTuple):
-    """The constants in x + dropout(y + bias) and the norm that follows: the bias (D,) or None,
-    dropout's keys, int32 (B, 2), and probability `p`, whether the norm subtracts the mean
+    """The constant arguments for x + dropout(y + bias) and the norm that follows: the bias (D,) or
+    None, dropout's keys, int32 (B, 2), and probability `p`, whether the norm subtracts the mean
     (`centred`), and its epsilon."""
 
     bias: Tensor | None
@@ -73,8 +73,8 @@ def add_norm_backward(
 
 
 def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
-    """Return the arguments of `pentameter_add_norm`, or of its backward call, for the constants
-    `how` and a tensor y (B, T, D), or y's gradient, from which only sizes and dtype are read."""
+    """Return the arguments of the C++ function `pentameter_add_norm`, or of its backward one, for
+    the constants `how`. Only sizes and dtype are read of y (B, T, D), which may be y's gradient."""
     B, T, D = y.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     sizes = (B * T, T, D, rows_per_block(T, D) or T)
@@ -84,8 +84,8 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
 
 _TABLE = 0
 _FORMULAS = {"relu2": 1, "relu": 2, "swiglu": 3, "gelu": 4, "geglu": 4, "gelu_tanh": 5}
-"""Value for `model.feed_forward.activation` → its number in cpp/activation.cpp, for fp32 and for
-ReLU²; other bf16 activations use a table (number _TABLE)."""
+"""Maps a value of `model.feed_forward.activation` to its number in cpp/activation.cpp, for fp32 and
+for ReLU²; other bf16 activations use a table (number _TABLE)."""
 
 
 class _Activation(Struct):
@@ -104,9 +104,9 @@ def can_activate(h: Tensor, bias: Tensor | None, gated: bool) -> bool:
 
 
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """Return f(h + bias) (…, n) in h's dtype, for h (…, N) and bias (N,) or None. kind: f's
-    name in `model.feed_forward.activation`. If `gated`, n = N / 2 and f(first half) multiplies the
-    second half; else n = N."""
+    """Return f(h + bias) (…, n) in h's dtype, for h (…, N) and bias (N,) or None. kind: f's name in
+    `model.feed_forward.activation`. If `gated`, N = 2 · n, and the result is f(first half) times
+    the second half; else n = N."""
     job = _activation(h, bias, kind, gated)
     y = h.new_empty(*h.shape[:-1], job.n)
     call("vector", "activate", job, y, h)
@@ -116,12 +116,12 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return h's gradient (…, N), the activation's output computed again (…, n), and the bias's
-    gradient (N,), None without a bias.
+    """Return (h's gradient (…, N), the activation's output (…, n) computed again, the bias's
+    gradient (N,), or None without a bias).
 
-    g: the output's gradient (…, n). h, bias, kind, gated: as passed to `activate`: the
-    first linear's output (…, N), its bias, the activation's name, and whether half the
-    channels are a gate.
+    g: the output's gradient (…, n). h, bias, kind, gated: as passed to `activate`: the first
+    linear's output (…, N), its bias, the activation's name, and whether half the channels are a
+    gate.
     """
     job, g = _activation(h, bias, kind, gated), g.contiguous()
     g_h, y = torch.empty_like(h), torch.empty_like(g)

@@ -27,7 +27,7 @@ from pentameter.keyed import bits, folded, make_key
 EMBEDDING_SITE = 0
 
 WORDS = 2**32
-"""How many elements a 32-bit number tells apart: the most in one block."""
+"""Number of elements that a 32-bit number tells apart: the most in one block."""
 
 
 class Numbers(NamedTuple):

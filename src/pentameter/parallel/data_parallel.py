@@ -98,7 +98,8 @@ def _touched(
     parameters: Sequence[nn.Parameter], module: nn.Module, inputs: object, y: Tensor
 ) -> Tensor:
     """Forward hook: connect the output y (any shape) to every parameter in the autograd graph, so
-    that backward reaches each. Returns y as it is without gradients."""
+    that the backward pass reaches each. Returns the connected y, or y itself where gradients are
+    off."""
     return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
 
 

@@ -22,7 +22,7 @@ from pentameter.planning.plan import Plan
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, and any other tensor as it is (any shape)."""
+    """Return the local shard of a DTensor; a plain tensor, of any shape, is returned itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -85,10 +85,10 @@ def _region(
 
 
 def copy_shard(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the region that `target`, a DTensor or plain tensor, has on this rank out of a full
-    tensor `source`, in place.
+    """Copy this rank's region of `target`, a DTensor or plain tensor, out of a full tensor
+    `source`, in place.
 
-    If `source` ends earlier than `target`, the rest of `target` stays as it is.
+    If `source` ends earlier than `target`, the rest of `target` keeps its values.
     """
     local, region = common_region(target, tuple(source.shape))
     local.copy_(source[region])

@@ -138,12 +138,12 @@ class StageModule(nn.Module):
         self.run_compiled(replays=replays and is_short and self.device.type == "cuda")
 
     def run_compiled(self, *, replays: bool = False) -> None:
-        """Train with `torch.compile` from now on. On a CPU its C++ is built with -O2, as it is with
-        -O3 that g++ makes wrong kernels.
+        """Train with `torch.compile` from now on. On a CPU its C++ is built with -O2, because g++
+        makes wrong kernels with -O3.
 
-        If it `replays`, launches are recorded once as CUDA graphs; each `.grad` must then exist
-        before autograd runs, which would otherwise take the graph's own memory for it: call
-        `allocate` afterwards.
+        With `replays`, kernel launches are recorded once as CUDA graphs. Each `.grad` must then
+        exist before autograd first runs, which would otherwise put it into the graph's own memory:
+        call `allocate` afterwards.
         """
         # Imports PyTorch's compiler, which runs that compile nothing need not load.
         from pentameter.parallel.memory.recomputed_attention import WithoutGenerator
@@ -244,8 +244,9 @@ def _fused(
 
 
 class MessageShards(NamedTuple):
-    """How tensor-parallel ranks share the sending of the residual stream from one pipeline stage to
-    the next: `rank` is this one's number among the `n` ranks of the group named `group_name`.
+    """Record and functions by which tensor-parallel ranks send the residual stream from one
+    pipeline stage to the next in shards. `rank` is this one's number among the `n` ranks of the
+    group named `group_name`.
 
     After Narayanan et al. 2021, section 4.1. If these ranks hold the stream replicated, all would
     send the same. Instead each sends 1/n of the sequence, t = T / n tokens, and the receivers

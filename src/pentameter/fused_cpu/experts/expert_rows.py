@@ -1,7 +1,8 @@
-"""Rows of tokens, copied to their places among rows sorted by expert, and added up again: by the
-C++ kernels in `cpp/expert_rows.cpp`, or by PyTorch's operations.
+"""Rows of tokens: copied to their places among rows sorted by expert, and added up again
+afterwards. By the C++ kernels in `cpp/expert_rows.cpp`, or by PyTorch's operations.
 
-Shapes: N tokens, D d_model, k experts per token, R = N · k rows; P places of sorted rows.
+Shapes: N tokens, D d_model, E experts, k experts per token, R = N · k rows; P places of sorted
+rows.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ class _ExpertRows(Struct):
 
 @dataclass(frozen=True)
 class Places:
-    """The places of rows sorted by expert, with room behind each expert's rows, so that the number
-    of its places is a multiple of ROWS_PER_BLOCK."""
+    """Where each row lies in a tensor of P rows sorted by expert. Behind each expert's rows there
+    is blank room up to a multiple of ROWS_PER_BLOCK places."""
 
     of_token: Tensor
-    """Int64 (N, k): where each token's rows lie."""
+    """Int64 (N, k): the place of each of a token's rows."""
     ends: Tensor
-    """Int64 (E,): the place after each expert's room. Rows for which there is no capacity come
-    behind the last end."""
+    """Int64 (E,): the place after each expert's rows and their blank room. Rows that no expert has
+    capacity for come behind the last end."""
     blank: Tensor
     """Int64 (P - R,): the places without a row."""
 
     @property
     def n_places(self) -> int:
-        """P, the same for every routing: as many as rows, and the most room that experts can
-        need."""
+        """P, which is the same for every routing: the number of rows, plus the most blank room that
+        the experts can need."""
         return self.of_token.numel() + len(self.blank)
 
 
 def places_by_expert(routing: Routing) -> Places:
-    """Return the rows' places, sorted by expert, then by token."""
+    """Return the places of a routing's rows, sorted by expert, then by token."""
     E, experts = routing.n_experts, routing.experts.contiguous()
     n_blank = E * (ROWS_PER_BLOCK - 1)
     if serves("vector", torch.float32, torch.float32):
@@ -67,8 +68,8 @@ def places_by_expert(routing: Routing) -> Places:
 
 
 def spread(x: Tensor, places: Places) -> Tensor:
-    """Return sorted rows (P, D) for tokens x (N, D), which are copied to their places; zeros
-    elsewhere."""
+    """Return sorted rows (P, D) for tokens x (N, D): each token is copied to the places of its
+    rows; blank places are 0."""
     out = x.new_empty(places.n_places, x.shape[1]).index_fill_(0, places.blank, 0)
     if _can_compute(x):
         call("vector", "spread_expert_rows", _job(places, None, x), out, None, x, None)
@@ -78,8 +79,9 @@ def spread(x: Tensor, places: Places) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor:
-    """Return each token's rows times their weights, added in the order of its places, (N, D), for
-    sorted rows (P, D) and weights (N, k), or None for weights of 1."""
+    """Return the sum of each token's k rows times their weights, (N, D), for sorted rows (P, D) and
+    weights (N, k); None means weights of 1. Rows are added in the order in which the token's
+    experts were chosen."""
     if _can_compute(rows, weights):
         out = rows.new_empty(len(places.of_token), rows.shape[1])
         call("vector", "sum_expert_rows", _job(places, weights, rows), out, rows)
@@ -96,9 +98,8 @@ def weighted_sum(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor
 def weighted_sum_gradients(
     g: Tensor, rows: Tensor, places: Places, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sorted rows (P, D), 0 where no token's row is, and of the weights
-    (N, k), given the sum's gradient g (N, D). rows, places, weights: as passed to
-    `weighted_sum`."""
+    """Return the gradients of the sorted rows (P, D), 0 at blank places, and of the weights (N, k),
+    given the sum's gradient g (N, D). rows, places, weights: as passed to `weighted_sum`."""
     g_rows = torch.empty_like(rows).index_fill_(0, places.blank, 0)
     if _can_compute(rows, weights):
         g, g_weights = g.contiguous(), torch.empty_like(weights)
@@ -111,8 +112,8 @@ def weighted_sum_gradients(
 
 
 def _can_compute(x: Tensor, weights: Tensor | None = None) -> bool:
-    """Return whether the vector library is loaded and takes rows like x (…, D) with these weights:
-    x contiguous, in fp32 or bf16, weights in fp32 or None, D divisible by CHANNELS."""
+    """Return whether the vector library is loaded and supports rows like x (…, D) with these
+    weights: x contiguous, in fp32 or bf16, weights in fp32 or None, D divisible by CHANNELS."""
     dtype = torch.float32 if weights is None else weights.dtype
     return serves("vector", dtype, x.dtype) and x.shape[1] % CHANNELS == 0 and x.is_contiguous()
 

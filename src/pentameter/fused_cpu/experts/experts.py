@@ -39,12 +39,12 @@ def weighted_outputs(
     layers: Sequence[GroupedLinear],
     activation: str,
 ) -> Tensor:
-    """Return for each token the sum (B, T, D) of its experts' outputs times the router's weights,
-    for the normalised x (B, T, D), as `routing` says.
+    """Return for each token the sum of its experts' outputs times the router's weights, (B, T, D).
+    `routing` says which experts, and has the weights.
 
-    scale: the preceding norm's weight (D,). bias: the first matrices' (E, m) with the norm's folded
-    in, or None. layers: the experts' gate, up and down, or up and down. activation: its name in
-    `model.feed_forward.activation`.
+    x: normalised, (B, T, D). scale: the preceding norm's weight (D,). bias: the first matrices'
+    (E, m) with the norm's folded in, or None. layers: the experts' gate, up and down, or up and
+    down. activation: its name in `model.feed_forward.activation`.
     """
     *up, down = layers
     places, weights = places_by_expert(routing), (layer.weight for layer in up)
@@ -53,10 +53,11 @@ def weighted_outputs(
 
 
 class ExpertFeedForward(Function):
-    """For each token, the sum of its experts' feed-forward layers, times the router's weights.
+    """Autograd function: for each token, the sum of its experts' feed-forward layers, times the
+    router's weights.
 
     Expert e computes down[e] · f(up[e] · scale · x + bias[e]) + down_bias[e], with `scale` (D,) the
-    weight from the norm that computed x; with a gate, f acts on the gate's outputs and multiplies
+    weight of the norm that computed x; with a gate, f acts on the gate's outputs and multiplies
     up's. Backward recomputes the activation, and copies the rows of x again, rather than keep them.
     """
 

@@ -1,8 +1,9 @@
-"""Matmuls of rows that are sorted by group with a weight of their group's own, and their gradients:
+"""Matmuls of rows that are sorted by group, each with the weight of its group, and their gradients:
 by the C++ kernels in `cpp/grouped_tiles.cpp` (AMX) or `cpp/grouped_matmul.cpp`, by PyTorch's
-grouped matmul, or by the operations of the plain model, whichever is the first to take them.
+grouped matmul, or by the operations of the plain model: by the first of these that supports the
+operands.
 
-Shapes: P places of rows, E groups, which end before the places `ends`, int64 (E,), multiples of
+Shapes: P places of rows, E groups; group e ends before place `ends[e]`, int64 (E,), a multiple of
 ROWS_PER_BLOCK. Rows behind the last end belong to no group.
 """
 
@@ -21,10 +22,10 @@ from pentameter.model.matmul import (
 )
 
 FEATURES = 32
-"""The C++ kernels need numbers of inputs and outputs that this divides."""
+"""Divisor that the C++ kernels need of the numbers of inputs and outputs."""
 MAX_TILED = 1 << 18
-"""Largest number of elements of an expert's matrix that the AMX kernels multiply: it passes by for
-each 32 rows, and beyond, PyTorch's products of larger blocks are faster."""
+"""Largest number of elements in an expert's matrix that the AMX kernels multiply. They read it once
+for every 32 rows; for larger matrices PyTorch's products of larger blocks are faster."""
 
 
 class _GroupedMatmul(Struct):
@@ -34,8 +35,8 @@ class _GroupedMatmul(Struct):
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Return rows (P, inputs) times their group's weight (E, outputs, inputs), plus its bias (E,
-    outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
+    """Return rows (P, inputs) times their group's weight (E, outputs, inputs), plus its bias
+    (E, outputs) or None: (P, outputs), 0 behind the last of `ends` (E,)."""
     if bias is not None:
         return grouped_linear(rows, weight, bias.to(rows.dtype), ends)
     if (kernels := _kernels_for(weight.shape, rows, weight)) is not None:
@@ -48,8 +49,8 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> T
 
 
 def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient (P, inputs) of the rows in `linear`, for the result's gradient g (P,
-    outputs)."""
+    """Return the gradient (P, inputs) of `linear`'s rows, given its result's gradient g
+    (P, outputs)."""
     if (kernels := _kernels_for(weight.shape, g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
         call(
@@ -81,10 +82,10 @@ def weight_gradient(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _kernels_for(shape: tuple[int, ...], *operands: Tensor) -> Name | None:
-    """Return the library whose kernels multiply contiguous bf16 operands, of which FEATURES divides
-    all widths, for a weight with this shape (E, outputs, inputs): AMX, for matrices up to
-    MAX_TILED, or vector on a CPU that multiplies pairs of bf16 numbers; None if PyTorch is faster,
-    or neither is loaded."""
+    """Return the library whose kernels multiply these operands; None if PyTorch is faster, or no
+    library is loaded that can. `shape` is the weight's, (E, outputs, inputs). Operands must be
+    contiguous bf16, and FEATURES must divide all widths. AMX takes matrices up to MAX_TILED;
+    vector, without AMX, needs a CPU that multiplies pairs of bf16 numbers."""
     dtype = operands[0].dtype
     if not all(_fits_kernel(x) for x in operands):
         return None
@@ -110,9 +111,9 @@ def _fits_kernel(x: Tensor) -> bool:
 
 
 def _pytorch_takes(*operands: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul multiplies these operands: not in float64, nor with
-    rows whose length is not a multiple of 16 bytes. Called directly it saves the overhead of our
-    custom operations and of their views, a tenth of a product (3,072 tokens, 8 experts of 256)."""
+    """Return whether PyTorch's grouped matmul supports these operands: not float64, nor rows whose
+    length is not a multiple of 16 bytes. Called directly it saves the overhead of our custom
+    operations and of their views, a tenth of a product (3,072 tokens, 8 experts of 256)."""
     return all(
         x.dtype is not torch.float64 and x.shape[-1] * x.itemsize % 16 == 0 for x in operands
     )

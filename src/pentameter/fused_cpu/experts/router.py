@@ -20,12 +20,12 @@ from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.experts import Router, Routing
 
 IS_SIGMOID = {"softmax": False, "sigmoid": True}
-"""Value of `model.router.score_function` → whether scores are sigmoids."""
+"""Maps a value of `model.router.score_function` to whether scores are sigmoids."""
 HAS_LOSS = {"none": False, "bias": False, "sequence": True, "batch": True}
-"""Value of `model.router.balance` → whether it is an auxiliary loss."""
+"""Maps a value of `model.router.balance` to whether it is an auxiliary loss."""
 MOST_WEIGHTS = 1 << 16
-"""Largest router weight, in numbers, that the C++ kernel multiplies: up to it, its gradient's
-sums stay in a core's cache. For larger ones PyTorch's matmuls are as fast."""
+"""Largest number of elements in a router's weight that the C++ kernel multiplies: up to it, the
+sums of its gradient stay in a core's cache. For larger ones PyTorch's matmuls are as fast."""
 TOKENS_PER_SUM, MOST_SUMS = 64, 256
 """Least tokens per partial sum in the gradient of the router's weight, and most such sums, which
 take memory."""
@@ -42,8 +42,9 @@ def router_logits(h: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def route(router: Router, logits: Tensor) -> Routing:
-    """Return `router.route(logits)` for logits (B, T, E): by the C++ kernels unless the router has
-    groups of experts, or a loss of its own that this pass needs."""
+    """Return the Routing of tokens with these logits (B, T, E), as `router.route` does. The C++
+    kernels compute it, unless the router has groups of experts, or an auxiliary loss that this pass
+    needs."""
     if not serves("vector", logits.dtype, logits.dtype) or not _can_choose(router):
         return router.route(logits)
     experts, weights = _ChosenExperts.apply(logits, router)
@@ -51,7 +52,8 @@ def route(router: Router, logits: Tensor) -> Routing:
 
 
 def _can_choose(router: Router) -> bool:
-    """Return whether the kernels know the router's settings."""
+    """Return whether the kernels support the router's settings, in its present mode (training or
+    not)."""
     config = router.config
     has_loss = look_up(HAS_LOSS, config.router.balance, "model.router.balance", "the fused router")
     has_loss = has_loss or bool(config.router.z_loss)
@@ -71,7 +73,7 @@ class _ChoiceJob(Struct):
 
 
 class _RouterLogits(Function):
-    """x · (weight · scale)ᵀ in fp32, with few outputs, and its gradients."""
+    """Autograd function: x · (weight · scale)ᵀ in fp32, for a weight with few outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -105,8 +107,8 @@ def _logits_job(x: Tensor, scale: Tensor, weight: Tensor) -> _LogitsJob:
 
 
 class _ChosenExperts(Function):
-    """The choice of experts by logits and their weights, whose backward pass also adds to the
-    router's `counts` and `logit_sums` in training."""
+    """Autograd function: the choice of experts by their logits, and their weights. In training its
+    backward pass also adds to the router's `counts` and `logit_sums`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

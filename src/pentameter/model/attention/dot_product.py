@@ -28,7 +28,7 @@ class Weighting(NamedTuple):
     (a sink), and dropout. Always causal: a query sees no key after its own position."""
 
     window: int | None = None
-    """How many keys a query sees, the last being its own; None for all up to its own."""
+    """Number of keys that a query sees, the last being its own; None for all up to its own."""
     sinks: Tensor | None = None
     """Each head's score (H,) for one more key, whose value is 0; None for no such key."""
     dropout: WeightsDropout | None = None

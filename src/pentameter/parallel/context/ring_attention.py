@@ -72,7 +72,7 @@ class _Block(NamedTuple):
     first_query: int
     first_key: int
     window: int
-    """How many tokens a query sees, itself included; 0 for no window."""
+    """Number of tokens that a query sees, itself included; 0 for no window."""
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions in the sequence of the queries (Q,) and the keys (S,)."""

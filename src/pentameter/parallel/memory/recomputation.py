@@ -144,7 +144,7 @@ class _Giving(TorchDispatchMode):
 
 
 def _detached(result: Any) -> Any:
-    """Return a tensor without its history, and anything else as it is."""
+    """Return a tensor detached from its autograd history; anything else is returned unchanged."""
     return result.detach() if isinstance(result, Tensor) else result
 
 

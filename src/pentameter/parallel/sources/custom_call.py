@@ -22,8 +22,8 @@ Gives = Literal["logits", "loss", "both"]
 
 
 def gives(module: nn.Module) -> Gives:
-    """Return what `module(…)` computes, from its `forward` signature: `logits` if it takes inputs
-    alone, `loss` if it also requires targets, `both` if targets are optional."""
+    """Return which results `module(…)` can compute, by its `forward` signature: `logits` if it
+    takes inputs alone, `loss` if it also requires targets, `both` if targets are optional."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     positional = [each for each in parameters if each.kind in kinds]
