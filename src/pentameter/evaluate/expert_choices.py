@@ -81,7 +81,7 @@ def expert_choices(model: nn.Module, tokens: npt.NDArray[np.int64]) -> list[Laye
 
 
 MOST_TOKENS_NAMED = 12
-"""Most different tokens that are listed for an expert."""
+"""Maximum number of different tokens listed for an expert."""
 
 
 def expert_table(choices: LayerChoices, shown: Sequence[str]) -> Table:

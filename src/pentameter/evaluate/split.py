@@ -92,8 +92,8 @@ def perplexity(loss: float) -> float:
 
 
 Window = tuple[int, int, int]
-"""(position of the first input, end of the last target, number of counted targets: the last ones);
-positions count tokens in the split"""
+"""(Position of the first input, end of the last target, number of targets that count, which are the
+last ones). Positions count tokens in the split."""
 
 
 def evaluation_batches(

@@ -7,9 +7,10 @@ from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_PARTS = 4
-"""Most tokens that one character is cut into: one for each byte of its UTF-8."""
+"""Maximum number of tokens for one character: one for each byte of its UTF-8."""
 _MOST_BEFORE = 64
-"""Most tokens that are looked at for those behind which to decode; else all are kept."""
+"""Maximum number of last tokens among which `_settle` searches for those to keep; if it finds none,
+all are kept."""
 
 
 class Decodes(Protocol):

@@ -31,12 +31,14 @@ from pentameter.model.loss import loss_sum
 from pentameter.parallel.engine import Engine
 
 MAX_NEW_TOKENS = 256
-"""Maximum continuation in tokens if the task gives none, as with the harness's other models."""
+"""Maximum number of tokens in a continuation if the task gives none, as with the harness's other
+models."""
 
 OBEYED = frozenset(
     ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "max_new_tokens")
 ) | {"max_tokens", "max_completion_tokens"}
-"""A task's settings for continuations that are obeyed; others are named in a warning."""
+"""Settings for continuations that have an effect here; a warning names all others that a task
+has."""
 
 
 class ScoredRow(NamedTuple):

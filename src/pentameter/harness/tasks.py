@@ -18,7 +18,7 @@ from pentameter.errors import ConfigError, PentameterError, either, printable
 from pentameter.harness.model import HarnessModel
 
 LONGEST_LINE = 300
-"""Maximum length, in characters, at which another library's message is quoted."""
+"""Maximum number of characters quoted of another library's message."""
 
 
 @dataclass(frozen=True)

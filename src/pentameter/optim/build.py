@@ -17,7 +17,7 @@ from pentameter.planning.architecture import ParameterSpec
 NamedParameters = Iterable[tuple[str, Parameter]]
 
 DECAYS_ALL = {"matrices": False, "all": True}
-"""`optimizer.decay` → whether weight decay also acts on parameters that the table does not mark for
+"""`optimizer.decay` → True if weight decay also acts on parameters that the table does not mark for
 it."""
 
 

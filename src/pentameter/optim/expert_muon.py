@@ -22,7 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration (Jordan et al. 2024), those of `torch.optim.Muon`."""
 N_ITERATIONS = 5
 EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
+"""Lower bound for the norm by which a matrix is divided."""
 
 
 class ExpertMuon(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ Verdict = Literal["batch", "hardware", "code", "layout", "unknown"]
 ROUNDING: Mapping[str, float] = {
     "fp64": 1e-14, "fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3,
 }  # fmt: skip
-"""Precision → relative difference of a loss that another order of its sums may make, in the first
+"""Precision → relative difference of a loss that is due to summing in another order, in the first
 step after equal weights."""
 GROWTH = 2.0
 """Factor by which differences may grow from one step to the next. Measured with a tiny model at a
@@ -46,8 +46,8 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "threads": ("n_threads",),
     "float32 matmul precision": ("flags", "float32_matmul_precision"),
 }
-"""What environment.json says on which the last bits of a step depend, by the names in which
-differences are told."""
+"""Facts in environment.json on which the last bits of a step depend, by the names under which
+differences are shown."""
 
 
 def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -151,7 +151,7 @@ def conclude(
         close = close and weights.weights_distance <= allowed
     equal: Literal["bits", "rounding"] | None = "bits" if bits else "rounding" if close else None
     must_be_equal = is_own_layout and not differences
-    # As text, as NaN is not equal to itself.
+    # As text, because NaN is not equal to itself.
     is_repeated = again is None or repr(replayed) == repr(again)
     if must_be_equal and not bits and is_repeated:
         equal = None

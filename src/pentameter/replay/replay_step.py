@@ -130,7 +130,7 @@ def replay_step(
         lambda: record.open_any_checkpoint(verification.check), "verifying", step
     )
     if made_with is not None:
-        # A run of the user's code is refused.
+        # Refuses a run with a model or an optimizer from the user's code.
         UserComponents().check_same(made_with, plan, with_schedule=True)
     compute = choose_compute(plan, world)
     check_device_memory(plan, compute, world.local_size)

@@ -49,7 +49,8 @@ _JSON = ("application/json",)
 _PAGE = Path(__file__).with_name("templates") / "page.html"
 _PAGE_HEADERS = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer"}
 ARRIVAL_SECONDS = 30.0
-"""Longest time in which a request's head, and then its body, may arrive."""
+"""Longest time in seconds in which a request's body may arrive; its head has up to twice as
+long."""
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
@@ -486,7 +487,7 @@ class _Server(uvicorn.Server):
     ones that do not end within `grace_seconds` get an error."""
 
     def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
-        # What hangs after it was told is cut off.
+        # A request that still runs after it got its error is cut off.
         seconds = int(grace_seconds) + 5 if math.isfinite(grace_seconds) else None
         super().__init__(
             uvicorn.Config(

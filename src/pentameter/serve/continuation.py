@@ -143,7 +143,7 @@ class Continuation:
             self.finish_reason = "length"
         if self.finish_reason:
             self._text += self._detokenizer.flush()
-        # What is held back, such as the byte of a line's end, may have the stop string already.
+        # Text that is held back, such as the byte of a line's end, may complete a stop string.
         text = self._text + self._detokenizer.held
         self._n_reached = max(n_reached, len(text))
         first_new = max(0, n_before - max(map(len, asked.stop), default=0))
@@ -185,7 +185,7 @@ class Continuation:
         peak = logits.max()
         logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
         logprobs = np.maximum(logprobs, LEAST_LOGPROB)
-        # Equal ones by id, like the greedy choice.
+        # Equally likely tokens are in order of their ids, as in the greedy choice.
         order = np.lexsort((np.arange(len(logits)), -logprobs))[:n_rivals] if n_rivals else ()
         rivals = [
             (None if i == token else self._detokenizer.with_next(int(i)), float(logprobs[i]))

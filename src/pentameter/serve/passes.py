@@ -35,11 +35,12 @@ from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
 
 PIECE_TOKENS = 64
-"""Most prompt tokens read in one pass, so that texts being written wait little for it."""
+"""Maximum number of prompt tokens in one pass. It is small, so that other texts do not wait
+long."""
 _PIECE_UNIT = 16
-"""A piece's tokens are padded to a multiple of this."""
+"""A piece is padded to a multiple of this many tokens."""
 _LEAST_PIECE = 4
-"""Least number of last tokens that are read as a piece; fewer are written one by one."""
+"""Minimum number of tokens in the last piece of a prompt; fewer are processed one by one."""
 _KEY_UNIT, _MOST_KEY_SIZES = 64, 16
 """The keys that a piece reads are padded to a multiple of the first; the second is the largest
 number of key counts that `write` chooses from."""
@@ -194,8 +195,8 @@ class Slots:
         self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         self.context_length = context_length = model.config.context_length
         self.n_slots = n_slots
-        # A slot's memory begins at the same alignment as every other's. Its last key takes what a
-        # padded row writes.
+        # The memory of every slot begins at the same alignment. Padding rows write to its last
+        # key.
         self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
         n_heads, *channels = model.config.cached_per_token
         n_layers = model.config.n_layers

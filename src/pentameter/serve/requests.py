@@ -265,8 +265,8 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        # Of a value that may be one of several kinds, the errors are one for each: the innermost is
-        # of the kind that it is.
+        # For a value that may be of several types, there is an error for each type. The innermost
+        # one is for the type that the value has.
         first = max(
             error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"])
         )

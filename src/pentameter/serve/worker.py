@@ -33,8 +33,8 @@ from pentameter.serve.continuation import CachedDecoder, Continuation, Piece, Te
 from pentameter.serve.passes import Slots
 
 EVENT_SECONDS = 0.05
-"""Least seconds between two events of an answer: readers see no difference, and the processor
-computes tokens meanwhile."""
+"""Shortest time in seconds between two events of an answer. Readers see no difference, and the
+processor computes tokens meanwhile."""
 
 
 _Result = TypeVar("_Result")

@@ -40,8 +40,8 @@ SETTINGS = {
     "idle_experts": SWITCH,
     "kv_heads": "in 1 … 64",
 }
-"""Setting that a case's text may have besides its layout → its valid values, in words for an
-error."""
+"""Name of a setting that a case's text may have besides its layout → its valid values, in words for
+an error message."""
 
 Recompute = Literal["full", "selective"]
 

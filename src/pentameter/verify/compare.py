@@ -46,7 +46,7 @@ Kind = Literal[
 
 
 READ: tuple[Kind, ...] = ("loss", "evaluation loss", "row losses", "next logits")
-"""The kinds of numbers that a forward pass gives."""
+"""Kinds of numbers that a forward pass gives."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ IDLE_EXPERTS = {
     "model.router.balance_rate": 10.0,  # above any score: an expert above the mean gets none next
     "model.router.balance_weight": 0.01,
 }
-"""Settings with which some experts get no token from the second step on."""
+"""`[model]` settings with which some experts get no token from the second step on."""
 
 
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:

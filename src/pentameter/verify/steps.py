@@ -46,8 +46,8 @@ INIT_STD = 0.3
 """Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
 near 1."""
 SMALL_BLOCKS = {(ring_attention, "TILE"): 3, (loss, "MAX_LOGITS"): 100}
-"""(Module, name) of a limit above which something is computed in blocks → the limit with which
-there are several blocks in verify's steps."""
+"""(Module, name) of a constant, the size above which something is computed in blocks → a value so
+small that verify's steps need several blocks."""
 OWN_NOISE = 0.05
 """Standard deviation of the noise added to a custom model's initial weights, whose scale the model
 itself knows best."""

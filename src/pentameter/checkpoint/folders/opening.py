@@ -141,12 +141,12 @@ def best_checkpoint(
     """Find the verified checkpoint in `folder` (a run's `checkpoints/`) that represents its run;
     None if there is none.
 
-    Candidates, in order: the best checkpoint; the best one saved before it, if the best is absent
-    or damaged; the newest. The newest checkpoint records both steps in state.json (`best.step`,
+    Candidates, in order: the best checkpoint; the one that was best before it, if it is absent or
+    damaged; the newest. The newest checkpoint records both steps in state.json (`best.step`,
     `saved_best_step`), because saving the best may have failed, on a full disk for example.
 
-    With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
-    adds a line to `warnings`. Raises CorruptError if all are damaged.
+    With `run_id`, checkpoints from other runs are ignored. Each damaged one that is skipped adds a
+    line to `warnings`. Raises CorruptError if all are damaged.
     """
     checkpoint, damage = None, list[str]()
     for run, step in _recorded(folder, run_id):

@@ -188,7 +188,7 @@ class RemoteCopies:
         self._me = current_owner()
         self._before: Owner | None = None  # who copied before us, as run.json said
         self.is_read = False
-        """True once the store has said which copies there are."""
+        """True once `read` has found out which copies exist."""
         self._is_ours = self._is_clean = False
 
     def read(self) -> None:

@@ -312,8 +312,8 @@ class CheckpointStore:
         )
 
     def commit(self, save: Save) -> Saved:
-        """Wait until all ranks have written their files, for as long as their disks take, then
-        commit: rename the save's folder to its final name.
+        """Wait until all ranks have written their files, however long their disks take, then rename
+        the save's folder to its final name.
 
         Collective. Raises StorageError if a write failed on any rank or the rename fails; the
         save's folder is then removed.
@@ -374,7 +374,7 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Find the verified checkpoint with this run's highest step; None if the run has none.
 
-        A damaged checkpoint is passed over with a line in `warnings`; CorruptError if all are
+        A damaged checkpoint is skipped, with a line in `warnings`. Raises CorruptError if all are
         damaged.
         """
         return self.at(None)
@@ -429,8 +429,8 @@ class CheckpointStore:
         return removed
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove this run's checkpoints after `step`, and return their steps. If the checkpoint for
-        `step` itself is missing or damaged, nothing is removed, and the list is empty."""
+        """Remove this run's checkpoints after `step`, and return their steps. If the checkpoint at
+        `step` itself is missing or damaged, nothing is removed and the list is empty."""
         candidates = list(self._folders.own())
         if not any(each.step == step and self._folders.is_valid(each.path) for each in candidates):
             return []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
-"""Maps names to tensors, in memory or lazy."""
+"""Mapping from name to tensor, in memory or lazy."""
 
 _N_SHOWN = 5
 
@@ -24,16 +24,16 @@ _N_SHOWN = 5
 class LazyTensor:
     """A tensor that is computed at each access; its shape and dtype are known beforehand.
 
-    It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
-    for which nothing else is computed. The result is a new tensor on the CPU; slices need both
-    start and stop. Its methods are a torch.Tensor's, and give lazy tensors.
+    It is indexed like a torch.Tensor: `tensor[...]` is the whole; `tensor[0:2, 4:8]` is one region,
+    for which nothing else is computed. The result is a new tensor on the CPU. Slices need both
+    start and stop. Methods are named as in torch.Tensor and return lazy tensors.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: Callable[[torch.Tensor, tuple[slice, ...]], None]
-    """Fills a tensor with one region, given by the start and stop for each dimension; shapes are
-    equal, and values are converted to the tensor's dtype."""
+    """Function that fills a tensor with one region, given by start and stop for each dimension.
+    Both have the same shape; values are converted to the tensor's dtype."""
 
     def __getitem__(self, region: tuple[slice, ...] | EllipsisType) -> torch.Tensor:
         import torch

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NamedFiles = Mapping[str, tuple[str, TensorFile]]
-"""Group (`model`, `optimizer`) → name and content of the file that this rank writes for it. A group
-is absent if this rank writes nothing for it."""
+"""Group (`model`, `optimizer`) → (file name, content) of the file that this rank writes for it. A
+group is absent if this rank writes nothing for it."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the checkpoint of `step` is to hold."""
+    """What to save in the checkpoint of `step`."""
 
     step: int
     tensors: Groups
@@ -59,7 +59,7 @@ class Contents:
     extra_files: Mapping[str, bytes]
     """Name → content of further small files."""
     layout: Mapping[str, int] = field(default_factory=dict)
-    """Axis → degree of parallelism, for the manifest."""
+    """Dimension of the layout → degree of parallelism, for the manifest."""
 
     def small_files(self) -> dict[str, bytes]:
         """Return name → content for the files next to the tensors. Raises ValueError for a state
@@ -101,8 +101,8 @@ class HostBuffers:
     def copy(
         self, files: Mapping[str, tuple[str, TensorFile]]
     ) -> dict[str, tuple[str, TensorFile]]:
-        """Copy the files' tensors into these buffers, and return the files with their bytes there;
-        group → name and content. Earlier copies are overwritten. Waits for copies from GPUs."""
+        """Copy the files' tensors into these buffers. Return group → (file name, content), with the
+        contents in the buffers. Overwrites the previous copies, and waits for copies from GPUs."""
         import torch
 
         copied = {}
@@ -155,10 +155,10 @@ class Save:
 
     def start_writing(self, buffers: HostBuffers) -> None:
         """Copy the tensors into `buffers`, so that they may change from now on, and start a thread
-        that writes the files; `written` joins it.
+        that writes the files. `written` waits for it.
 
-        If memory for the snapshot is lacking, `written` raises StorageError, not this method: until
-        then ranks with and without the memory proceed alike.
+        If memory for the snapshot is lacking, it is `written` that raises StorageError, not this
+        method: until then, ranks with and without the memory proceed alike.
         """
         try:
             self.files = buffers.copy(self.files)

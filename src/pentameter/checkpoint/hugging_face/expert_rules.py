@@ -32,8 +32,8 @@ EXPERTS_IN_EVERY_LAYER = Rule(
     _write_every_layer,
     lambda _content, _section: {"feed_forward.width": None, "experts.dense_layers": 0},
 )
-"""For a family whose every layer has experts: refuses `model.experts.dense_layers`, and reads
-`model.feed_forward.width`, which only a layer without experts has, as None."""
+"""Rule for a family whose every layer has experts. It refuses `model.experts.dense_layers`, and
+reads `model.feed_forward.width`, which only layers without experts have, as None."""
 
 
 def _read_layers(content: Content, section: Content) -> dict[str, Any]:
@@ -59,7 +59,7 @@ LAYERS_WITH_EXPERTS = Rule(
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": layers_without_experts(model)},
     _read_layers,
 )
-"""For a family in which some layers may have one feed-forward layer instead of experts."""
+"""Rule for a family in which some layers may have one feed-forward layer instead of experts."""
 
 
 def _sums_to_one(model: ModelConfig) -> bool:
@@ -76,8 +76,8 @@ SCORES_MAY_SUM_TO_ONE = Rule(
         "router.top_k_first": False,
     },
 )
-"""For a family with a switch, `norm_topk_prob`: whether a token's scores are divided by their
-sum."""
+"""Rule for a family with the switch `norm_topk_prob`, which says whether a token's scores are
+divided by their sum."""
 
 
 def _write_summing_to_one(model: ModelConfig) -> dict[str, Any]:
@@ -91,16 +91,16 @@ SCORES_SUM_TO_ONE = Rule(
     _write_summing_to_one,
     lambda _content, _section: {"router.renormalize": True, "router.top_k_first": False},
 )
-"""For a family in which a token's scores always sum to 1; refuses a model in which they need
-not."""
+"""Rule for a family in which a token's scores always sum to 1; it refuses a model in which they
+need not."""
 
 SOFTMAX_OF_THE_CHOSEN = Rule(
     SCORES_SUM_TO_ONE.keys,
     _write_summing_to_one,
     lambda _content, _section: {"router.renormalize": False, "router.top_k_first": True},
 )
-"""As SCORES_SUM_TO_ONE, and read as a softmax of the chosen experts' logits, which is the same
-function."""
+"""Rule like SCORES_SUM_TO_ONE, but read as a softmax of the chosen experts' logits, which is the
+same function."""
 
 
 def _write_expert_for_all(model: ModelConfig) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _read_expert_for_all(content: Content, section: Content) -> dict[str, Any]:
 SHARED_EXPERT_WITH_A_GATE = Rule(
     ("experts.n_shared", "experts.shared_gate"), _write_expert_for_all, _read_expert_for_all
 )
-"""For a family whose layers always have a shared expert, with a gate."""
+"""Rule for a family whose layers always have a shared expert, with a gate."""
 
 
 def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
@@ -143,5 +143,5 @@ def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
 
 
 CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice)
-"""Refuses `model.router.balance = "bias"`, the only way of balancing that also acts when a trained
-model chooses experts."""
+"""Rule that refuses `model.router.balance = "bias"`, the only way of balancing that also acts when
+a trained model chooses experts."""

@@ -74,7 +74,7 @@ class Projections:
 
 
 AS_ABOVE = "as above"
-"""Stands for the reason that the table's entry before this one gives."""
+"""Placeholder for the same reason as in the table's previous entry."""
 
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "norm_position": ("pre", "{} normalises before each sub-layer"),
@@ -110,8 +110,8 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "router.group_scores": (2, "{} forms no groups of experts"),
     "experts.capacity": (None, "{} leaves out no token"),
 }
-"""pentameter key → the only value that a family can express if its description omits the key, and
-the reason for refusing another."""
+"""pentameter key → (the only value that a family can express unless its description has the key,
+the reason for refusing another)."""
 
 NOT_WRITTEN = {
     "vocab_multiple": "rows that pad the vocabulary are not written",
@@ -124,8 +124,8 @@ NOT_WRITTEN = {
         ("router.balance_rate", "router.balance_weight", "router.z_loss"), "acts in training only"
     ),
 }
-"""pentameter key that does not affect written weights, and why not; a family may write it all the
-same."""
+"""pentameter key that does not affect written weights → why not. A family may write it
+nevertheless."""
 
 NAMES = {
     "token_embedding": "embed_tokens",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 SCALES = "_scale_inv"
-"""Suffix of a tensor of scales, after the name of its weight."""
+"""Suffix that makes a weight's name the name of its scales."""
 
 
 def block_size(content: Mapping[str, Any], path: Path) -> tuple[int, int] | None:

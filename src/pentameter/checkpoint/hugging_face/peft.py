@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Prefix for the adapted model's module names."""
+"""Prefix that PEFT puts before the adapted model's module names."""
 
 
 def export_peft(

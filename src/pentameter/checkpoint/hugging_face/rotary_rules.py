@@ -23,10 +23,11 @@ _SCALING = {
     "beta_slow": ("beta_slow", 1.0),
     "truncate": ("truncate", True),
 }
-"""Key in `model.rope_scaling` → key in config.json, and its default there; None for a key that must
-be there."""
+"""Key in `model.rope_scaling` → (key in config.json, default there). None as the default means that
+the key is required."""
 _SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
-"""Keys for YaRN's factors of queries, keys and scores, whose meaning depends on each other."""
+"""Keys for YaRN's factors of queries, keys and scores. They are read together, because each one's
+meaning depends on the others."""
 _TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
     "default": (None, ()),
     "linear": ("linear", ("factor",)),
@@ -39,8 +40,8 @@ _TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
         ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
     ),
 }
-"""`rope_type` in config.json → pentameter's type, and the keys in `model.rope_scaling` that belong
-to it, but for `_SHARPENING`."""
+"""`rope_type` in config.json → (pentameter's type, the keys in `model.rope_scaling` that belong to
+it, without `_SHARPENING`)."""
 
 
 def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
@@ -166,11 +167,12 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
 WHOLE_HEADS_TURN = Rule(
     ("rope_theta", "rope_scaling"), partial(_write_rope, partly=False), _read_rope
 )
-"""For a family that turns all channels of each head; the rotation's base is 10,000 by default."""
+"""Rule for a family that rotates all channels of each head; the rotation's base is 10,000 by
+default."""
 WHOLE_HEADS_TURN_SLOWLY = Rule(
     WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, default_theta=1e6)
 )
-"""As WHOLE_HEADS_TURN, but a config.json without a base means 1,000,000."""
+"""Rule like WHOLE_HEADS_TURN, but with a base of 1,000,000 by default."""
 WHOLE_HEADS_TURN_BY_YARN = Rule(
     WHOLE_HEADS_TURN.keys,
     WHOLE_HEADS_TURN.write,
@@ -185,16 +187,16 @@ WHOLE_HEADS_TURN_BY_YARN = Rule(
         },
     ),
 )
-"""As WHOLE_HEADS_TURN, but a config.json without an entry means gpt-oss's own: YaRN, from 4,096
-tokens to 32 times as many, and a base of 150,000."""
+"""Rule like WHOLE_HEADS_TURN, but with gpt-oss's defaults if config.json has no entry: YaRN, from
+4,096 tokens to 32 times as many, and a base of 150,000."""
 PART_OF_A_HEAD_TURNS = Rule(
     ("rope_theta", "rope_scaling", "rotary_fraction"),
     partial(_write_rope, partly=True),
     partial(_read_rope, partly=True),
 )
-"""For a family that turns only a fraction of each head's channels."""
+"""Rule for a family that rotates only a fraction of each head's channels."""
 LATENT_HEADS_TURN = Rule(
     WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, scales_scores=True)
 )
-"""For a family with latent attention: all of its rotated channels turn, and YaRN's `mscale_all_dim`
-multiplies attention scores."""
+"""Rule for a family with latent attention: all channels set apart for it are rotated, and YaRN's
+`mscale_all_dim` multiplies attention scores."""

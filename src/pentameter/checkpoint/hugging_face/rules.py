@@ -99,15 +99,15 @@ LAYERS_WITH_A_WINDOW = Rule(
     _write_windows,
     partial(_read_windows, has_window=lambda layer, n: layer >= n),
 )
-"""A config.json without a list of layers gives a window to the layers from `max_window_layers`
-on."""
+"""Rule for attention windows. If config.json does not list each layer's kind, the layers from
+`max_window_layers` on have a window."""
 EVERY_OTHER_WITH_A_WINDOW = Rule(
     LAYERS_WITH_A_WINDOW.keys,
     _write_windows,
     partial(_read_windows, has_window=lambda layer, n: layer < n and layer % 2 == 0),
 )
-"""As LAYERS_WITH_A_WINDOW, but a config.json without a list gives a window to every other layer
-below `max_window_layers`."""
+"""Rule like LAYERS_WITH_A_WINDOW, but without a list every other layer below `max_window_layers`
+has a window."""
 
 
 def _write_alternating(model: ModelConfig) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def _read_alternating(content: Content, section: Content) -> dict[str, Any]:
 
 
 ALTERNATING_WINDOWS = Rule(LAYERS_WITH_A_WINDOW.keys, _write_alternating, _read_alternating)
-"""For a family without a switch for windows: a config.json without a list of layers gives one, of
-128 tokens, to every other layer, the first included."""
+"""Rule for a family without a switch for windows. If config.json does not list each layer's kind,
+every other layer has a window of 128 tokens, beginning with the first."""
 ONE_SWITCH_FOR_WINDOWS = Rule(
     ("attention.sliding_window",),
     lambda model: {
@@ -138,7 +138,7 @@ ONE_SWITCH_FOR_WINDOWS = Rule(
         else None
     },
 )
-"""All layers have a window or none has."""
+"""Rule for a family in which all layers have a window or none has."""
 
 
 def _write_biases(model: ModelConfig) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def _read_biases(content: Content, section: Content) -> dict[str, Any]:
 
 
 ONE_SWITCH_FOR_BIASES = Rule(("attention.qkv_bias", "bias"), _write_biases, _read_biases)
-"""For a family in which attention's four projections have a bias all or none. The feed-forward
-layer's switch must be the same."""
+"""Rule for a family in which either all four projections of attention have a bias or none. The
+switch of the feed-forward layer must be the same."""
 
 
 def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
 
 
 HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width)
-"""Refuses a model whose d_model is not a multiple of its number of heads."""
+"""Rule that refuses a model whose d_model is not a multiple of its number of heads."""
 
 CONTEXT_BY_ITS_OLD_NAME = Rule((), lambda model: {"n_ctx": model.context_length})
-"""Writes `n_ctx`, GPT-2's first name for n_positions, which llama.cpp's converter asks for."""
+"""Rule that also writes `n_ctx`, GPT-2's first name for n_positions, because llama.cpp's converter
+asks for it."""

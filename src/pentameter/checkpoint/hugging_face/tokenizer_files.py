@@ -122,7 +122,7 @@ def generation_config(tokenizer: Tokenizer, token_ids: Mapping[str, Any]) -> byt
     known = {each for each in (said if isinstance(said, list) else [said]) if type(each) is int}
     ends = set() if tokenizer.chat is None else set(ends_of_answers(tokenizer))
     if CONFIG in tokenizer.published and is_same:
-        # All special tokens end an answer where the template writes none: then they know better.
+        # If all special tokens end answers, the template writes none: the published ids are better.
         ends = known if ends >= {*tokenizer.special_tokens.values()} else ends | known
         if published is not None and ends == known:
             return published.encode()

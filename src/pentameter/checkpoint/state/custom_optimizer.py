@@ -128,7 +128,7 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any], whose: str) -> None:
             if ours.get(key) != theirs.get(key):
                 differing.append(f"{path}{key}")
         parameters = ours.get("parameters", {})
-        # Where all parameters of a stage are in one group, nothing is common there.
+        # A stage whose parameters are all in one group cannot tell which settings are common.
         ours["common"] = sorted({*ours.get("common", []), *theirs.get("common", [])})
         for name, each in theirs.get("parameters", {}).items():
             if parameters.setdefault(name, each) != each:
@@ -217,7 +217,7 @@ def _has_changed(value: Any, before: _Noted | None, packer: Packer, where: str) 
     tree = alone.pack(value, where)
     if is_helper(tree):
         return False
-    # In words, as 1, 1.0 and True are equal, and 0.0 and -0.0.
+    # As text, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return bool(alone.tensors) or before is None or repr(before.tree) != repr(tree)
 
 

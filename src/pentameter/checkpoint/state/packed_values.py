@@ -139,7 +139,7 @@ class Packer:
         match value:
             case torch.Tensor():
                 if id(value) not in self._known:
-                    # With the tensor, as the id of one that is gone may be another's.
+                    # Keeps the tensor alive: the id of a freed one may be given to another.
                     self._known[id(value)] = self._tensor(value, where, of), value
                 packed, _ = self._known[id(value)]
             case None | bool() | int() | str():

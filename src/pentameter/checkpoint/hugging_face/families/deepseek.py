@@ -53,7 +53,8 @@ _EVERY_HEAD_HAS_KEYS = Rule(
     lambda model: {"num_key_value_heads": model.attention.n_heads},
     _read_every_head,
 )
-"""For latent attention, whose heads share no keys and values beyond the latent."""
+"""Rule for latent attention: all heads read one latent, but each computes its own keys and values
+from it, so there is no choice of KV heads."""
 
 
 def _write_experts_for_all(model: ModelConfig) -> dict[str, Any]:

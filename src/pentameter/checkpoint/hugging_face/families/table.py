@@ -36,7 +36,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
 }
-"""Keyed by `model_type` in config.json. If several can express a model, the first is written."""
+"""`model_type` in config.json → its family. If several families can express a model, the first one
+is written."""
 
 NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
