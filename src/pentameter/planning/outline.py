@@ -29,8 +29,8 @@ OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_coun
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """What planning knows of a model, for a resolved configuration: its parameters, its FLOPs and
-    the parallelism that it permits. A frozen record."""
+    """A model's parameters, FLOPs and permitted parallelism, for a resolved configuration; a frozen
+    record. Planning needs nothing else from a model."""
 
     table: tuple[ParameterSpec, ...]
     """Every parameter, in the order of the model's `named_parameters()`."""

@@ -45,8 +45,8 @@ MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest 
 
 @dataclass(frozen=True)
 class Reached:
-    """What an earlier start of a run has reached: the highest step in metrics.jsonl before the
-    resume, and the time of the last event, in seconds since 1970 (UTC)."""
+    """Progress of an earlier start of a run: the highest step in metrics.jsonl before the resume,
+    and the time of the last event, in seconds since 1970 (UTC)."""
 
     step: int
     time: float

@@ -42,9 +42,9 @@ class EpochSums:
 
 @dataclass
 class GuardState:
-    """What the guard remembers of earlier steps, so that a resumed run decides as an undisturbed
-    one (see `guard.py` and `skipping.py`). `losses` and `norms` stay empty without
-    `guard.spike_factor`, the rest without `guard.rollback_interval`."""
+    """The guard's memory of earlier steps, so that a resumed run decides as an undisturbed one (see
+    `guard.py` and `skipping.py`). `losses` and `norms` stay empty without `guard.spike_factor`, the
+    rest without `guard.rollback_interval`."""
 
     losses: list[Finite] = field(default_factory=list)
     """Loss of each of the last `guard.window` updates, oldest first."""
@@ -144,10 +144,9 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a checkpoint records of its run's logs and data: sizes of the logs in bytes, metrics
-    lines that the disk had refused, the sha256 of the tokens read so far (None if not recorded),
-    and whether each data set of a mixture is drawn with its own random keys (see
-    `TrainingBatches`)."""
+    """A checkpoint's record of its run's logs and data: sizes of the logs in bytes, metrics lines
+    that the disk had refused, the sha256 of the tokens read so far (None if not recorded), and
+    whether each data set of a mixture is drawn with its own random keys (see `TrainingBatches`)."""
 
     metrics_bytes: Count = 0
     log_bytes: Count = 0

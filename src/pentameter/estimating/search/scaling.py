@@ -33,7 +33,7 @@ class ScalePoint:
     """Tokens per second per device, relative to the smallest device count that holds the model; 0
     if nothing fits."""
     why: str = ""
-    """Why no layout was found; empty if one was."""
+    """The reason that no layout was found; empty if one was."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `plan --scale --json` prints for this device count."""

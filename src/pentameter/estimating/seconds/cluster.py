@@ -226,8 +226,8 @@ class Cluster(Section):
 
     @property
     def obstacle(self) -> str | None:
-        """Why communication between these nodes cannot be estimated, with the remedy: there are
-        several, and no network is known of the device. None if it can be."""
+        """The reason, with a remedy, that communication cannot be estimated: there are several
+        nodes, and the device's network is not known. None if it can be."""
         if self.n_nodes == 1 or self.device.network_bytes_per_second is not None:
             return None
         return (

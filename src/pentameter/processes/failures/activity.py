@@ -1,10 +1,7 @@
-"""What each process does now, as the launcher sees it: its latest note, and its stacks on
-request.
-
-A process notes every action (training, saving, …) that it begins, for messages and for the launcher
-of `--nproc`. From these notes the launcher sees when none of the processes goes on, and
-requests the stacks of those that hang.
-"""
+"""Records of what each process does, for messages and for the launcher of `--nproc`. A process
+notes every action (training, saving, …) that it begins, and writes its stacks on request. From
+these notes the launcher sees when no process goes on, and requests the stacks of those that
+hang."""
 
 from __future__ import annotations
 
@@ -42,8 +39,7 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """What a process does now: the name of its latest action (`training`, `saving`), its step and
-    its timeout."""
+    """A process's latest action: its name (`training`, `saving`), its step and its timeout."""
 
     doing: str = STARTING
     step: int = 0

@@ -71,8 +71,8 @@ class Wait:
     ranks: Sequence[int] = ()
     """The ranks of its group; empty for all ranks."""
     serves: str = ""
-    """What it communicates for: a module's name, the gradients by their parameters' names, or
-    pipeline stages."""
+    """The purpose of the communication: a module's name, the gradients by their parameters' names,
+    or pipeline stages."""
     during: str = ""
     """`forward pass`, `backward pass`, or empty."""
     calls: str = ""

@@ -30,7 +30,7 @@ class Attempt:
     store: str = ""
     """HOST:PORT at which the processes meet: rank 0's node."""
     reason: str = ""
-    """Why it is not running any more, for people."""
+    """The reason that it is not running any more, for people."""
     exit_code: int = 0
     progress: str = ""
     """Newest checkpoint when it began."""

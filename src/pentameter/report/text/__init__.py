@@ -1,1 +1,1 @@
-"""What verbs show on a terminal: tables and lines, made of what they were given."""
+"""Tables and lines that verbs show on a terminal."""

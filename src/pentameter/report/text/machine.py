@@ -1,4 +1,5 @@
-"""What a machine can do and what training on it would choose: facts, and rows for a terminal."""
+"""Facts about a machine, with the choices that training would make on it, and rows of them for a
+terminal."""
 
 from __future__ import annotations
 

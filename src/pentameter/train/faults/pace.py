@@ -22,8 +22,8 @@ from pentameter.record.events import RankMetrics
 SLOW = 1.2
 """A rank counts as slow if its own time ÷ the others' is at least this."""
 SLOW_FOR_PLAN = 2.0
-"""The same limit where a rank has no equals: for its own time ÷ what the plan expects of its
-stage."""
+"""The limit for a rank that alone runs its stage: it is slow if its own time ÷ what the plan
+expects of the stage is at least this."""
 SLOW_STEPS = 50
 """Steps in a row for which a rank is slow before a warning says so. After a warning, no rank may be
 slow for as many before another one."""

@@ -370,9 +370,9 @@ class OldCheckpoints:
         self._removals: list[Future[None]] = []
 
     def begin(self) -> None:
-        """As the run starts, remove old checkpoints that a killed process should still have
-        removed. If the checkpoint to resume from has no copy in `checkpoint.copy_to`, ask for
-        one."""
+        """Remove old checkpoints that a killed process should still have removed, and ask for a
+        copy of the checkpoint to resume from, if `checkpoint.copy_to` has none. Called as the run
+        starts."""
         self.prune()
         if self.run.folder.holds_checkpoint:
             self.run.copies.request(self.run.state.step, self.returned_to)
