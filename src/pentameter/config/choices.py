@@ -121,8 +121,8 @@ VALIDATION_FRACTION = 0.1
 """Default for `data.validation_fraction`, and for `prepare`."""
 
 TEMPLATE_DATE = "2024-07-26"
-"""Default for `data.template_date`, and for `prepare`: the date that Llama 3's templates write
-where they are not told another."""
+"""Default for `data.template_date`, and for `prepare`. It is the date that Llama 3's templates
+write if they get no other."""
 
 FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
 """Keys in `[data]` about files' text → their defaults, in `prepare` too."""

@@ -67,7 +67,8 @@ class SourceConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Text or questions beside validation that a run is evaluated on, `[[data.evaluations]]`."""
+    """A text, or a file of questions, on which a run is evaluated besides the validation split,
+    `[[data.evaluations]]`."""
 
     name: Name
     """Name of the evaluation, which its metrics have as their `split`."""
@@ -91,7 +92,8 @@ class DataConfig(Section):
     reset, and the run is named after the text."""
     sources: tuple[SourceConfig, ...] = ()
     """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
-    from one of them, drawn by their weights; each is read in `order` and split as one alone."""
+    from one of them, drawn by their weights. Each is read in `order`, and split, as if it were the
+    only one."""
     evaluations: tuple[EvaluationConfig, ...] = ()
     """Texts and questions by name that each evaluation also passes over, besides the validation
     split."""
@@ -111,8 +113,8 @@ class DataConfig(Section):
     """Renders the messages of conversations as text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
     template_date: Day = TEMPLATE_DATE
-    """The day, YYYY-MM-DD, that chat templates are told in training, where they ask for today's
-    (`strftime_now`); a fixed one, so that the same data give the same tokens on any day."""
+    """The day, YYYY-MM-DD, that chat templates get in training if they ask for today's date
+    (`strftime_now`). It is fixed, so that the same data give the same tokens on any day."""
     order: Literal["random", "shuffled", "sequential", "streamed", "columns", "documents"] = (
         "random"
     )
@@ -133,7 +135,7 @@ class DataConfig(Section):
     test_fraction: Rate = 0.0
     """Fraction for `eval --split test`; by position, the tail."""
     max_bytes: ByteCount | None = None
-    """Read at most this many bytes of the text, as UTF-8 has them."""
+    """Read at most this many bytes of the text, counted in UTF-8."""
     grammar: GrammarConfig = GrammarConfig()
     """Settings of `corpus = "grammar"`."""
 

@@ -34,9 +34,9 @@ def checked_name(name: str) -> str:
 
 
 def name_of(text: str, suffix: str = "") -> str:
-    """Return a valid run name made from any text: other characters become `-`, and combining marks
-    without a letter before them are left out. If nothing is left, it is "text". `suffix`, of
-    characters that names have, follows; what is too long is cut before it."""
+    """Return a valid name made from any text. Characters that a name may not have become `-`, and
+    whatever precedes the first letter or digit is dropped; if nothing is left, the name is "text".
+    `suffix`, whose characters must be valid, is appended; the rest is cut so that both fit."""
     kept = "".join(c if _is_of_names(c) else "\0" for c in normalize("NFC", text))
     name = re.sub("\0+", "-", kept)
     first = next((i for i, c in enumerate(name) if c.isalnum()), len(name))

@@ -95,7 +95,7 @@ class ScheduleConfig(Section):
     gamma: Factor = 0.95
     """Factor of `step`."""
     decay_interval: Positive | None = None
-    """Steps between two decays of `step`; when absent those of an epoch, rounded up."""
+    """Steps between two decays of `step`; when absent, the steps of an epoch, rounded up."""
 
     @property
     def decay_keys(self) -> tuple[str, ...]:
@@ -119,15 +119,15 @@ class TrainConfig(Section):
     tokens_per_step: ByteCount | None = None
     """Instead of batch_size: tokens per step."""
     micro_batch_size: Positive | None = None
-    """Sequences per forward-backward; the whole batch when absent. Must divide it."""
+    """Sequences in one forward and backward pass; the whole batch when absent. Must divide it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto`: the fastest present."""
     precision: Literal["auto", Precision] = "auto"
     """Arithmetic of matmuls; weights and optimizer stay fp32 (fp64 for fp64). `auto` takes the best
     that the machine supports; `doctor` says which, and why."""
     matmul_precision: MatmulPrecision | None = None
-    """How exactly a GPU multiplies what stays fp32: `high` is TF32, `medium` may be bf16. When
-    absent, `high` for precision tf32, else `highest`."""
+    """How exactly a GPU multiplies matrices that stay fp32: `high` is TF32, `medium` may be bf16.
+    When absent, `high` for precision tf32, else `highest`."""
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input only,
     `selective` also the results of its matmuls and of fused attention."""
@@ -141,8 +141,8 @@ class TrainConfig(Section):
     a run, after a round number of steps, 1000 at most; `epoch` is the steps of a pass over the
     training split, rounded up; "none" never evaluates."""
     eval_train_tokens: Positive | None = None
-    """Also evaluate, without dropout, on about so many tokens of the training split, its first; the
-    log shows the loss beside validation's."""
+    """Also evaluate, without dropout, on about this many tokens from the start of the training
+    split; the log shows that loss beside validation's."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     upcycle_noise: NonNegativeFloat = 0.0
@@ -201,7 +201,7 @@ class LoraConfig(Section):
     """Rows of A and columns of B, at most the smaller side of each matrix that is adapted; without
     it, everything is trained and there are no adapters."""
     alpha: Annotated[float, Field(strict=True, gt=0, le=65_536)] = 16.0
-    """Scale of what adapters add, over their rank; at most 65,536."""
+    """Scale of the adapters, which add (alpha ÷ rank) · B A; at most 65,536."""
     targets: tuple[str, ...] = ()
     """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
 
@@ -243,11 +243,12 @@ class ParallelConfig(Section):
     work (Liu et al. 2023), or an `all-to-all` exchanges tokens for heads, which `context` must
     divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
     expert: Positive = 1
-    """Ranks that shard the experts of each layer: each has count ÷ expert of them, and tokens
-    travel to theirs. They are taken from the data × context × tensor ranks, whatever those are."""
+    """Ranks that shard the experts of each layer: each holds count ÷ expert of them, and tokens are
+    sent to the ranks of their experts. They are no additional ranks, but are taken from the data ×
+    context × tensor ones, whichever of these degrees those come from."""
     expert_tensor: Positive = 1
-    """Ranks that shard each expert's matrices. What data × context × tensor leaves beside expert ×
-    expert_tensor holds replicas of the experts, which `zero` shards."""
+    """Ranks that shard each expert's matrices. Each expert then has data × context × tensor ÷
+    (expert × expert_tensor) replicas, which `zero` shards."""
     pipeline: Positive = 1
     """Pipeline stages: ranks that each hold some of the layers."""
     schedule: ScheduleName = "1f1b"
@@ -325,16 +326,17 @@ class CheckpointConfig(Section):
     interval: Positive | None = None
     """Steps between checkpoints; train.eval_interval when absent. The last step always saves."""
     keep_last: Positive = 2
-    """Newest checkpoints kept; one from whose weights a finite loss was computed always stays."""
+    """Number of newest checkpoints that are kept. The newest one from whose weights a finite loss
+    was computed always stays too."""
     keep_best: Switch = True
     """Also keep the one with the best validation loss."""
     asynchronous: Literal["auto"] | Switch = "auto"
     """Overlap writing checkpoints with training, which waits for a snapshot of weights and
     optimizer in the host's memory and no longer; `auto` if that memory has room for it."""
     copy_to: str | None = None
-    """URL of a folder (`s3://bucket/runs/NAME`, `gs://…`, `file:///…`: what fsspec opens) for
-    copies of checkpoints and logs, made while training goes on. A run folder that lacks the newest
-    gets it from there. One run to a folder."""
+    """URL of a folder (`s3://bucket/runs/NAME`, `gs://…`, `file:///…`: whatever fsspec opens) for
+    copies of checkpoints and logs, made while training goes on. If a run folder lacks the newest
+    checkpoint, it is fetched from there. Each run needs a folder of its own."""
     copy_wait_seconds: NonNegativeFloat = 60.0
     """Longest wait for copies at a run's end, all copies together. After a signal it bounds the
     whole wait. A complete run waits until they are made; it gives up on a store that fails for so
@@ -371,13 +373,15 @@ class GuardConfig(Section):
     deviation) or more; 20, for example. When absent, only updates that are not finite are left
     out."""
     window: Annotated[int, Field(strict=True, ge=8, le=10_000)] = 128
-    """Updates in that median; nothing is a spike before so many were made."""
+    """Number of last updates over which that median is taken. There are no spikes before so many
+    updates were made."""
     skips: NonNegative = 3
     """Most updates left out in a row. When another one would be, the run rolls back, or gives
     up."""
     rollback_interval: Positive | None = None
-    """Steps between the checkpoints to which a run rolls back, of which the newest two are kept
-    beside all others; the batches since are skipped. When absent, the run gives up instead."""
+    """Steps between the checkpoints to which a run can roll back; the newest two are kept beside
+    all others. A rollback skips the batches that were read since its checkpoint. When absent, the
+    run gives up instead."""
     rollbacks: Positive = 3
     """Most rollbacks in a run. It gives up when another one is due, or when it has rolled back to
     every checkpoint that is left."""
@@ -402,7 +406,8 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run: `load_config` reads it, `make_plan` derives the rest."""
+    """The configuration of a run, with all sections. `load_config` reads it; `make_plan` derives
+    the rest."""
 
     name: Name = "run"
     """Names the run folder, runs/NAME."""

@@ -344,11 +344,12 @@ def _unlock(fd: int) -> None:
 
 @contextmanager
 def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` on leaving, synced and in one rename.
+    """Context manager that yields a temporary folder, which on leaving is synced and renamed to
+    `target`.
 
     One process at a time builds: the others call `waiting`, if it is given, and wait for the first.
-    An error leaves nothing behind, and a killed process's remains, on whichever machine, are
-    removed first. If the file system has no locks, each process builds in its own folder. Raises
+    An error leaves nothing behind; what a killed process left, on whichever machine, is removed
+    first. If the file system has no locks, each process builds in its own folder. Raises
     FolderExistsError if `target` exists, also if it has appeared meanwhile, StorageError if writing
     fails.
     """
@@ -378,11 +379,11 @@ def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterato
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a private temporary folder, removed on leaving; first remove those that killed
-    processes left.
+    """Context manager that yields a private temporary folder, and removes it on leaving. First it
+    removes those that killed processes have left.
 
-    A file in it stays locked while this process lives, so a folder whose lock can be taken has no
-    owner any more. If the file system has no locks, a killed process's folder stays.
+    A file in the folder stays locked while this process lives, so a folder whose lock can be taken
+    has no owner any more. If the file system has no locks, a killed process's folder stays.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*/{_IN_USE}"):
         _remove_if_left(left)

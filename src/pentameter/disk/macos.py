@@ -19,8 +19,8 @@ _LOOK_SECONDS = 0.1
 
 @cache
 def sysctl(name: str) -> str:
-    """Return what `sysctl -n NAME` says, asked once in a process; empty if it says nothing, as on
-    another system. The names asked for do not change while a Mac runs."""
+    """Return the output of `sysctl -n NAME`, asked once in a process; empty if there is none, as on
+    another system. Values that are asked for do not change while a Mac runs."""
     return said_by("sysctl", "-n", name)
 
 

@@ -1,7 +1,6 @@
-"""Small records: JSON objects in files of their own, which one process writes for others to look at
-again and again. They are replaced whole, and read tolerantly: a record that is absent, damaged or
-cannot be read at the moment is none.
-"""
+"""Small records: JSON objects, each in a file of its own, that one process writes and others read
+again and again. A file is replaced in one rename. A record that is absent, damaged, or cannot be
+read at the moment is None to its readers."""
 
 from __future__ import annotations
 

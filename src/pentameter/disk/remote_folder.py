@@ -31,7 +31,7 @@ PAUSES = tuple(growing(1.0, 10, longest=60.0))
 
 BLOCK_BYTES = 8 * 2**20
 N_BLOCKS = 4
-"""Blocks of BLOCK_BYTES that are requested together; so much memory a transfer takes."""
+"""Number of blocks of BLOCK_BYTES that are requested at once; a transfer takes so much memory."""
 
 _PART_ATTEMPTS, _IN_PARTS_BYTES = 5, 64 * 2**20
 
@@ -47,7 +47,8 @@ Result = TypeVar("Result")
 
 
 class _UnequalError(Exception):
-    """An object is not there, or not what was written; that may pass."""
+    """Raised in an attempt if an object is absent, or is not what was written; a later attempt may
+    succeed."""
 
 
 class Attempts:
@@ -179,8 +180,8 @@ class RemoteFolder:
         return data
 
     def put(self, name: str, content: bytes) -> FileRecord:
-        """Write an object, replacing one of that name whole; it reads back equal on return. Returns
-        its name (the last part), size and sha256."""
+        """Write an object, replacing one of that name; on return it has been read back and is
+        equal. Return its name (the last part), size and sha256."""
         record = FileRecord.of(name.rpartition("/")[2], content)
         self._put(name, record, lambda path: self._fs.pipe_file(path, content))
         return record

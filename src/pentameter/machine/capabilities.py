@@ -151,8 +151,9 @@ def _usable_gpus() -> tuple[tuple[GpuCapabilities, ...], str | None]:
 
 
 def has_kernels(architecture: str, built_for: Sequence[str]) -> bool:
-    """Return whether a torch has kernels for a GPU, `sm_86` or `gfx90a`. built_for: what it is
-    built for, from `torch.cuda.get_arch_list`; an empty list does not say, and counts as yes.
+    """Return whether a build of torch has kernels for a GPU, `sm_86` or `gfx90a`. built_for: the
+    architectures in the build, from `torch.cuda.get_arch_list`; an empty list does not say, and
+    counts as yes.
 
     NVIDIA's machine code (`sm_80`) runs from its minor version to the last of its major one, code
     with an `a` on its own chip only, and PTX (`compute_80`) on all later ones (CUDA C++ Programming

@@ -209,8 +209,8 @@ _LOOK_SECONDS = 0.05
 
 
 def has_gpu_file(devices: Path = Path("/dev")) -> bool:
-    """Return True if the kernel or the container shows a GPU under `devices`: NVIDIA's, of which a
-    container may have any number but the first, AMD's, or the one that WSL passes on."""
+    """Return whether there is a GPU's device file under `devices`: NVIDIA's (a container may have
+    any but the first), AMD's, or the one that WSL passes on."""
     return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 

@@ -49,7 +49,7 @@ def toml_value(value: Any) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a configuration file, for editors.
 
-    It accepts what `Config` does, and `extends`, and "none" in place of None.
+    It accepts what `Config` accepts, the key `extends`, and "none" for None.
     """
     schema = Config.model_json_schema()
     extends = {
@@ -94,8 +94,9 @@ def _shown(default: Any) -> str:
 
 
 def _taken(leaf: Leaf) -> str:
-    """Return the values that a key takes, shorter than a message says them: a range of whole
-    numbers by its ends, and none only where the default does not tell."""
+    """Return the values that a key takes, in words, for the reference page: shorter than in
+    messages. A range of whole numbers is written as its ends; `none` is left out if it is the
+    default."""
     words = re.sub(r"a whole number from (\S+) to ", r"\1 … ", leaf.expected)
     words = words.replace(" of at least 1 characters", "")
     return words.removesuffix(f" or {ABSENT}") if leaf.default is None else words

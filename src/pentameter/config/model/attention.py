@@ -28,18 +28,19 @@ class AttentionConfig(Section):
     n_heads: Width = 6
     """Attention heads (H)."""
     n_kv_heads: Width | None = None
-    """Heads of keys and values, each shared by n_heads / n_kv_heads queries (grouped-query
-    attention; 1 is multi-query); n_heads when absent."""
+    """Heads of keys and values, each of which serves n_heads / n_kv_heads query heads
+    (grouped-query attention; 1 is multi-query); n_heads when absent."""
     head_size: Width | None = None
     """Channels of a head (K); d_model / n_heads when absent."""
     kv_rank: Width | None = None
-    """`latent`: the numbers from which keys and values are computed; 4 × head_size when absent."""
-    q_rank: Width | None = None
-    """`latent`: as many numbers from which queries are computed; straight from the stream when
+    """`latent`: numbers per token from which keys and values are computed; 4 × head_size when
     absent."""
+    q_rank: Width | None = None
+    """`latent`: numbers per token from which queries are computed; when absent, they are computed
+    from the residual stream directly."""
     rope_head_size: Width | None = None
-    """`latent`: channels beside head_size that rotate; one key of them serves all heads. Half of
-    head_size when absent."""
+    """`latent`: rotated channels that each query and key has in addition to head_size; those of the
+    key are the same for all heads. Half of head_size when absent."""
     v_head_size: Width | None = None
     """`latent`: channels of a value, at most head_size + rope_head_size; head_size when absent."""
     qk_norm: Literal["head", "width"] | None = None
@@ -51,7 +52,8 @@ class AttentionConfig(Section):
     sliding_window: Positive | None = None
     """Tokens that a query sees, itself included; all earlier ones when absent."""
     sliding_window_pattern: Positive | None = None
-    """With a window, every so many layers the last one sees the whole context; none when absent."""
+    """With sliding_window: every so many layers, the last of them sees the whole context instead.
+    All layers have the window when absent."""
     qkv_bias: Switch = False
     """A bias on the query, key and value projections."""
     dropout: Rate = 0.0

@@ -57,22 +57,24 @@ class ExpertsConfig(Section):
     """A mixture of experts in place of the feed-forward layer."""
 
     count: Positive | None = None
-    """Experts (E) in a layer: feed-forward layers, of which a router chooses some for each token;
-    one feed-forward layer for all tokens when absent."""
+    """Experts (E) in a layer: feed-forward layers, of which a router chooses some for each token.
+    When absent, a layer has one feed-forward layer for all tokens."""
     per_token: Positive | None = None
     """Experts that the router chooses for a token; 2 when absent."""
     width: Width | None = None
     """Width of an expert; the feed-forward layer's when absent."""
     n_shared: NonNegative = 0
-    """Experts that take every token, as one feed-forward layer so many times as wide as one."""
+    """Experts that every token passes through beside its chosen ones. They are computed as one
+    feed-forward layer, n_shared times as wide as an expert."""
     shared_gate: Switch = False
     """Multiply the shared experts' output by a learned number per token, a sigmoid (Qwen2-MoE)."""
     dense_layers: NonNegative | tuple[NonNegative, ...] = 0
-    """Layers with one feed-forward layer instead of experts: so many first ones, or a list of
-    layers, counted from 0."""
+    """Layers with one feed-forward layer instead of experts: the number of first layers, or a list
+    of layers, counted from 0."""
     capacity: PositiveFloat | None = None
-    """Tokens that an expert takes from a sequence, as a multiple of an equal share of
-    context_length tokens; it leaves out later ones. When absent, all."""
+    """Most tokens that an expert takes from a sequence, as a multiple of an equal share of them,
+    context_length · per_token ÷ count. The expert leaves out the sequence's later tokens. No limit
+    when absent."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -138,20 +140,20 @@ class RouterConfig(Section):
     bias: Switch = False
     """A bias on the router's logits (gpt-oss)."""
     groups: Positive | None = None
-    """Groups that the experts form, in order; a token chooses within `open_groups` of them, those
-    whose `group_scores` highest scores sum to the most."""
+    """Groups into which the experts are divided, in order. A token chooses its experts within
+    `open_groups` of them: the groups whose `group_scores` highest scores have the largest sums."""
     open_groups: Positive | None = None
-    """Groups within which a token chooses; needs `groups`."""
+    """Groups within which a token chooses its experts; needs `groups`."""
     group_scores: Positive = 2
-    """Scores by whose sum a group is compared with others, its highest: 2 (DeepSeek-V3) or 1
-    (DeepSeek-V2)."""
+    """Number of highest scores in a group whose sum is compared with other groups': 2 (DeepSeek-V3)
+    or 1 (DeepSeek-V2)."""
     balance: Literal["none", "bias", "sequence", "batch"] = "none"
     """Method of balancing experts. `bias`: a number is added to each expert's score for
     choosing alone, and moves by balance_rate each step, up where the step's batch gave the expert
     fewer tokens than the mean (DeepSeek-V3). `sequence`: a loss for each sequence. `batch`: a loss
     over the step's batch, with the fractions of tokens of the step before."""
     balance_rate: PositiveFloat = 0.001
-    """`bias`: by how much it moves in a step."""
+    """`bias`: how far an expert's number moves in a step."""
     balance_weight: PositiveFloat = 0.01
     """`sequence`, `batch`: the loss's factor. It is 1 where experts get equally many tokens."""
     z_loss: NonNegativeFloat = 0.0

@@ -17,10 +17,10 @@ class RopeScalingConfig(Section):
     """Rotary frequencies for a longer context than the one a model was first trained on."""
 
     type: Literal["linear", "llama3", "yarn"] | None = None
-    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
-    by factor, fast ones kept, those between interpolated (Llama 3.1); `yarn`: the same by channels
-    between beta_fast and beta_slow, and attention sharpened (Peng et al. 2023). None ("none")
-    leaves them."""
+    """`linear`: positions are divided by factor (Chen et al. 2023). `llama3`: slow frequencies are
+    divided by factor, fast ones kept, those between interpolated (Llama 3.1). `yarn`: the same,
+    interpolated over the channels between beta_fast and beta_slow, with attention sharpened (Peng
+    et al. 2023). None ("none") leaves frequencies unchanged."""
     factor: PositiveFloat = 8.0
     """Factor by which frequencies fall."""
     low_frequency_factor: PositiveFloat = 1.0

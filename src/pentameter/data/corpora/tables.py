@@ -109,8 +109,8 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    """Yield the table's record batches (pyarrow), valid, with those `wanted` columns that it
-    has."""
+    """Yield the table's record batches (pyarrow), checked to be valid, with those `wanted` columns
+    that it has. Raises CorruptError if it has a wanted column twice."""
     columns = columns_of(file)
     for name in dict.fromkeys(wanted):
         if (n := columns.count(name)) > 1:

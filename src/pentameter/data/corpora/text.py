@@ -50,7 +50,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Text(Corpus):
-    """A corpus of text, each document of which is read by itself."""
+    """A corpus of text, in documents that are tokenized one by one."""
 
     def documents(self) -> Documents:
         """Start a new pass over the documents. Chunks are small, except that a record is one

@@ -82,11 +82,12 @@ class TokenFile:
 
 
 def token_files(paths: Sequence[Path]) -> list[Path]:
-    """List the token files that the paths name; empty unless every path names some.
+    """Return the token files that the paths name; [] unless every path names some.
 
-    They are recognized by suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
-    prepared shards besides (nanoGPT's `data/openwebtext` with its scripts passes). Hidden files in
-    it, such as macOS puts beside each file of an archive (`._train.bin`), are no token files.
+    A file is one by its suffix, `.bin` or Megatron's `.idx`. A folder stands for its `.bin` files,
+    unless it holds text or prepared shards, too (nanoGPT's `data/openwebtext` with its scripts
+    passes). Hidden files in it, such as macOS puts beside each file of an archive (`._train.bin`),
+    are left out.
     """
     found: list[Path] = []
     for path in paths:
@@ -135,11 +136,12 @@ def open_token_file(path: Path) -> TokenFile:
 
 
 def files_by_split(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files by split, assigned by a word in their names (`train`, `val`, `test`; else
-    train).
+    """Return split → files, by a word in the files' names: `train`, `val` or `test`; a file without
+    one is train.
 
-    If none is for validation, files beside the training files are added whose names differ only in
-    that word: `val.bin` for `train.bin`, `fineweb_val_*.bin` for `fineweb_train_000001.bin`.
+    If no file is for validation, files beside the training files are added whose names differ from
+    theirs only in that word: `val.bin` for `train.bin`, `fineweb_val_*.bin` for
+    `fineweb_train_000001.bin`.
     """
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for path in paths:

@@ -60,7 +60,7 @@ class Contents(ABC):
     chat: ChatTemplate | None = None
     """Chat template to store with the tokenizer; None leaves the tokenizer's own."""
     remarks: Sequence[str] = ()
-    """Sentences for the user on what becomes of the corpus."""
+    """Sentences for the user about the corpus, such as what a chat template leaves out of it."""
     held_out: Mapping[str, Self] = field(default_factory=dict)
     """Contents by split, `val` and `test`, if these are separate corpora."""
 
@@ -136,7 +136,8 @@ class Preparation(ABC):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """Sentences for the user on what becomes of the corpus, which has been read."""
+        """Sentences for the user about the corpus, which must have been read; see
+        `Contents.remarks`."""
         return ()
 
     @abstractmethod

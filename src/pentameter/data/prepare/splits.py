@@ -70,7 +70,7 @@ characters."""
 
 
 class Passage(NamedTuple):
-    """A piece of text from one document that lies in one split and can be encoded by itself."""
+    """A piece of a document's text that lies in one split and can be encoded by itself."""
 
     text: str
     """May be empty, if the passage only marks a document's end."""

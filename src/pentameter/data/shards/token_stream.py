@@ -60,8 +60,8 @@ def n_parts_of(folder: Path) -> int | None:
 
 
 def tokens_for(n_rows: int, context_length: int) -> int:
-    """Return how many tokens must exist to read the first `n_rows` rows: whole blocks (about
-    BLOCK_TOKENS each), and one target more."""
+    """Return how many tokens must exist before the first `n_rows` rows can be read: those of whole
+    blocks (about BLOCK_TOKENS each) and one more, the last target."""
     block = max(BLOCK_TOKENS // context_length, 1) * context_length
     return -(-n_rows * context_length // block) * block + 1
 

@@ -38,8 +38,8 @@ BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
     {chr(byte): byte for byte in _VISIBLE_BYTES}
     | {chr(0x100 + rank): byte for rank, byte in enumerate(_OTHER_BYTES)}
 )
-"""Maps GPT-2's printable stand-in for a byte to the byte, in the order of GPT-2's ids: visible
-Latin-1 characters stand for themselves, those from U+0100 on for the other bytes."""
+"""Maps a character of GPT-2's byte alphabet to its byte, in the order of GPT-2's ids. Visible
+Latin-1 characters stand for their own bytes, characters from U+0100 on for the others."""
 
 
 class BpeTokenizer(LibraryBacked):
@@ -109,13 +109,13 @@ class BpeTokenizer(LibraryBacked):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from a parsed `tokenizer.json`; None if it does not encode as GPT-2's
-        does (by byte-level BPE without a normalizer, with its rules for words, and no added token
-        that text becomes, or that takes white space beside it). `end` is unused.
+        """Build a tokenizer from a parsed `tokenizer.json`; None if it encodes in another way than
+        GPT-2's. It must be byte-level BPE without a normalizer, with GPT-2's rules for words, and
+        without added tokens that text becomes, or that absorb white space. `end` is unused.
 
-        Byte-level added tokens whose ids follow the vocabulary without a gap join it; all added
-        tokens new to it, but for `<|endoftext|>`, are named in a line of `warnings`, as text never
-        becomes them. Raises CorruptError or ConfigError if the content is invalid.
+        Byte-level added tokens whose ids follow the vocabulary without a gap join it. `warnings`
+        gets a line that names all added tokens new to it but `<|endoftext|>`, as text never becomes
+        them. Raises CorruptError or ConfigError if the content is invalid.
         """
         model, pre_tokenizer = content["model"], content.get("pre_tokenizer")
         is_bytes = (
@@ -323,10 +323,10 @@ def _without_long_runs(text: str) -> Iterator[str]:
 def _with_added(
     vocabulary: Mapping[str, Any], added: Mapping[str, Any], warnings: list[str]
 ) -> dict[str, Any]:
-    """Return a copy of a vocabulary (token → id) with those `added` tokens (text → id) that are
-    byte-level and whose ids continue it without a gap. `warnings` gets a line that names the added
-    tokens new to the vocabulary, but for `<|endoftext|>`: text never becomes them. Raises
-    CorruptError unless each is a text with a whole number."""
+    """Return a copy of a vocabulary (token → id) to which byte-level `added` tokens (text → id) are
+    added as long as their ids continue it without a gap. `warnings` gets a line that names all
+    added tokens new to it but `<|endoftext|>`: text never becomes them. Raises CorruptError for an
+    added token that is no text, or whose id is no whole number."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(

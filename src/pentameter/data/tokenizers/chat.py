@@ -2,7 +2,7 @@
 
 A template is Jinja as in Hugging Face's tokenizers (`chat_template` in tokenizer_config.json, or
 chat_template.jinja). As it comes with models that strangers publish, it runs in a sandbox, in a
-process with limits (`rendering.py`). It sees no clock but the date that whoever renders gives it.
+process with limits (`render_client.py`). It sees no clock, only the date in the request to render.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ FIELDS = frozenset({
 """Keys of messages and tools, as OpenAI's interface has them."""
 
 MOST_LEVELS = 490
-"""Maximum levels of lists and objects in a message: Python's stack has 1,000, of which whoever
-counts, pickles or prints it takes one or two for each."""
+"""Most levels of lists and objects in a message. Python's stack has 1,000 frames, and code that
+counts, pickles or prints a message takes one or two for each level."""
 
 Segment = tuple[str, bool]
 """A text, and whether a model learns to write it."""
@@ -264,9 +264,9 @@ def default_source(settings: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _sources(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return name → source for the templates in a parsed tokenizer_config.json (from `path`), the
-    only one as `default`. Raises CorruptError unless `chat_template` is absent, a text, or a list
-    of templates with names, of which one is `default`."""
+    """Return name → source for the templates in a parsed tokenizer_config.json, read from `path`; a
+    single template is called `default`, and {} means that it has none. Raises CorruptError unless
+    `chat_template` is absent, a text, or a list of named templates with a `default`."""
     match settings.get("chat_template"):
         case None:
             return {}

@@ -212,10 +212,12 @@ class LibraryTokenizer(LibraryBacked):
 
     @classmethod
     def from_tokenizer_json(cls, content: Mapping[str, Any], end: End, warnings: list[str]) -> Self:
-        """Build a tokenizer that uses `content`, any parsed `tokenizer.json`, as it is. `end` is
-        (token, id) for the end of a document: the token counts if the vocabulary has it, else the
-        id if it is in the vocabulary's range, else documents have no end. `warnings` is unused.
-        Raises ConfigError if the library refuses the content."""
+        """Build a tokenizer from any parsed `tokenizer.json`, `content`. Raises ConfigError if the
+        library refuses it.
+
+        end: (token, id) for the end of a document. The token is used if the vocabulary has it, else
+        the id if it is in range; otherwise documents have no end. warnings: unused.
+        """
         tokenizer = cls(content, None)
         token, number = end
         if token is not None and (known := tokenizer._library.token_to_id(token)) is not None:

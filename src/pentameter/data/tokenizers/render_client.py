@@ -37,12 +37,12 @@ _ANSWER = "2 + 2 = 4"
 
 
 class Rendering:
-    """A context manager that starts a process which renders `template`, and ends it on exit;
+    """Context manager that starts a process which renders `template`, and ends it on exit. Raises
     StorageError if it cannot be started.
 
-    Methods raise TemplateRefusalError if the template fails, ConfigError if it is not valid Jinja,
-    both with its origin in the message. If it exceeds its limits, they raise TemplateBoundsError,
-    which is a TemplateRefusalError.
+    Methods raise TemplateRefusalError if the template fails or refuses messages, its subclass
+    TemplateBoundsError if it exceeds its limits, and ConfigError if it is not valid Jinja. Messages
+    name the template's origin.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -66,15 +66,15 @@ class Rendering:
         return str(found)
 
     def documents(self, asked: Sequence[RenderRequest]) -> list[Documents | TemplateRefusalError]:
-        """Render several lists of messages; return, for each, its documents, or, if the template
-        refuses it, the TemplateRefusalError, which is not raised.
+        """Render several lists of messages. Return for each its documents; if the template refuses
+        it, the TemplateRefusalError instead, which is not raised.
 
-        The messages numbered `targets`, the answers, are learned. If they are all messages with
-        their role and the template marks answers with `{% generation %}`, its marks decide the
-        segments. Otherwise an answer begins after the text rendered for the messages before it,
-        with the generation prompt if that fits. A template that writes an earlier turn differently
-        once a later one follows (Qwen3's leaves its thinking out) gives one document per answer:
-        the text up to it, in which it alone is learned.
+        Messages numbered in `targets`, the answers, are learned. If they are all messages of their
+        role, and the template marks answers with `{% generation %}`, its marks decide the segments.
+        Otherwise an answer begins after the text rendered for the messages before it, with the
+        generation prompt if that fits. Some templates write an earlier turn differently once a
+        later one follows (Qwen3's leaves its thinking out). They give one document per answer: the
+        text up to it, in which it alone is learned.
         """
         return self._ask("documents", asked)
 

@@ -49,10 +49,8 @@ MAX_BPE_TOKENS = 1 << 20
 
 
 def bpe_vocab_size(setting: str) -> int | None:
-    """Parse the vocabulary size in `bpe:VOCAB_SIZE`; None for another `data.tokenizer`.
-
-    Raises ConfigError for a size that no text could give: `bpe:100`, `bpe`.
-    """
+    """Return the vocabulary size in the setting `bpe:VOCAB_SIZE`; None for a `data.tokenizer` of
+    another kind. Raises ConfigError for a size out of range (`bpe:100`), or none (`bpe`)."""
     if setting != "bpe" and not setting.startswith("bpe:"):
         return None
     number = re.fullmatch(r"bpe:([0-9]{1,9})", setting)
@@ -158,8 +156,8 @@ def gpt2_is_cached() -> bool:
 
 def known_vocab_size(setting: str) -> int | None:
     """Return the vocabulary size for a `data.tokenizer` that needs neither text nor download:
-    50,257 for `gpt2`, and a tokenizer file's, which is read. None for `char`, `word` and `bpe:N`,
-    which has N tokens at most.
+    50,257 for `gpt2`, or that of a tokenizer file, which is read. None for `char`, `word` and
+    `bpe:N`: they are made from text, `bpe:N` with at most N tokens.
 
     Raises ConfigError, CorruptError or StorageError if a setting or file is invalid.
     """
