@@ -25,9 +25,9 @@ def look_up(table: Mapping[Any, Entry], value: object, key: str, reader: str) ->
 
 
 def refuse_unknown(value: Never, key: str, reader: str) -> NoReturn:
-    """Raise ConfigError for a `value` that no case in a `match` covers; `reader` names the part of
-    the program. Its type lets mypy find a `match` that lacks a case for a new value in the schema.
-    """
+    """Raise ConfigError for a `value` of the configuration key `key` that no case in a `match`
+    covers. `reader` names the part of the program with the `match`, in words. The type Never lets
+    mypy find a `match` that lacks a case for a new value in the schema."""
     raise ConfigError(f"{key}={value!r} is not known to {reader}; choose another value")
 
 

@@ -388,8 +388,7 @@ class GuardConfig(Section):
 
 
 class LogConfig(Section):
-    """The reports of a run in training: lines on the terminal, and the trackers that get its
-    metrics (TensorBoard, Weights & Biases, trackio)."""
+    """Log lines, and the trackers that get a run's metrics and samples."""
 
     interval: Positive = 10
     """Steps between log lines."""

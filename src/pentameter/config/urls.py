@@ -62,7 +62,8 @@ def url_within(url: str, path: str) -> str | None:
 
 
 def _is_container(parts: SplitResult) -> bool:
-    """Return True if what stands before `@` in a URL is a container's name, not a user's."""
+    """Return whether the part before `@` in a URL is a container's name, as in Azure's, and no
+    user's."""
     user, _, _ = parts.netloc.rpartition("@")
     return parts.scheme.lower() in _AZURE and re.fullmatch(r"[\w$-]+", user) is not None
 

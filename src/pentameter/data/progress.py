@@ -65,8 +65,9 @@ class ProgressLines:
         self._n_tokens = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Print a line if LINE_SECONDS have passed since the last one; a pass that waits for
-        another process gets a single line at once."""
+        """Print a line on the pass `name`, with `done` of about `total` bytes, if LINE_SECONDS have
+        passed since the last line. A pass that waits for another process gets a single line at
+        once."""
         now = self._clock()
         if name != self._pass:
             self._pass, self._began, self._first_bytes = name, now, done

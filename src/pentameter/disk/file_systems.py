@@ -108,7 +108,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def reason(url: str, error: BaseException) -> str:
-    """Describe an error in a few words, without the URL's secrets."""
+    """Return an error from a file system in a few words, without secrets that `url` holds."""
     at = error
     while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
         at = at.__cause__

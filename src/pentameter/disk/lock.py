@@ -315,8 +315,9 @@ def _folder_guard(folder: Path) -> Iterator[bool]:
 
 
 def _flock(fd: int, *, wait: bool = False) -> bool | None:
-    """Try to lock the open file exclusively, waiting for it with `wait`. Return True if it is now
-    ours, False if another process holds it, None if the file system has no locks."""
+    """Try to lock the open file `fd` exclusively; with `wait`, wait until another process releases
+    it. Return True if the lock is now this process's, False if another holds it, None if the file
+    system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -329,7 +330,8 @@ def _flock(fd: int, *, wait: bool = False) -> bool | None:
 
 
 def _release_file(fd: int, path: Path) -> None:
-    """Remove a locked file, so that processes waiting for it find it gone, and release its lock."""
+    """Remove the locked file and release its lock. Processes that wait for the lock then find the
+    file gone."""
     with suppress(OSError):
         if _is_same_file(fd, path):
             os.unlink(path)

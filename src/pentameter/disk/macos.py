@@ -43,8 +43,9 @@ def process_start(pid: int) -> int | None:
 
 
 class MemoryBound:
-    """Context manager that kills a process once it holds more memory than `most_bytes`, looked at
-    ten times a second: macOS refuses RLIMIT_AS. On other systems it does nothing."""
+    """Context manager that kills the process `pid` once it uses more than `most_bytes` of memory;
+    it looks ten times a second. It stands in for RLIMIT_AS, which macOS refuses; on other systems
+    it does nothing."""
 
     def __init__(self, pid: int, most_bytes: int) -> None:
         self.is_exceeded = False

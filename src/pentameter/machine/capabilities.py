@@ -223,7 +223,8 @@ def _about_processor(root: Path) -> dict[str, str]:
 
 
 def _processor_name(about: Mapping[str, str], root: Path) -> str:
-    """Return the processor's name: x86's own; ARM has none, so the board's, or its cores'."""
+    """Return the processor's name, from `about`, the fields of /proc/cpuinfo: x86's own. ARM has
+    none there, so it is the board's, or the cores'."""
     if "model name" in about:
         return about["model name"]
     with suppress(OSError):  # "Raspberry Pi 5 Model B Rev 1.0\0"

@@ -323,8 +323,8 @@ def forks() -> bool:
 
 
 def _command(role: str, connection: int, function: str, *arguments: str) -> list[str]:
-    """Return the command line of an interpreter that calls `serve` with these arguments, this
-    process's search path among them. connection: the file descriptor."""
+    """Return the command line of an interpreter that calls `serve` with a role, the file descriptor
+    of its `connection`, this process's search path, a function's name and its arguments."""
     python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
     return [*python, role, str(connection), json.dumps(sys.path), function, *arguments]
 
@@ -417,8 +417,9 @@ def _serve_workers(connection: Connection, module: str, *, forks: bool) -> NoRet
 
 
 def _started(connection: int, output: Sequence[int], function: str) -> int:
-    """Start an interpreter as a worker that calls `function`, in this process's group, and return
-    its process id. Its stdout and stderr go to the descriptor in `output`, if there is one."""
+    """Start a fresh interpreter as a worker, in this process's group, and return its process id. It
+    calls `function` for each request on the file descriptor `connection`; its stdout and stderr go
+    to the descriptor in `output`, if there is one."""
     os.set_inheritable(connection, True)
     command = _command("worker", connection, function)
     to_output = [(os.POSIX_SPAWN_DUP2, each, name) for each in output for name in (1, 2)]

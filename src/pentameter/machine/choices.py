@@ -121,8 +121,8 @@ def emulates(precision: str, device: torch.device, capabilities: Capabilities) -
 
 
 def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return (supported, fast, reason): the precisions that a GPU supports, the 16-bit ones that
-    its matrix units multiply fast, and a phrase that says why."""
+    """Return (supported, fast, reason) for a GPU: the precisions that it supports, those of 16 bits
+    that its matrix units multiply fast, and a phrase that says why."""
     chip = f"{gpu.name}, {gpu.architecture}"
     if gpu.architecture.startswith("gfx"):  # AMD
         if not gpu.architecture.startswith(_ROCM_BF16):

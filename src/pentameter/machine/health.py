@@ -64,7 +64,7 @@ def best_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matmul that is checked, (rows, N) · (N, N)."""
+    """Return the product left (rows, N) · right (N, N): the matmul whose result is checked."""
     return torch.mm(left, right)
 
 

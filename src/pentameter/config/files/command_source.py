@@ -73,8 +73,8 @@ def is_text(path: Path) -> bool:
 
 
 def _has_keys(start: bytes) -> bool:
-    """Return True if at least half of a file's first lines are `key = value`, apart from tables and
-    remarks: a text may well have a line `[model]`."""
+    """Return whether at least half of the lines in `start`, a file's first bytes, are `key =
+    value`; tables and remarks do not count. A text may well contain the line `[model]`."""
     lines = [line for line in start.splitlines() if not _TABLE_OR_REMARK.match(line)]
     return 2 * sum(_KEY.match(line) is not None for line in lines) >= len(lines)
 

@@ -84,8 +84,8 @@ keys."""
 
 
 def load_config(source: str | Path | Config, overrides: Overrides = ()) -> Config:
-    """Load a configuration from a preset's name, a TOML file or another Config, with `overrides` on
-    top.
+    """Load a configuration. `source` is a preset's name, a TOML file or another Config; `overrides`
+    replace single values in it.
 
     A preset or file may say `extends = "preset-or-file"` (a file relative to the one that names
     it). `overrides` is a list from a command line (`["--train.steps", "500"]`), or a mapping,
@@ -390,7 +390,8 @@ def flat_overrides(overrides: Overrides) -> dict[str, Any]:
 
 
 def _pairs(overrides: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value); `prefix` is put before each path."""
+    """Yield (dotted path, value) for each value in `overrides`, nested or with dotted keys;
+    `prefix` is put before each path."""
     for key, value in overrides.items():
         path = f"{prefix}{key}".replace("-", "_")
         if isinstance(value, Mapping) and path not in leaves():

@@ -81,8 +81,9 @@ class Order(ABC):
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
-        """Map rows to indices in 0 … rows_per_epoch - 1 (B,); each index occurs once per epoch, in
-        a new permutation for each epoch."""
+        """Return, for the rows with indices `numbers` (B,) in a step, permuted indices in 0 …
+        rows_per_epoch - 1 (B,). Each index occurs once per epoch, in a new permutation for each
+        epoch."""
         epochs, indices = self._epochs(step, numbers)
         chosen = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
@@ -118,7 +119,8 @@ class Windows(Order):
 
     @abstractmethod
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Return the index of each row's first token (B,)."""
+        """Return the index in the split of the first token (B,) of each row with an index in
+        `numbers` (B,) in a step's global batch."""
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """Return one span per row: a full window, context_length + 1 tokens."""

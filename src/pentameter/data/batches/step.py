@@ -110,8 +110,8 @@ MaskedTokens = tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]
 
 
 def padded_batch(tokens: Iterable[MaskedTokens], rows: Int64, context_length: int) -> Batch:
-    """Build a Batch from (token ids, loss mask) rows, each up to context_length + 1 long; `rows`
-    (B,) has their indices in the global batch.
+    """Build a Batch from the rows' tokens: for each, ids and loss mask, (n,) with n up to
+    context_length + 1. `rows` (B,) has the rows' indices in the global batch.
 
     A short row is padded: inputs 0, targets -1. Targets outside the loss mask are -1, too.
     """

@@ -167,8 +167,8 @@ class _Archive:
         return self.read(size + -size % _BLOCK_BYTES)[:size]
 
     def _pax_keys(self, content: bytes) -> dict[str, bytes]:
-        """Return the keys in pax's extra header; each record is `LENGTH KEY=VALUE` and a line
-        end."""
+        """Return key → value of a pax extension header, whose `content` is records of the form
+        `LENGTH KEY=VALUE` and a line end."""
         keys, at = {}, 0
         while at < len(content.rstrip(b"\0")):
             length = int(found[1]) if (found := _PAX_LENGTH.match(content, at)) else 0

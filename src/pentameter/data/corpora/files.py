@@ -72,7 +72,8 @@ Records = Iterator[tuple[dict[str, Any], str]]
 
 
 class InputFile(Protocol):
-    """A file with text or records, local, remote or generated; `str()` names it in messages."""
+    """Protocol of a file with text or records, local, remote or generated; `str()` names it in
+    messages."""
 
     @property
     def name(self) -> str:
@@ -346,8 +347,8 @@ def _records_in(stream: BinaryIO, file: str, contents: FileContents) -> Records:
 
 
 def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
-    """Parse a JSONL line into a dict; CorruptError at `where` if it is no JSON object. `field` is
-    the text field named in the message."""
+    """Parse `record`, a JSONL line, into a dict. Raises CorruptError, at `where`, if it is no JSON
+    object; the message names the text `field`."""
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:

@@ -43,7 +43,7 @@ _ABOUT = frozenset(
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a text or of conversations, in order, and those held out as other splits."""
+    """Files of text or of conversations, in order: those to read, and held-out ones by split."""
 
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)

@@ -340,9 +340,9 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
-    """Build the error for a file that could not be read: ConfigError if the server says that it
-    does not exist, else StorageError. It has the URL, the reason, the remedy, and `kept`, a note on
-    the bytes kept."""
+    """Return the error for a file that could not be read after `n_attempts`: ConfigError if the
+    server says that it does not exist, else StorageError. Its message has the URL, the reason of
+    `error`, a remedy, and `kept`, a note on the bytes that were kept."""
     status, where = status_of(error), shown_url(url)
     is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
     if status in (404, 410) or is_missing:

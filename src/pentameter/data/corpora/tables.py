@@ -151,8 +151,9 @@ def _parquet_batches(file: Path, columns: list[str]) -> Iterator[Any]:
 
 
 def _refuse_long_lists(file: Path, table: Any) -> None:
-    """Raise CorruptError if an open Parquet file of a few bytes has lists with a great many values
-    (nulls, one number again and again): a row's would all be decoded at once."""
+    """Raise CorruptError if a small Parquet file, open as `table`, has lists with a great many
+    values (nulls, or one number again and again), as all values of a row would be decoded at
+    once."""
     groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
     if sum(group.total_byte_size for group in groups) > SMALL_BYTES:
         return

@@ -123,8 +123,8 @@ def encoded(
 
 
 def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-    """Return each text's ids (n_tokens,), encoded by the first child process that is idle;
-    StorageError if that process ends."""
+    """Have the first idle child process encode texts; return each text's ids (n_tokens,). Waits
+    until one is idle. Raises StorageError if the child ends."""
     child = idle.get()
     try:
         ids, lengths = child.ask(texts)

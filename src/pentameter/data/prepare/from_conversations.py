@@ -155,9 +155,10 @@ class _Source:
     """The day that the template is told."""
 
     def documents(self, remarks: Remarks | None = None) -> Iterator[list[Document]]:
-        """Yield each conversation's documents, at least one, up to `max_bytes` of text; a document
-        that would exceed it is left out. Raises ConfigError for messages without a template,
-        CorruptError for a record that is damaged or refused by the template."""
+        """Yield each conversation's documents, at least one, until `max_bytes` of text are read; a
+        document that would exceed them is left out. `remarks` collects warnings about the template;
+        None collects none. Raises ConfigError for messages without a template, CorruptError for a
+        record that is damaged or refused by the template."""
         n_bytes, most_bytes = 0, self.conversations.max_bytes
         for documents, where in self._rendered(remarks):
             for number, document in enumerate(documents):
@@ -204,8 +205,8 @@ class _Source:
                     yield documents, where
 
     def _asked(self, chat: Chat, where: str) -> RenderRequest:
-        """Return the request to render a chat, with special tokens escaped; CorruptError for
-        reserved characters in its texts."""
+        """Return the request to render a chat, with special tokens in its texts escaped. Raises
+        CorruptError, at `where`, for reserved characters in its texts."""
         try:
             messages, tools, variables = (
                 escaped(each, self.special_texts)
@@ -325,8 +326,8 @@ class ConversationPreparation(Preparation):
 
 
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
-    """Yield the conversations in lists with up to BATCH_RENDERED of them and about BATCH_CHARACTERS
-    characters."""
+    """Yield conversations in lists, each with at most BATCH_RENDERED of them and about
+    BATCH_CHARACTERS characters."""
     least = BATCH_CHARACTERS // BATCH_RENDERED  # what a conversation counts, so that as many do
     return batches(
         records, BATCH_CHARACTERS, lambda each: max(least, n_characters_of(vars(each[0])))
@@ -364,7 +365,8 @@ def _tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tup
 def _encode(
     contents: ConversationContents, tokenizer: Tokenizer, writer: ShardWriter
 ) -> Iterator[int]:
-    """Write the tokens and loss masks of one corpus; yield the UTF-8 bytes of text in each batch.
+    """Write the tokens and loss masks of one corpus, `contents`, through `writer`; yield the UTF-8
+    bytes of text in each batch.
 
     Raises StorageError if the files differ from the first pass.
     """

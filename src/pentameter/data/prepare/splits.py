@@ -107,8 +107,8 @@ def split_passages(
 def _segments(
     chunk: str, position: int, document: int, bounds: SplitBounds
 ) -> Iterator[tuple[str, str]]:
-    """Yield (split, text) for each part of a chunk that lies in one split; the chunk begins at
-    character `position` of the text, in document number `document`."""
+    """Yield (split, text) for each part of a chunk that lies in one split, by `bounds`. The chunk
+    begins at character `position` of the text, in document number `document`."""
     # A text that has grown since the first pass is refused in the end, by its hash.
     if isinstance(bounds, bytes):
         yield SPLITS[bounds[document]] if document < len(bounds) else SPLITS[0], chunk

@@ -112,7 +112,7 @@ class Origin:
 
 
 def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> Origin:
-    """Return everything that decides a stream's tokens; local files are read once for their sha256.
+    """Return the Origin of a text's token stream; local files are read once for their sha256.
 
     Raises ConfigError for a tokenizer that must know the whole text (`char`), and for a split by
     document: validation must be known before the first step, and any later document could belong to

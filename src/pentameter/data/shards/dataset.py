@@ -381,7 +381,7 @@ def open_shards(
 
 
 def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
-    """Return, by split, each document's first token (n_documents,), memory-mapped.
+    """Return split → index of each document's first token (n_documents,), memory-mapped.
 
     Raises CorruptError unless, in each split, they begin at 0, rise, and stay below its token
     count.
@@ -475,7 +475,8 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _check_hash(path: Path, found: str, expected: str) -> None:
-    """Raise CorruptError, about the file at `path`, if the two hashes differ."""
+    """Raise CorruptError, about the file at `path`, if the hash `found` is not the one
+    `expected`."""
     if found != expected:
         raise CorruptError(
             f"{path} was changed: sha256 {found}, its header says {expected}; "

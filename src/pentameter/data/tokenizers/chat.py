@@ -258,8 +258,9 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
 
 
 def default_source(settings: Mapping[str, Any], path: Path) -> str | None:
-    """Return the source of the template in a parsed tokenizer_config.json, from `path`; None
-    without one. Raises CorruptError if there are several and no default."""
+    """Return the source of the default template in `settings`, a parsed tokenizer_config.json; None
+    if it has no template. `path` names the file in messages. Raises CorruptError if there are
+    several templates and no default."""
     return _sources(settings, path).get(DEFAULT)
 
 

@@ -129,7 +129,8 @@ def _replacements(encoded: str) -> list[str]:
 
 
 def _encoded(library: Any, texts: Sequence[str], has_offsets: bool) -> list[Encoded]:
-    """Return each text's tokens, encoded on the library's threads; without offsets it is faster."""
+    """Return each text's tokens by the library's tokenizer, `library`, on its threads. Without
+    `has_offsets` there are no offsets, which is faster."""
     encode = library.encode_batch if has_offsets else library.encode_batch_fast
     with library_errors("encode a text"):
         encodings = encode(list(texts), add_special_tokens=False)

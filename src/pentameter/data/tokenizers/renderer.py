@@ -383,7 +383,8 @@ class _Rendered:
         return max(0, text.find(content)) if isinstance(content, str) else 0
 
     def _strftime_now(self, format: str) -> str:  # as transformers names it
-        """Return the request's date, as templates ask for it."""
+        """Return the request's date by the strftime `format`: the function with which templates ask
+        for today."""
         day = self.asked.date
         moment = datetime.fromisoformat(day) if day else datetime.now()
         return moment.strftime(format)
@@ -479,7 +480,8 @@ def _generation() -> Any:
 
 
 def _refuse(message: object) -> NoReturn:
-    """Raise Jinja's TemplateError: the `raise_exception` that templates refuse messages with."""
+    """Raise Jinja's TemplateError: the function `raise_exception`, by which templates refuse
+    messages."""
     from jinja2 import TemplateError
 
     raise TemplateError(str(message))
@@ -492,8 +494,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON: the filter `tojson` in templates, with the arguments that it has in
-    transformers, in its order; unlike Jinja's, it escapes no HTML."""
+    """Return a value as JSON: the filter `tojson` for templates. Its arguments are those of
+    transformers' filter, in that order; unlike Jinja's, it escapes no HTML."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
