@@ -33,7 +33,7 @@ from pentameter.parallel.pipeline.pipeline import Pipeline
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import TiedReplicas
-from pentameter.parallel.stage_module import StageModule
+from pentameter.parallel.stage_module import StageModule, adding_in_one_order
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.layouts.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
@@ -212,7 +212,7 @@ class Engine:
             # Per token, not per target: a router routes every token, masked targets or not.
             each.start_step(loss_scale / self.plan.tokens_per_step)
         self.expert_loads.start_step()
-        with self._rounded:
+        with self._rounded, adding_in_one_order(self.stage_modules):
             total = self._stages.train(inputs, targets, keys, factor)
         self._reduce_gradients()
         return LossSum(self._shard.sum_losses(total), n_targets)

@@ -4,7 +4,7 @@ precision."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -232,6 +232,30 @@ class StageModule(nn.Module):
         """Run the slice without dropout (`dropout_keys` are ignored). Return each batch row's
         summed loss in nats (B,), or the residual stream from a stage before the last."""
         return self._call_by_row(x, targets)
+
+
+@contextlib.contextmanager
+def adding_in_one_order(modules: Iterable[StageModule]) -> Iterator[None]:
+    """Within this context the graphs that `torch.compile` makes for a CPU, if `modules` have any,
+    are made and run with deterministic algorithms. Else their gradient of an embedding adds by
+    atomic operations, in the order in which threads come to them, and no run repeats its bits."""
+    if not any(each.has_graph and each.device.type == "cpu" for each in modules):
+        yield
+        return
+    memory = torch.utils.deterministic
+    kept = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        memory.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+    torch.use_deterministic_algorithms(True, warn_only=not kept[0] or kept[1])
+    fills = kept[0] and kept[2]  # it takes time
+    memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+        memory.fill_uninitialized_memory = kept[2]  # type: ignore[attr-defined]
 
 
 def _fused(
