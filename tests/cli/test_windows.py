@@ -28,7 +28,7 @@ for name in ("fork", "getuid", "killpg", "statvfs", "O_NOFOLLOW", "O_CLOEXEC"):
     delattr(os, name)
 """
 NEED_POSIX = {
-    "disk/lock.py", "data/tokenizers/renderer.py", "train/compute.py", "processes/nodes/roll.py",
+    "disk/lock.py", "data/tokenizers/renderer.py", "train/compute.py", "machine/address.py",
 }  # fmt: skip
 """Files that import at their top what Windows has not; what plans must not be among them."""
 RUN = "import runpy; runpy.run_module('pentameter', run_name='__main__')"
