@@ -5,6 +5,7 @@ Both are the command itself with its verbs replaced, so that failures take their
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -195,6 +196,13 @@ def gather(folder: str, minds_signals: str = "") -> None:
             time.sleep(600)
         with joined_world("cpu", find_rank()):
             raise AssertionError("nobody came")
+
+
+def abort_at_end(folder: str) -> None:
+    """End by SIGABRT whatever ended it, as with threads that PyTorch did not join."""
+    atexit.register(os.abort)
+    Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
+    time.sleep(600)
 
 
 def cling(folder: str) -> None:

@@ -264,11 +264,20 @@ def test_ctrl_c_while_the_workers_meet_ends_all(launch, tmp_path, minds_signals)
     time.sleep(0.5)  # from the file to the wait; a signal before it would prove nothing
     os.killpg(launcher.pid, signal.SIGINT)
     code, _, err = end(launcher)
-    assert code == 75
+    assert code == 75, err
     assert err == (
         "pentameter: stopped by SIGINT before the first step; the same command starts again\n"
     )
     wait_until_dead(*pids)
+
+
+def test_ctrl_c_is_told_of_a_worker_that_dies_of_its_threads_after_it(launch, tmp_path):
+    launcher = launch("launch", 2, "abort_at_end", tmp_path)
+    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    os.killpg(launcher.pid, signal.SIGINT)
+    code, _, err = end(launcher)
+    assert code == 75, err
+    assert "stopped by SIGINT before the first step" in err
 
 
 def test_a_signal_while_a_worker_is_being_started_reaches_it(monkeypatch):

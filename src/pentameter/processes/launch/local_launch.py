@@ -315,7 +315,8 @@ class Workers:
         process left, or made from the code."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
-        interrupted = code == 128 + signal.SIGINT  # before it handled signals
+        # Before it handled signals; it may die of its threads once it has reported that.
+        interrupted = 128 + signal.SIGINT in (code, report and report.exit_code)
         if report is not None and not (interrupted and self.received):
             return [report]
         if code == 0:
