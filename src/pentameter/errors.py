@@ -68,6 +68,8 @@ def lone_surrogate(text: str) -> int | None:
     """Return the index of the first lone surrogate in a text (U+D800 … U+DFFF, half of a pair in
     UTF-16); None if there is none. Such a text cannot be written as UTF-8. Reading a file as UTF-8
     never gives one; escapes in JSON and arguments of a command line may."""
+    if text.isascii():  # known without reading it
+        return None
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -127,13 +127,9 @@ class Trainer:
         """The run, once `fit` has set it up."""
         if isinstance(time, str):
             check_timed(resume, self.world.size)
+            folder = self.run_dir
             time = TimedRun(
-                config,
-                overrides,
-                time,
-                run_dir=self.run_dir,
-                init_from=weights,
-                started=started,
+                config, overrides, time, run_dir=folder, init_from=weights, started=started
             )
             self.config = time.choose(say=(lambda line: None) if quiet else remark)
         self._timed = time

@@ -90,7 +90,7 @@ def scale(
             return
         sizes = vocab_size, rows_per_epoch
         among = all_candidates(config, resized, *sizes, imbalance=imbalance, matmuls=matmuls)
-        kinds: tuple[Allowed, ...] = (_is_any, _is_flat, _is_data_alone)
+        kinds: tuple[Allowed, ...] = (_is_any, _is_data_alone, _is_flat)
         found = [
             search(
                 config, resized, *sizes, n_best=1, most_timed=TIMED_OF_EACH, allowed=allowed,
@@ -98,7 +98,7 @@ def scale(
             ).estimates
             for allowed in kinds
         ]  # fmt: skip
-        _, flat, alone = (estimates[0] if estimates else None for estimates in found)
+        _, alone, flat = (estimates[0] if estimates else None for estimates in found)
         every = [estimate for estimates in found for estimate in estimates]
         top = min(every, key=lambda each: (not each.fits, each.time.seconds), default=None)
         if top is None:

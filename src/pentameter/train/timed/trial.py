@@ -14,12 +14,12 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import suited_to, training_batches
 from pentameter.data.shards.dataset import Dataset
 from pentameter.evaluate.split import evaluation_batch_size, evaluation_batches
-from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.join import lone_world
 from pentameter.train.compute import check_device_memory, choose_compute
 from pentameter.train.evaluations import VALIDATION
+from pentameter.train.start import build_engine
 from pentameter.train.update import update_weights
 from pentameter.train.user_components import UserComponents
 
@@ -54,15 +54,7 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
     plan = make_plan(config, dataset.vocab_size, batches.rows_per_epoch)
     compute = choose_compute(plan)
     check_device_memory(plan, compute, 1)
-    engine = assemble(
-        plan,
-        compute.device,
-        compute.precision,
-        compiled=compute.compiled,
-        world=lone_world(),
-        drops_by_blocks=compute.drops_by_blocks,
-    )
-    optimizer = UserComponents().build_optimizer(list(engine.named_parameters()), plan)
+    engine, optimizer = build_engine(plan, compute, lone_world(), UserComponents())
     rate, clip_norm = plan.config.optimizer.learning_rate, plan.config.optimizer.clip_norm
 
     def step(number: int) -> None:
