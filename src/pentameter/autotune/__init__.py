@@ -1,1 +1,1 @@
-"""Which of many is best: the layout for a configuration, the values of a sweep."""
+"""Choices among many: the best layout for a configuration, the best values of a sweep."""

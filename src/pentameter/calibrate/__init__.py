@@ -1,1 +1,1 @@
-"""What this machine reaches, measured for the planner."""
+"""Measurements of the speeds that this machine reaches, for the planner."""

@@ -62,7 +62,7 @@ class SourceConfig(Section):
     path: GivenPath | None = None
     """Instead of `corpus`: a file, a pattern, a folder, a URL, or prepared shards."""
     weight: PositiveFloat = 1.0
-    """How many of the batch rows come from this data set, in proportion to the other sources'
+    """Share of the batch rows that come from this data set, in proportion to the other sources'
     weights."""
 
 
@@ -104,7 +104,7 @@ class DataConfig(Section):
     text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record, or the column of a table, that holds its text."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
-    """How the files at `path` (and `validation_path`, `test_path`) encode text: `utf-8`, `utf-16`,
+    """Encoding of the files at `path` (and `validation_path`, `test_path`): `utf-8`, `utf-16`,
     `gb18030`, `latin-1`, or any other text encoding that Python knows."""
     tokenizer: Annotated[GivenPath, Field(min_length=1)] = "char"
     """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a

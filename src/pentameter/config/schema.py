@@ -126,7 +126,7 @@ class TrainConfig(Section):
     """Arithmetic of matmuls; weights and optimizer stay fp32 (fp64 for fp64). `auto` takes the best
     that the machine supports; `doctor` says which, and why."""
     matmul_precision: MatmulPrecision | None = None
-    """How exactly a GPU multiplies matrices that stay fp32: `high` is TF32, `medium` may be bf16.
+    """Precision at which a GPU multiplies fp32 matrices: `high` is TF32, `medium` may be bf16.
     When absent, `high` for precision tf32, else `highest`."""
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input only,
@@ -166,8 +166,8 @@ class TrainConfig(Section):
     """The temperature at which samples are drawn, each step's by other random numbers; 0 takes the
     likeliest tokens. In conversations the likeliest answer stands above the drawn one."""
     sample_prompt: str = ""
-    """What a sample continues; a newline when empty. In conversations a user's message; the first
-    question that is held out when empty."""
+    """Text that samples continue; a newline when empty. In conversations a user's message; the
+    first question that is held out when empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -321,7 +321,7 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save and which checkpoints to keep."""
+    """Settings of checkpoints: when to save, which to keep."""
 
     interval: Positive | None = None
     """Steps between checkpoints; train.eval_interval when absent. The last step always saves."""

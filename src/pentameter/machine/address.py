@@ -22,7 +22,7 @@ PAGE_POLICY = (
 """Content-Security-Policy for a page that is a single file: it may connect to its own server
 only."""
 NEXT_PORTS = 20
-"""How many ports above one that is in use are tried, to suggest a free one."""
+"""Number of ports above one that is in use that are tried, to suggest a free one."""
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 

@@ -32,7 +32,7 @@ from pentameter.machine.capabilities import compiler_command, machine_capabiliti
 
 Level = Literal["-O3", "-O2", "plain"]
 LEVELS: tuple[Level, ...] = ("-O3", "-O2", "plain")
-"""How a kernel is run, the fastest first: as the compiler makes it, as it makes it with less
+"""The ways to run a kernel, the fastest first: as the compiler makes it, as it makes it with less
 optimization, or in its plain form, by PyTorch's operations."""
 
 MOST_ROUNDINGS = {2: 16.0, 4: 512.0, 8: 512.0}

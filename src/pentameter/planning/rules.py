@@ -14,7 +14,7 @@ from pentameter.planning.layouts.layout import Layout
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """How a layout reduces gradients, and how long it keeps all-gathered or rounded weights; one
+    """The rules by which a layout reduces gradients, and keeps all-gathered or rounded weights; one
     method or property per rule."""
 
     layout: Layout

@@ -13,7 +13,7 @@ from pentameter.errors import CorruptError, StorageError
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Which run a folder holds, and the weights that the run began with. A frozen record."""
+    """The identity of the run in a folder, and the weights that it began with. A frozen record."""
 
     run_id: str
     parent: Mapping[str, Any] | None = None

@@ -25,9 +25,9 @@ rate at which it just trains: by up to 10 for single steps, by less than 2 on th
 MOST_ROUNDING = 1e-2
 """Largest relative difference of a loss that counts as rounding, after however many steps."""
 NORM_FACTOR, WEIGHTS_FACTOR = 10.0, 30.0
-"""What a gradient norm, and the weights' distance ÷ the way that they went, may differ by, beside a
-loss. Measured as above: a norm by 0.2 and weights by 0.13 after 20 steps in bf16, 0.001 and 0.0004
-in fp32."""
+"""Largest difference of a gradient norm, and of the weights' distance ÷ the way that they went,
+as multiples of a loss's. Measured as above: a norm by 0.2 and weights by 0.13 after 20 steps in
+bf16, 0.001 and 0.0004 in fp32."""
 
 FACTS: Mapping[str, tuple[str, ...]] = {
     "pentameter": ("versions", "pentameter"),

@@ -30,9 +30,9 @@ class _Writing:
     window: list[int]
     n_cached: int = 0
     n_in_pieces: int = 0
-    """How many first tokens of the window are read in pieces; the others are read one by one."""
+    """Number of first tokens of the window that are read in pieces; the others are read singly."""
     n_used: int = 0
-    """How many positions of the slot were ever written, and must be cleared for the next text."""
+    """Number of the slot's positions that were written, and must be cleared for the next text."""
 
     @property
     def n_to_read(self) -> int:

@@ -47,7 +47,7 @@ from pentameter.record.checkpoints import step_folder_name
 RUN_NAME = "run.json"
 FORMAT_VERSION = 1
 READINGS = 3
-"""How often an object is read before its content counts as damaged."""
+"""Number of times that an object is read before its content counts as damaged."""
 
 _MANIFEST = re.compile(r"step-(\d{8,10})/manifest\.json")
 _FILE = re.compile(r"step-(\d{8,10})/([0-9a-f]{32})/.+")

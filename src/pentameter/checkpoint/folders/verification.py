@@ -21,7 +21,7 @@ from pentameter.processes.group.world import PAUSE_SECONDS, World
 Result = TypeVar("Result")
 
 VISIBLE_SECONDS = 30.0
-"""How long to wait until files that another machine wrote appear on a network file system."""
+"""Longest wait until files that another machine wrote appear on a network file system."""
 
 _HASH_THREADS = 8  # of all ranks on a machine together
 

@@ -48,7 +48,7 @@ group is absent if this rank writes nothing for it."""
 
 @dataclass(frozen=True)
 class Contents:
-    """What to save in the checkpoint of `step`."""
+    """The contents of the checkpoint at `step`: tensors, state and other files."""
 
     step: int
     tensors: Groups

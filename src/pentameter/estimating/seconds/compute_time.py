@@ -53,12 +53,12 @@ WORDS_PER_FLOP = 1 / 4
 """A GPU's operations on 32-bit words ÷ its fp32 FLOPs outside matrix units: it has half as many
 units for the former, and the latter count multiplication and addition."""
 ROTATION_PASSES = (12, 16)
-"""How often a rotary embedding without fusion reads or writes each number as float32, in the
-forward and in the backward pass."""
+"""Number of times that a rotary embedding without fusion reads or writes each number as float32,
+(forward, backward)."""
 
 NORM_PASSES = {False: (2, 3), True: (7, 12)}
-"""How often a norm reads or writes the residual stream, (forward, backward). The key says whether
-PyTorch computes the norm in several operations."""
+"""Number of times that a norm reads or writes the residual stream, (forward, backward). The key
+says whether PyTorch computes the norm in several operations."""
 
 
 class Kind(NamedTuple):

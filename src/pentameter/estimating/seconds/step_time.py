@@ -70,8 +70,8 @@ class StepTime:
 
     @property
     def spans(self) -> Sequence[Sequence[Span]]:
-        """Each pipeline rank's passes with start and end in seconds. With many micro-batches only
-        the first rounds are simulated."""
+        """The passes of each pipeline rank, with start and end in seconds. With many micro-batches
+        only the first rounds are simulated."""
         return [] if self.pipeline is None else self.pipeline.spans
 
 

@@ -364,7 +364,7 @@ class PipelineTime:
 
     @cached_property
     def spans(self) -> list[list[Span]]:
-        """Each rank's passes with start and end, for the simulated micro-batches."""
+        """The passes of each rank, with start and end, for the simulated micro-batches."""
         return timeline(self.layout, self.n_simulated, self.seconds, self.message_seconds)
 
 

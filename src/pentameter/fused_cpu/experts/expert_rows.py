@@ -26,7 +26,7 @@ class _ExpertRows(Struct):
 
 @dataclass(frozen=True)
 class Places:
-    """Where each row lies in a tensor of P rows sorted by expert. Behind each expert's rows there
+    """The place of each row in a tensor of P rows sorted by expert. Behind each expert's rows there
     is blank room up to a multiple of ROWS_PER_BLOCK places."""
 
     of_token: Tensor

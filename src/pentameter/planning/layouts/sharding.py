@@ -1,4 +1,4 @@
-"""Which mesh dimensions shard each axis: local activation shapes, and each parameter's Placement.
+"""The mesh dimensions that shard each axis: local activation shapes, and parameters' Placements.
 
 Local shapes, DTensor placements, gradient sums after the backward pass, memory and communication
 estimates and divisibility checks all read these two tables and this one function from (layout,
@@ -94,8 +94,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a layout shards one model's activations and parameters, a frozen record. Of the model
-    only the number of key and value heads is needed."""
+    """The shards of one model's activations and parameters in a layout, a frozen record. Of the
+    model only the number of key and value heads is needed."""
 
     layout: Layout
     n_kv_heads: int
@@ -262,7 +262,7 @@ class Sharding:
 
     @property
     def data_sum(self) -> DataSum:
-        """How gradients are summed over the ranks that compute different batch rows or sequence
+        """The way gradients are summed over the ranks that compute different batch rows or sequence
         chunks, except those of sharded experts. `fsdp`: reduce-scattered to ZeRO's shards. `ddp`:
         without ZeRO, all-reduced by DDP during a step's last backward pass. `after_backward`:
         without ZeRO but with tensor, expert or pipeline parallelism, all-reduced by us, since DDP
