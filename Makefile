@@ -67,14 +67,7 @@ format: $(INSTALLED_DEV)
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)
-	$(BIN)/python -c "from pathlib import Path; from pentameter.config.files.write import reference_page; \
-	Path('docs/configuration.md').write_text(reference_page(), encoding='utf-8')"
-	COLUMNS=128 $(BIN)/python -c "from pathlib import Path; \
-	from pentameter.cli.options.commands_page import commands_page; \
-	Path('docs/commands.md').write_text(commands_page(), encoding='utf-8')"
-	$(BIN)/python -c "from pathlib import Path; \
-	from pentameter.record.events_page import events_page; \
-	Path('docs/events.md').write_text(events_page(), encoding='utf-8')"
+	COLUMNS=128 $(BIN)/python tests/kit/reference_pages.py
 
 site: $(INSTALLED_SITE)
 	$(SITE_VENV)/bin/zensical build --strict --clean

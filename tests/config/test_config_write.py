@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from reference_pages import DOCS, configuration_page
 
 from pentameter.config.fields import leaves
 from pentameter.config.files.load import load_config, preset_names
-from pentameter.config.files.write import reference_page, to_toml
+from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash, diff_configs
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -33,8 +30,8 @@ def test_every_key_has_a_description():
 
 
 def test_reference_page_is_up_to_date():
-    page = ROOT / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == reference_page(), "run `make docs`"
+    page = DOCS / "configuration.md"
+    assert page.read_text(encoding="utf-8") == configuration_page(), "run `make docs`"
 
 
 FREE = ["--name=other", "--train.micro-batch-size=1", "--train.device=cpu", "--log.interval=1",

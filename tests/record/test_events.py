@@ -82,7 +82,7 @@ def test_what_is_no_event_is_none(line):
 
 
 def test_every_key_has_a_meaning_or_says_itself():
-    from pentameter.record.events_page import events_page
+    from reference_pages import events_page
 
     bare = [row for row in events_page().splitlines() if row.endswith("|  |")]
     assert [row.split("`")[1] for row in bare] == ["learning_rate"]
