@@ -1,10 +1,14 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
+from pentameter.model.attention import dot_product
 from pentameter.model.attention.dot_product import (
     PLAIN_ATTENTION,
     Weighting,
     attend_explicitly,
+    cuda_capability,
+    repeats_kv_heads,
 )
 from pentameter.model.dropout import AttentionDropout, Numbers, keep_mask
 
@@ -58,3 +62,75 @@ def test_no_dropout_in_evaluation_or_without_keys() -> None:
     plain = PLAIN_ATTENTION(q, k, v)
     for acting in (dropout.acting(None), dropout.eval().acting(keys)):
         assert torch.equal(PLAIN_ATTENTION(q, k, v, Weighting(dropout=acting)), plain)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "channels", "masked", "repeats"),
+    [
+        (None, FP32, (64, 64), True, False),  # not a GPU of CUDA's
+        (80, BF16, (64, 64), False, False),
+        (90, FP16, (256, 256), False, False),
+        (90, BF16, (64, 64), True, True),  # a window, sinks
+        (90, FP32, (64, 64), False, True),
+        (89, BF16, (264, 264), False, True),
+        (90, BF16, (192, 128), False, True),
+        (70, FP16, (64, 64), False, True),
+        (75, FP16, (64, 64), False, True),
+    ],
+)
+def test_kv_heads_are_repeated_where_no_fused_kernel_takes_them(
+    capability, dtype, channels, masked, repeats
+):
+    assert repeats_kv_heads(capability, dtype, channels, masked=masked) is repeats
+
+
+def test_no_device_but_a_gpu_has_a_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    names = ("cpu", "meta", "mps", "cuda:1")
+    assert [cuda_capability(torch.device(each)) for each in names] == [None, None, None, 86]
+
+
+GROUPED = {  # name → (queries, keys, window, sinks)
+    "causal": (8, 8, None, False),
+    "one query": (1, 8, None, False),
+    "cached": (3, 8, None, False),
+    "windows": (8, 8, 2, False),
+    "an odd window": (8, 8, 3, False),
+    "sinks": (8, 8, None, True),
+    "sinks and windows": (8, 8, 2, True),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_a_gpu_without_a_kernel_for_kv_heads_gets_them_repeated(case, monkeypatch):
+    n_queries, n_keys, window, has_sinks = GROUPED[case]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, n_queries, 4), (2, 2, n_keys, 4), (2, 2, n_keys, 4), (6,))
+    drawn = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
+    inputs = [each.requires_grad_() for each in drawn[: 3 + has_sinks]]
+    fused, seen = F.scaled_dot_product_attention, []
+
+    def noted(q, k, v, *, enable_gqa, **others):
+        seen.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
+        return fused(q, k, v, enable_gqa=enable_gqa, **others)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    results = []
+    for capability in (None, 75):
+        monkeypatch.setattr(dot_product, "cuda_capability", lambda device, here=capability: here)
+        q, k, v, *sinks = inputs
+        y = PLAIN_ATTENTION(q, k, v, Weighting(window, *sinks))
+        results.append((y, *torch.autograd.grad((y * y.detach().cos()).sum(), inputs)))
+    assert seen == [(6, 2, 2, True), (6, 6, 6, False)]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_step_takes_the_capability_for_a_constant(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    q, k = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(PLAIN_ATTENTION.__call__, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, k), PLAIN_ATTENTION(q, k, k))

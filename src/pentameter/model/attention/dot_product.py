@@ -22,6 +22,11 @@ from torch import Tensor
 from pentameter.model.dropout import WeightsDropout
 from pentameter.planning.sub_layers.attention import SINK_CHANNELS
 
+FLASH_CAPABILITY = 80
+"""Minimum CUDA compute capability for PyTorch's flash attention, times ten."""
+FLASH_CHANNELS = 256
+"""Largest head size in channels for flash attention on a GPU."""
+
 
 class Weighting(NamedTuple):
     """The settings of one attention call, beside q, k and v: which keys a query sees, one more key
@@ -74,7 +79,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
     """Return each query's weighted mean value, (B, H, Q, K), without dropout, by PyTorch's fused
     operations; q is (B, H, Q, K), k and v are (B, G, S, K)."""
     Q, S, window = q.shape[2], k.shape[2], how.window
-    attention = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] != q.shape[1])
+    attention: Callable[..., Tensor] = attend_fused
     if how.sinks is not None:
         attention = partial(_attend_beside_sinks, how.sinks)
     if window is not None and window < S:
@@ -92,6 +97,56 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
     return attention(q, k, v, attn_mask=~hidden)
 
 
+def attend_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` of q (B, H, Q, K), k and v (B, G, S, K), for G KV
+    heads that divide H. Returns (B, H, Q, K). KV heads are repeated where no fused kernel takes
+    them as they are: PyTorch would then write out the weights and say nothing."""
+    is_grouped = k.shape[1] != q.shape[1]
+    if is_grouped and repeats_kv_heads(
+        cuda_capability(q.device), q.dtype, (q.shape[-1], v.shape[-1]), masked=attn_mask is not None
+    ):
+        k, v, is_grouped = for_each_head(k, q), for_each_head(v, q), False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def repeats_kv_heads(
+    capability: int | None, dtype: torch.dtype, channels: tuple[int, int], *, masked: bool
+) -> bool:
+    """Return whether grouped KV heads must be repeated for a fused kernel to take them.
+
+    capability: the GPU's compute capability times ten; None for any other device, whose kernels
+    take all. channels: those of a head's keys and of its values.
+
+    Of PyTorch's kernels for GPUs, flash attention alone takes grouped heads in all releases: from
+    capability 8.0 on, in 16 bits, without a mask, for keys and values of one width (its `sdp_utils`
+    list what each kernel refuses).
+    """
+    if capability is None:
+        return False
+    has_flash = capability >= FLASH_CAPABILITY and dtype.itemsize == 2
+    return masked or not has_flash or channels[0] != channels[1] or channels[0] > FLASH_CHANNELS
+
+
+@torch.compiler.assume_constant_result
+def cuda_capability(device: torch.device) -> int | None:
+    """Return the compute capability of a GPU times ten (80 for 8.0); None for any other device. An
+    AMD chip's is what PyTorch gives it: 90 and more."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _attend_beside_sinks(
     sinks: Tensor,
     q: Tensor,
@@ -101,9 +156,9 @@ def _attend_beside_sinks(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` of q (B, H, Q, K), k and v (B, G, S, K) with a sink
-    for each head: one more key, which every query sees, with the score `sinks` (H,) and the value
-    0. Returns (B, H, Q, K).
+    """Compute `attend_fused` of q (B, H, Q, K), k and v (B, G, S, K) with a sink for each head: one
+    more key, which every query sees, with the score `sinks` (H,) and the value 0. Returns
+    (B, H, Q, K).
 
     A fused kernel gives no gradient for a mask. So the score is in a channel of its own, in which
     this key is 1 and the others are 0. Kernels ask for multiples of SINK_CHANNELS.
@@ -117,11 +172,7 @@ def _attend_beside_sinks(
     k = torch.cat((F.pad(k, (0, SINK_CHANNELS)), sink_key.expand(*k.shape[:2], 1, -1)), dim=2)
     v = F.pad(v, (0, SINK_CHANNELS, 0, 1))
     mask = None if attn_mask is None else F.pad(attn_mask, (0, 1), value=True)
-    is_grouped = k.shape[1] != q.shape[1]
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=K**-0.5, enable_gqa=is_grouped
-    )
-    return y[..., :K]
+    return attend_fused(q, k, v, attn_mask=mask, scale=K**-0.5)[..., :K]
 
 
 def _attend_in_windows(
@@ -131,8 +182,7 @@ def _attend_in_windows(
     Each block of `window` queries attends to its own keys and to the block before, so that work
     grows with T and not with its square.
 
-    `attention` is called like `F.scaled_dot_product_attention`, with q (B, H, T, K), k and v
-    (B, G, T, K) and a mask.
+    `attention` is called like `attend_fused`, with q (B, H, T, K), k and v (B, G, T, K) and a mask.
     """
     B, n = len(q), q.shape[2] // window
 
