@@ -7,7 +7,9 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -292,7 +294,32 @@ def _find_triton(device: torch.device, gpu: GpuCapabilities) -> Compiler:
     command = _first_found("CC", ("gcc", "clang", "cc"))
     if command is None:
         return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
+    said = _launcher_error(command)
+    if said is not None:
+        return Compiler(command, False, f"{command} builds no launcher for triton: {said}")
     return _tried(device, command, f"triton with {command}", {})
+
+
+def _launcher_error(command: str) -> str | None:
+    """Return why `command` cannot build what Triton launches kernels with, a C library that
+    includes Python.h, with a remedy; None if it can. Triton's own error says neither: it leaves the
+    compiler's words to stderr."""
+    # Triton's folder of headers, also where the system's Python has another by default (Debian's).
+    headers = sysconfig.get_path("include", "posix_prefix")
+    with tempfile.TemporaryDirectory() as folder:
+        built = [f"-I{headers}", "-shared", "-fPIC", "-o", f"{folder}/launcher.so"]
+        done = subprocess.run(
+            [command, "-x", "c", "-", *built],
+            input="#include <Python.h>\n",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    if done.returncode == 0:
+        return None
+    said = compiler_error(done.stderr or f"exit code {done.returncode}")
+    return f"{said} ({_remedy(said)})"
 
 
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
@@ -315,15 +342,9 @@ def _tried(device: torch.device, command: str, how: str, options: dict[str, Any]
         compiled = torch.compile(probe, fullgraph=True, dynamic=False, options=options)
         wrong = compiled(torch.ones(64, device=device)).sum().item() != 3 * 64
     except Exception as error:  # the compiler's, the linker's, the disk's: all say that it cannot
-        # PyTorch sets it as it looks for its folder, which is in TMPDIR and has the user's name.
-        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-        first = compiler_error(error)
-        remedy = f"set TORCHINDUCTOR_CACHE_DIR or TMPDIR, now {folder}, to a folder {_NEEDED}"
-        if "Python.h" in first:
-            remedy = "install the Python headers"
-        elif any(word in first for word in ("openmp", "omp.h", "lomp")):  # as Apple's has none
-            remedy = "install OpenMP, on macOS by `brew install libomp`"
-        return Compiler(command, False, f"{command} builds nothing that runs: {first} ({remedy})")
+        said = compiler_error(error)
+        reason = f"{command} builds nothing that runs: {said} ({_remedy(said)})"
+        return Compiler(command, False, reason)
     if wrong:
         return Compiler(command, False, f"{command} builds what computes wrong numbers")
     return Compiler(command, True, how)
@@ -332,11 +353,27 @@ def _tried(device: torch.device, command: str, how: str, options: dict[str, Any]
 _NEEDED = "whose path has no blank, whose disk has room for 1 GB and lets programs run"
 
 
-def compiler_error(error: Exception) -> str:
+def _remedy(said: str) -> str:
+    """Return a remedy for what a compiler said."""
+    if "Python.h" in said:
+        return "install the Python headers: python3-dev, python3-devel or conda's python"
+    if "libcuda" in said:
+        return "have the system's loader find the driver's libcuda.so.1: /sbin/ldconfig, as root"
+    if any(word in said for word in ("openmp", "omp.h", "lomp")):  # as Apple's has none
+        return "install OpenMP, on macOS by `brew install libomp`"
+    # PyTorch sets it as it looks for its folder, which is in TMPDIR and has the user's name.
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    return f"set TORCHINDUCTOR_CACHE_DIR or TMPDIR, now {folder}, to a folder {_NEEDED}"
+
+
+def compiler_error(error: Exception | str) -> str:
     """Return the line of a failed compilation's error that says what is wrong: the compiler's first
-    error, else the first line. PyTorch prints many more."""
+    error, else the exception at the end of a traceback from PyTorch's compiler processes, else the
+    first line. PyTorch prints many more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if " error: " in line]
+    if any(line.startswith("Traceback (most recent") for line in lines):
+        said += [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)][-1:]
     first = (said or lines or [type(error).__name__])[0]
     return first.partition(".  ")[0][:_LONGEST_ERROR]
 
