@@ -12,16 +12,17 @@ import pytest
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer, train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.setting import (
-    GPT2_MERGES,
     bpe_vocab_size,
     build_tokenizer,
     is_gpt2,
     known_vocab_size,
 )
 from pentameter.data.tokenizers.word import WordTokenizer
+from pentameter.disk.cache import known_files
 from pentameter.errors import ConfigError, StorageError
 
 DOCUMENTS = ["The cat sat on the mat.\n", "The cat's hat sat on the cat.\n" * 40, "", "é 12 12"]
+GPT2_MERGES = known_files()["gpt2-merges"]
 FOLDER = Path(os.environ.get("PENTAMETER_DATA_DIR", "absent"))
 
 

@@ -10,7 +10,7 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora import registry as corpora
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
-from pentameter.disk.cache import PublicFile, cache_folder, public_file
+from pentameter.disk.cache import PublicFile, cache_folder, known_files, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 CONTENT = b"public text\n" * 100
@@ -43,7 +43,7 @@ def served(monkeypatch):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     url = f"http://127.0.0.1:{server.server_address[1]}/text"
-    yield PublicFile("some/text.txt", url, hashlib.sha256(CONTENT).hexdigest(), 1200), requests
+    yield PublicFile("some/text.txt", url, 1200, hashlib.sha256(CONTENT).hexdigest()), requests
     server.shutdown()
     thread.join()
     server.server_close()
@@ -136,11 +136,12 @@ def test_wikitext_has_splits_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path))
     (tmp_path / "wikitext-2").mkdir()
     files = {}
-    for split, file in corpora.WIKITEXT_2.items():
-        text = f" = {split} = \n"
+    for split in ("train", "val", "test"):
+        name, text = f"wikitext-2-{split}", f" = {split} = \n"
+        file = known_files()[name]
         (tmp_path / file.path).write_text(text)
-        files[split] = replaced(file, sha256=hashlib.sha256(text.encode()).hexdigest())
-    monkeypatch.setattr(corpora, "WIKITEXT_2", files)
+        files[name] = replaced(file, sha256=hashlib.sha256(text.encode()).hexdigest())
+    monkeypatch.setattr(corpora, "known_files", lambda: files)
     dataset = open_dataset(DataConfig(corpus="wikitext-2", tokenizer="word", test_fraction=0.5))
     assert dataset.tokenizer.words == ("<unk>", "=", "train")
     for split, ids in (("train", [1, 2, 1]), ("val", [1, 0, 1]), ("test", [1, 0, 1])):
@@ -149,8 +150,8 @@ def test_wikitext_has_splits_of_its_own(tmp_path, monkeypatch):
 
 def test_wikitext_without_its_train_split_says_what_to_put_where(tmp_path, monkeypatch):
     monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path))
-    file = replaced(corpora.WIKITEXT_2["train"], url="http://127.0.0.1:1/train.txt")
-    monkeypatch.setattr(corpora, "WIKITEXT_2", {**corpora.WIKITEXT_2, "train": file})
+    file = replaced(known_files()["wikitext-2-train"], url="http://127.0.0.1:1/train.txt")
+    monkeypatch.setattr(corpora, "known_files", lambda: {"wikitext-2-train": file})
     with pytest.raises(StorageError, match=r"git blob id 2d84b35a.* at .*wikitext-2/train\.txt"):
         corpus_of(DataConfig(corpus="wikitext-2"))
 

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer
-from pentameter.data.tokenizers.setting import GPT2_MERGES, GPT2_VOCABULARY, gpt2_tokenizer
-from pentameter.disk.cache import public_file
+from pentameter.data.tokenizers.setting import gpt2_tokenizer
+from pentameter.disk.cache import known_files, public_file
 
+GPT2_VOCABULARY = known_files()["gpt2-vocabulary"]
+GPT2_MERGES = known_files()["gpt2-merges"]
 FOLDER = Path(os.environ.get("PENTAMETER_DATA_DIR", "absent"))
 pytestmark = pytest.mark.skipif(
     not (FOLDER / GPT2_MERGES.path).is_file(),

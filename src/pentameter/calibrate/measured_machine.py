@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pentameter.config.files.write import toml_value
 from pentameter.config.schema import Config
+from pentameter.config.tables import packaged_table
 from pentameter.data.batches.step import Batch
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
@@ -65,19 +66,6 @@ FEED_FORWARD = (4096, 512, 2048)
 """(Token rows, d_model, d_ff) with which the fused feed-forward layer is timed."""
 ATTENTION = (4, 8, 256, 64)
 """(Sequences, heads, tokens, head size) with which attention is timed."""
-STEP: dict[str, Any] = {
-    "model": {
-        "vocab_size": 1024,
-        "context_length": 256,
-        "n_layers": 4,
-        "d_model": 384,
-        "dropout": 0.0,
-        "attention": {"n_heads": 6},
-    },
-    "data": {"corpus": "stdlib"},
-    "train": {"device": "cpu"},
-}
-"""Settings of the configuration whose steps are timed, with two micro-batches each."""
 STEP_ROWS = (1, 8)
 """Sequences per micro-batch in the timed steps: few in the one, many in the other."""
 SHORT, LONG = 1e-12, 1e-4
@@ -306,11 +294,11 @@ def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, fl
     their number, k the minimum seconds per operation and s the share. Steps with two sizes
     determine k and s.
     """
-    configs = []
+    configs, step = [], packaged_table("calibrate/step.toml")
     for size in STEP_ROWS:
         rows = {"batch_size": 2 * size, "micro_batch_size": size}
-        train = {**STEP["train"], **rows, "precision": precision, "compile": fused}
-        configs.append(Config.model_validate({**STEP, "train": train}))
+        train = {**step["train"], **rows, "precision": precision, "compile": fused}
+        configs.append(Config.model_validate({**step, "train": train}))
     small, large = ([_planned(device, each, k) for k in (SHORT, LONG)] for each in configs)
     n = (small[1] - small[0]) / (LONG - SHORT)
     for _ in range(2):

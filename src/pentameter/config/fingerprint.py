@@ -5,58 +5,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, TEMPLATE_DATE
-from pentameter.config.fields import leaves, values_of
+from pentameter.config.fields import leaves, sections, values_of
 from pentameter.config.messages import shown
 from pentameter.config.model.former_keys import former_path
-from pentameter.config.schema import CheckpointConfig, Config, LogConfig
+from pentameter.config.schema import Config
+from pentameter.config.tables import packaged_table
 
-NOT_THE_TRAINING = {
-    "name": "only names the run folder",
-    "train.steps": "where the run ends; the cosine's end is schedule.decay_steps",
-    "train.epochs": "as above",
-    "train.micro_batch_size": "cuts the same batch into other pieces; sums agree to rounding",
-    "train.device": "a run may move to another machine",
-    "train.activation_checkpoint": "the same arithmetic, done twice",
-    "train.offload": "the same arithmetic, with its numbers kept elsewhere",
-    "train.compile": "the same arithmetic, compiled",
-    "train.patience": "where the run ends",
-    "train.check_copies": "comparing reads, it changes nothing",
-    "train.check_every": "as above; the gradients that it computes are dropped",
-    "guard.rollbacks": "where the run ends",
-    **dict.fromkeys(
-        ("train.eval_interval", "train.eval_train_tokens", "data.evaluations"),
-        "evaluation reads, it changes nothing",
-    ),
-    **dict.fromkeys(
-        (f"train.sample_{key}" for key in ("interval", "tokens", "prompt", "temperature")),
-        "samples are drawn with their own keys",
-    ),
-    **dict.fromkeys(
-        (f"checkpoint.{key}" for key in CheckpointConfig.model_fields),
-        "saving reads, it changes nothing",
-    ),
-    **dict.fromkeys(
-        (f"log.{key}" for key in LogConfig.model_fields), "logging reads, it changes nothing"
-    ),
-}
-"""Keys that a resumed run may change, and why. Every other key defines the weights after each step,
-except those in `[parallel]`: a layout changes no number beyond its last digits.
 
-`train.steps` is free because step N does not depend on later ones, with one exception that
-`defining_values` makes: a decay without `decay_steps` ends at `train.steps`.
-"""
+@cache
+def not_the_training() -> Mapping[str, str]:
+    """Return the dotted paths of the keys that a resumed run may change, and why, by
+    `not_the_training.toml`, which names some sections as a whole."""
+    found: dict[str, str] = {}
+    for path, why in packaged_table("config/not_the_training.toml").items():
+        section = sections().get(path)
+        paths = [f"{path}.{key}" for key in section.model_fields] if section else [path]
+        found |= dict.fromkeys(paths, why)
+    return found
 
 
 def defining_values(config: Config) -> dict[str, Any]:
     """Return dotted path → value for the settings on which the weights after a given step depend:
-    all but those in NOT_THE_TRAINING and [parallel], and keys without effect."""
+    all but those in `not_the_training` and [parallel], and keys without effect."""
     values = {
         path: value
         for path, value in values_of(config).items()
-        if path not in NOT_THE_TRAINING and not path.startswith("parallel.")
+        if path not in not_the_training() and not path.startswith("parallel.")
     }
     schedule, used = config.schedule, config.schedule.decay_keys
     for key in {key for keys in DECAY_KEYS.values() for key in keys}.difference(used):

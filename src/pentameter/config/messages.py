@@ -14,34 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.fields import Leaf, leaves, sections, tables_of, value_in
-from pentameter.config.model.former_keys import FORMER_KEYS
+from pentameter.config.model.former_keys import former_keys
 from pentameter.config.section import ABSENT
+from pentameter.config.tables import packaged_table
 from pentameter.errors import nearest, printable
-
-FAMILIAR = {
-    "n_embd": "model.d_model",
-    "hidden_size": "model.d_model",
-    "block_size": "model.context_length",
-    "sequence_length": "model.context_length",
-    "max_iters": "train.steps",
-    "max_steps": "train.steps",
-    "lr": "optimizer.learning_rate",
-    "min_lr": "schedule.min_learning_rate",
-    "lr_decay_iters": "schedule.decay_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "grad_clip": "optimizer.clip_norm",
-    "num_experts": "model.experts.count",
-    "num_local_experts": "model.experts.count",
-    "n_routed_experts": "model.experts.count",
-    "num_experts_per_tok": "model.experts.per_token",
-    "moe_intermediate_size": "model.experts.width",
-    "norm_topk_prob": "model.router.renormalize",
-    "routed_scaling_factor": "model.router.scale",
-    "dtype": "train.precision",
-    "dataset": "data.corpus",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-}
-"""Other programs' names for our keys, as nanoGPT and Hugging Face users type them."""
 
 FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}
 """Other programs' names for our values."""
@@ -130,12 +106,13 @@ def _unknown_key(path: str) -> str:
 
 def _nearest_path(path: str) -> str | None:
     section, _, key = path.rpartition(".")
-    if key in FAMILIAR:
-        return FAMILIAR[key]
+    familiar = packaged_table("config/familiar_keys.toml")
+    if key in familiar:
+        return str(familiar[key])
     known = sections().get(section)
     inside = {k: f"{section}.{k}".lstrip(".") for k in (known.model_fields if known else ())}
     if section == "model":
-        inside |= {former: f"model.{present}" for former, present in FORMER_KEYS.items()}
+        inside |= {former: f"model.{present}" for former, present in former_keys().items()}
     if near := nearest(key, inside):
         return inside[near]
     by_key: dict[str, list[str]] = {}

@@ -11,11 +11,13 @@ import tempfile
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from pentameter.config.tables import packaged_table
 from pentameter.config.urls import given_path
 from pentameter.disk.atomic import make_folder, storage_errors, write_atomic
 from pentameter.errors import CorruptError, StorageError
@@ -30,9 +32,9 @@ class PublicFile:
     path: str
     """Path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
     url: str
-    sha256: str | None
     n_bytes: int
     """Size in bytes; an upper bound if only git's id is known."""
+    sha256: str | None = None
     git_blob: str | None = None
     """git's blob id (SHA-1, hex) for the content, if its sha256 is unknown."""
 
@@ -47,6 +49,14 @@ class PublicFile:
             return f"sha256 {hashlib.sha256(content).hexdigest()}"
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
         return f"git blob id {blob.hexdigest()}"
+
+
+@cache
+def known_files() -> Mapping[str, PublicFile]:
+    """Return the public files that corpora and tokenizers are made from, in `public_files.toml`, by
+    name."""
+    table = packaged_table("disk/public_files.toml")
+    return {name: PublicFile(**values) for name, values in table.items()}
 
 
 def cache_folder() -> Path:

@@ -4,14 +4,13 @@ how a step is computed but must not change its result."""
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.tables import packaged_table
 from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.search.search import search
@@ -185,8 +184,8 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
 @cache
 def all_cases() -> Mapping[str, list[Case]]:
     """Return all cases in layouts.toml: kind of model → the cases meant for it."""
-    text = Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")
-    return {kind: list(map(_parse, layouts)) for kind, layouts in tomllib.loads(text).items()}
+    table = packaged_table("verify/layouts.toml")
+    return {kind: list(map(_parse, layouts)) for kind, layouts in table.items()}
 
 
 def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:

@@ -19,7 +19,7 @@ from pentameter.config.files.write import to_toml
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.model.attention import AttentionConfig
-from pentameter.config.model.former_keys import FORMER_KEYS, TABLES
+from pentameter.config.model.former_keys import TABLES, former_keys
 from pentameter.errors import ConfigError
 from pentameter.record.reading import read_run
 from pentameter.report.pages.settings import settings
@@ -33,9 +33,9 @@ BOTH = r"model\.n_heads is a former name of model\.attention\.n_heads, and both 
 
 def test_a_former_key_has_a_present_one_and_is_none_itself():
     keys = architecture(ModelConfig())
-    assert set(FORMER_KEYS.values()) <= keys.keys()
-    assert FORMER_KEYS.keys().isdisjoint(keys)
-    assert {path.partition(".")[0] for path in FORMER_KEYS.values()} == TABLES
+    assert set(former_keys().values()) <= keys.keys()
+    assert former_keys().keys().isdisjoint(keys)
+    assert {path.partition(".")[0] for path in former_keys().values()} == TABLES
 
 
 @pytest.mark.parametrize("name", HASHES)
@@ -59,13 +59,13 @@ def test_what_is_written_has_the_present_keys_alone(tmp_path):
     assert written["attention"]["n_kv_heads"] == 1
     assert written["experts"]["count"] == 4
     assert written["router"]["score_function"] == "sigmoid"
-    assert not FORMER_KEYS.keys() & written.keys() - TABLES
+    assert not former_keys().keys() & written.keys() - TABLES
     assert load_config(file) == config
 
 
-@pytest.mark.parametrize("former", FORMER_KEYS)
+@pytest.mark.parametrize("former", former_keys())
 def test_an_option_may_have_a_former_name(former):
-    present = f"model.{FORMER_KEYS[former]}"
+    present = f"model.{former_keys()[former]}"
     hyphens = former.replace("_", "-")
     for option in (f"--model.{hyphens}=7", f"--model.{former}=7", f"--{present}=7"):
         assert parse_overrides([option]) == [(present, "7")]
@@ -179,7 +179,7 @@ def test_a_run_of_before_is_read():
         path: list(value) if isinstance(value, tuple) else value
         for path, value in values_of(load_config(RUN / "config.toml")).items()
     }
-    assert not {f"model.{former}" for former in FORMER_KEYS} & found.keys()
+    assert not {f"model.{former}" for former in former_keys()} & found.keys()
 
 
 def test_a_run_of_before_is_resumed(resumed):

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from pentameter.config.choices import FINAL_NORM, NORM_MAY_HAVE_BIAS, POSITION_TABLE, look_up
 from pentameter.config.model.attention import AttentionConfig, AttentionSizes
 from pentameter.config.model.feed_forward import ExpertsConfig, FeedForwardConfig, RouterConfig
-from pentameter.config.model.former_keys import FORMER_KEYS, TABLES, with_present_keys
+from pentameter.config.model.former_keys import TABLES, former_keys, with_present_keys
 from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.section import (
     Depth,
@@ -118,7 +118,7 @@ class ModelConfig(AttentionSizes, Section):
 
         def __getattr__(self, name: str) -> Any:
             """Return the value of a key by its former name, for custom models and hooks."""
-            path = FORMER_KEYS.get(name)
+            path = former_keys().get(name)
             return super().__getattr__(name) if path is None else attrgetter(path)(self)
 
     @property

@@ -7,67 +7,39 @@ what is written has the present ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
+from pentameter.config.tables import packaged_table
 from pentameter.errors import ConfigError
 
 Value = TypeVar("Value")
 
-FORMER_KEYS: Mapping[str, str] = {
-    "n_heads": "attention.n_heads",
-    "n_kv_heads": "attention.n_kv_heads",
-    "head_size": "attention.head_size",
-    "attention": "attention.type",
-    "kv_rank": "attention.kv_rank",
-    "q_rank": "attention.q_rank",
-    "rope_head_size": "attention.rope_head_size",
-    "v_head_size": "attention.v_head_size",
-    "qk_norm": "attention.qk_norm",
-    "attention_sinks": "attention.sinks",
-    "sliding_window": "attention.sliding_window",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
-    "qkv_bias": "attention.qkv_bias",
-    "attention_dropout": "attention.dropout",
-    "activation": "feed_forward.activation",
-    "swiglu_alpha": "feed_forward.swiglu_alpha",
-    "swiglu_limit": "feed_forward.swiglu_limit",
-    "d_ff": "feed_forward.width",
-    "dense_layers": "experts.dense_layers",
-    "n_experts": "experts.count",
-    "experts_per_token": "experts.per_token",
-    "d_expert": "experts.width",
-    "n_shared_experts": "experts.n_shared",
-    "shared_expert_gate": "experts.shared_gate",
-    "expert_capacity": "experts.capacity",
-    "balance": "router.balance",
-    "balance_rate": "router.balance_rate",
-    "balance_weight": "router.balance_weight",
-    "router": "router.score_function",
-    "router_z_loss": "router.z_loss",
-    "router_top_k_first": "router.top_k_first",
-    "router_renormalize": "router.renormalize",
-    "router_scale": "router.scale",
-    "router_bias": "router.bias",
-    "router_groups": "router.groups",
-    "router_open_groups": "router.open_groups",
-    "router_group_scores": "router.group_scores",
-}
-"""Former key in `[model]` → its path there now."""
+TABLES = {"attention", "feed_forward", "experts", "router"}
+"""The tables in `[model]` that former keys are in now."""
 
-TABLES = {path.partition(".")[0] for path in FORMER_KEYS.values()}
-_PRESENT = {f"model.{former}": f"model.{path}" for former, path in FORMER_KEYS.items()}
-_FORMER = {path: former for former, path in _PRESENT.items()}
+
+@cache
+def former_keys() -> Mapping[str, str]:
+    """Return former key in `[model]` → its path there now."""
+    return packaged_table("config/model/former_keys.toml")
+
+
+@cache
+def _former_paths() -> Mapping[str, str]:
+    return {f"model.{path}": f"model.{former}" for former, path in former_keys().items()}
 
 
 def present_path(path: str) -> str:
     """Return the dotted path of the key that `path` names, perhaps by a former name."""
-    return _PRESENT.get(path, path)
+    section, _, key = path.partition(".")
+    return f"model.{former_keys()[key]}" if section == "model" and key in former_keys() else path
 
 
 def former_path(path: str) -> str:
     """Return the dotted path that a key had first; the path itself if that never changed. Hashes of
     configurations are computed with it."""
-    return _FORMER.get(path, path)
+    return _former_paths().get(path, path)
 
 
 def with_present_keys(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +48,7 @@ def with_present_keys(model: Mapping[str, Any]) -> dict[str, Any]:
     former = {key: value for key, value in model.items() if _is_former(key, value)}
     present = {key: value for key, value in model.items() if key not in former}
     for key, value in former.items():
-        table, _, name = FORMER_KEYS[key].partition(".")
+        table, _, name = former_keys()[key].partition(".")
         inside = present.get(table, {})
         if not isinstance(inside, Mapping) or name in inside:
             raise ValueError(_given_twice(f"model.{key}", f"model.{table}.{name}"))
@@ -98,7 +70,7 @@ def present_pairs(pairs: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]
 def _is_former(key: str, value: object) -> bool:
     """Return whether `key` of `[model]`, with this `value`, is a former one. `attention` and
     `router` name tables now; they are former keys if their value is text, as it was then."""
-    return key in FORMER_KEYS and (key not in TABLES or isinstance(value, str))
+    return key in former_keys() and (key not in TABLES or isinstance(value, str))
 
 
 def _given_twice(former: str, present: str) -> str:

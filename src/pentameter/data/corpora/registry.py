@@ -15,45 +15,17 @@ from pentameter.data.corpora.files import LocalFile
 from pentameter.data.corpora.grammar import GrammarFile, grammar_source
 from pentameter.data.corpora.inputs import corpus_at, files_below
 from pentameter.data.corpora.text import Text
-from pentameter.disk.cache import PublicFile, public_file
+from pentameter.disk.cache import known_files, public_file
 from pentameter.errors import ConfigError, nearest
-
-TINY_SHAKESPEARE = PublicFile(
-    path="shakespeare/input.txt",
-    url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    n_bytes=1_115_394,
-)
-
-# The splits as raw text, as the language-model example of pytorch/examples has them.
-_WIKITEXT_URL = (
-    "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
-)
-_VALID_SHA256 = "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"
-_TEST_SHA256 = "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"
-WIKITEXT_2 = MappingProxyType(
-    {
-        split: PublicFile(
-            f"wikitext-2/{name}", f"{_WIKITEXT_URL}/{name}", sha256, n_bytes, git_blob
-        )
-        for split, name, n_bytes, sha256, git_blob in (
-            ("train", "train.txt", 16_000_000, None, "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
-            ("val", "valid.txt", 1_121_681, _VALID_SHA256, None),
-            ("test", "test.txt", 1_256_449, _TEST_SHA256, None),
-        )
-    }
-)
 
 UNKNOWN_CORPUS = "unknown"
 """The `data.corpus` of a model whose training data nobody recorded."""
 
 # Third-party code; test suites (some of whose files are deliberately broken); tables of data.
-NOT_STDLIB = frozenset(
-    (
-        *("__pycache__", "site-packages", "dist-packages"),
-        *("test", "tests", "idlelib", "turtledemo"),
-        *("encodings", "pydoc_data"),
-    )
+NOT_STDLIB = (
+    *("__pycache__", "site-packages", "dist-packages"),
+    *("test", "tests", "idlelib", "turtledemo"),
+    *("encodings", "pydoc_data"),
 )
 
 
@@ -86,15 +58,15 @@ def grammar(data: DataConfig) -> Text:
 def shakespeare(data: DataConfig) -> Text:
     """Return Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct; downloaded now unless
     cached. `data` is unused."""
-    return Text("shakespeare", (LocalFile(public_file(TINY_SHAKESPEARE)),))
+    return Text("shakespeare", (LocalFile(public_file(known_files()["shakespeare"])),))
 
 
 def wikitext_2(data: DataConfig) -> Text:
     """Return WikiText-2: about 2 million words from articles, in its three published splits;
     downloaded now unless cached. `data` is unused."""
     train, val, test = (
-        Text(f"wikitext-2-{split}", (LocalFile(public_file(file)),))
-        for split, file in WIKITEXT_2.items()
+        Text(name, (LocalFile(public_file(known_files()[name])),))
+        for name in ("wikitext-2-train", "wikitext-2-val", "wikitext-2-test")
     )
     return replace(train, name="wikitext-2", held_out={"val": val, "test": test})
 

@@ -20,21 +20,8 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.atomic import read_json
-from pentameter.disk.cache import PublicFile, local_file, public_file
+from pentameter.disk.cache import known_files, local_file, public_file
 from pentameter.errors import ConfigError, CorruptError
-
-GPT2_VOCABULARY = PublicFile(
-    path="gpt2-bpe/encoder.json",
-    url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/encoder.json",
-    sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    n_bytes=1_042_301,
-)
-GPT2_MERGES = PublicFile(
-    path="gpt2-bpe/vocab.bpe",
-    url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe",
-    sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    n_bytes=456_318,
-)
 
 KINDS: Sequence[type[Tokenizer]] = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
 """The classes, in the order in which they try to read a tokenizer.json; the last reads any."""
@@ -138,8 +125,8 @@ def gpt2_tokenizer() -> BpeTokenizer:
 
     Raises StorageError if its two files are neither cached nor can be downloaded.
     """
-    vocabulary = json.loads(public_file(GPT2_VOCABULARY).read_bytes())
-    lines = public_file(GPT2_MERGES).read_text(encoding="utf-8").split("\n")
+    vocabulary = json.loads(public_file(known_files()["gpt2-vocabulary"]).read_bytes())
+    lines = public_file(known_files()["gpt2-merges"]).read_text(encoding="utf-8").split("\n")
     # The first line names a version, the last is empty.
     return BpeTokenizer.from_vocabulary(vocabulary, [parse_merge(line) for line in lines[1:-1]])
 
@@ -151,7 +138,7 @@ def is_gpt2(tokenizer: Tokenizer) -> bool:
 
 def gpt2_is_cached() -> bool:
     """Return True if `gpt2_tokenizer` needs no download."""
-    return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
+    return all(local_file(known_files()[name]) for name in ("gpt2-vocabulary", "gpt2-merges"))
 
 
 def known_vocab_size(setting: str) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -22,6 +21,7 @@ from pentameter.config.files.load import config_errors, parse_toml, read_small_f
 from pentameter.config.messages import shown
 from pentameter.config.schema import MatmulPrecision
 from pentameter.config.section import Positive, Section, Switch
+from pentameter.config.tables import packaged_table
 from pentameter.errors import ConfigError, either, listed, nearest, printable
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 
@@ -321,7 +321,8 @@ def read_devices(path: Path) -> Mapping[str, Device]:
     label = printable(str(path))
     with config_errors(label):
         text = read_small_file(path, label)
-    return _devices(text, label, _calibrations())
+    known = packaged_table("estimating/devices.toml")["calibrations"]
+    return _devices(text, label, known)
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -375,13 +376,6 @@ def _device(key: str) -> Device:
             "(docs/planner.md)"
         )
     return devices[key.lower()]
-
-
-@cache
-def _calibrations() -> Mapping[str, Any]:
-    file = resources.files("pentameter.estimating") / "devices.toml"
-    found: Mapping[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["calibrations"]
-    return found
 
 
 def _devices(text: bytes, label: str, calibrations: Mapping[str, Any]) -> Mapping[str, Device]:

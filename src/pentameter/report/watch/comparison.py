@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
-from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.config.fingerprint import not_the_training
 from pentameter.errors import ConfigError
 from pentameter.record.events import strict
 from pentameter.record.reading import RecordedRun, check_run_folder, read_run
@@ -171,7 +171,7 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
             differing[path] = tuple(
                 run.settings.get(path, default) if run.settings else None for run in runs
             )
-    return dict(sorted(differing.items(), key=lambda item: item[0] in NOT_THE_TRAINING))
+    return dict(sorted(differing.items(), key=lambda item: item[0] in not_the_training()))
 
 
 FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -268,7 +268,7 @@ def render_comparison(comparison: Comparison, live: str = "", version: str = "")
         ranking=comparison.ranking,
         losses=list(_losses(comparison)),
         styles=RUN_STYLES,
-        not_the_training=NOT_THE_TRAINING,
+        not_the_training=not_the_training(),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pentameter.config.choices import PRECISIONS
 from pentameter.config.fields import leaves
-from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.config.fingerprint import not_the_training
 from pentameter.record.reading import RecordedRun, as_table
 from pentameter.record.results import Results, RunOutcome, outcome, results
 from pentameter.report.pages.settings import Settings, default_of, settings
@@ -173,7 +173,7 @@ def _training(run: Run) -> str:
             for path, value in ({key: default_of(key) for key in leaves()} | run.settings).items()
             if path != "seed"
             and not path.startswith("parallel.")
-            and (path in ends or path not in NOT_THE_TRAINING)
+            and (path in ends or path not in not_the_training())
         },
         sort_keys=True, default=str,
     )  # fmt: skip

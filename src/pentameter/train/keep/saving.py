@@ -53,7 +53,7 @@ from pentameter.checkpoint.state.state_dicts import (
 )
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.files.write import to_toml
-from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.config.fingerprint import not_the_training
 from pentameter.config.schema import Config
 from pentameter.disk.atomic import remove_tree
 from pentameter.errors import RunFolderInUseError, StorageError, TrainingFailedError
@@ -506,7 +506,7 @@ def _planned(
         extra_files={
             # An earlier version opens it, though it may not know of some keys.
             "config.toml": to_toml(
-                run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
+                run.plan.portable_config, left_out_at_default=not_the_training()
             ).encode(),
             "tokenizer.json": run.dataset.tokenizer.to_bytes(),
             **optimizer_values(run.optimizer, run.engine.named_parameters(), world),

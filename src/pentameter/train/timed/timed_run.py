@@ -9,7 +9,7 @@ from typing import Any
 
 from pentameter.config.files.command_source import PRESET_FOR_TEXT, configuration_of
 from pentameter.config.files.load import Overrides, flat_overrides, load_config
-from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash
+from pentameter.config.fingerprint import config_hash, not_the_training
 from pentameter.config.model.former_keys import former_path
 from pentameter.config.schema import Config
 from pentameter.data.progress import ProgressLines
@@ -125,7 +125,7 @@ class TimedRun:
     def _request(self) -> dict[str, Any]:
         """Return the values that identify the request: seconds, configuration hash and the keys
         that the user set."""
-        given = sorted(map(former_path, self._given.keys() - NOT_THE_TRAINING))
+        given = sorted(map(former_path, self._given.keys() - not_the_training()))
         return {"seconds": self.budget.seconds, "config": config_hash(self._asked), "given": given}
 
     def _other_run(self, record: Mapping[str, Any] | None) -> str:
