@@ -215,9 +215,10 @@ class StageModule(nn.Module):
         self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate parameters and buffers on a device, uninitialized, in place; if a CUDA graph is
-        replayed, also zero gradients for trained parameters, to which it adds."""
-        give_memory(self, device)
+        """Allocate parameters on a device, uninitialized, in place; if a CUDA graph is replayed,
+        also zero gradients for trained parameters, to which it adds. Buffers get memory on the
+        device that computes: FSDP brings offloaded parameters there, but never buffers."""
+        give_memory(self, device, self.device)
         for parameter in self.model.parameters() if self.replays else ():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

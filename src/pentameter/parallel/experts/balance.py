@@ -136,12 +136,12 @@ class RouterBalance:
             assert router.balance is not None
             change = self._change(own, router.balance)
             if not_made is not None:
-                change = torch.where(not_made.bool(), 0, change)
+                change = torch.where(not_made.bool().to(change.device), 0, change)
             router.balance.add_(change)
 
     def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
         """Return what to add to a router's `balance` (E,), in its shape and DTensor placements,
-        given the step's token counts (E,) over all ranks. Mode `bias`: plus `balance_rate` for an
+        on its device, given the step's token counts (E,) over all ranks. Mode `bias`: plus `balance_rate` for an
         expert with fewer tokens than the mean, minus it for one with more. Mode `batch`: counts ÷
         their mean, minus the present state, which this replaces."""
         model = self._plan.config.model
@@ -159,6 +159,7 @@ class RouterBalance:
         if isinstance(balance, DTensor):
             mesh, placements = balance.device_mesh, balance.placements
             placed = distribute_tensor(placed, mesh, placements, src_data_rank=None)
+        placed = placed.to(balance.device)  # the host, if the state is offloaded
         return placed if model.router.balance == "bias" else placed - balance
 
     def _summed_over(self) -> tuple[str, ...]:

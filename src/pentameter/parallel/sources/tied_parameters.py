@@ -49,12 +49,17 @@ def tie_again(module: nn.Module, tied: TiedNames) -> None:
             _set(module, name, kept)
 
 
-def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Allocate every parameter and buffer on a device, uninitialized, in place; tied ones stay
-    tied."""
+def give_memory(
+    module: nn.Module, device: torch.device, for_buffers: torch.device | None = None
+) -> None:
+    """Allocate every parameter on a device, and every buffer there or on `for_buffers`,
+    uninitialized, in place; tied parameters stay tied."""
     tied = tied_names(module)
     module.to_empty(device=device)
     tie_again(module, tied)
+    for owner in module.modules() if for_buffers is not None else ():
+        for name, buffer in [*owner.named_buffers(recurse=False)]:
+            setattr(owner, name, torch.empty_like(buffer, device=for_buffers))
 
 
 def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedReplicas:
