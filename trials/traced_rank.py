@@ -151,14 +151,16 @@ class _EvenExchange(ExpertExchange):
     """An exchange whose rows are the same number for each rank that holds different experts, since
     fake tensors have no values to count."""
 
-    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Return (rows received for each expert here, without values, (n, e); rows sent to each
-        rank; rows received from each), for `n_rows` and the indices `ends` (E,)."""
+    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Return (rows received for each expert here, without values, (n, e); the index after each
+        expert's last, without values, (e,); rows sent to each rank; rows received from each), for
+        `n_rows` and the indices `ends` (E,)."""
         n_groups = self.n_ranks // self.n_shards
         least, more = divmod(n_rows, n_groups)
         sent = [least + (number < more) for number in range(n_groups) for _ in range(self.n_shards)]
         received = ends.new_empty(self.n_ranks, len(ends) // n_groups)
-        return received, sent, [sent[0]] * self.n_ranks
+        own_ends = received.new_empty(received.shape[1], device="cpu")
+        return received, own_ends, sent, [sent[0]] * self.n_ranks
 
 
 def _balance_exchanges(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from pentameter.fused_cpu.vector_kernels import (
 from pentameter.model.dropout import drop, dropout_keys, stream_index
 from pentameter.model.experts import Routing
 from pentameter.model.gpt import build_model
-from pentameter.model.matmul import ROWS_PER_BLOCK
+from pentameter.model.grouped_matmul import ROWS_PER_BLOCK
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.model.experts import Experts, Router
 from pentameter.model.gpt import build_model
+from pentameter.model.grouped_matmul import Groups
 from pentameter.model.matmul import PLAIN
 from pentameter.model.positions import Positions
 from pentameter.planning.gpt import parameter_table
@@ -188,7 +189,7 @@ def test_rows_behind_the_last_group_are_zero_and_reach_no_gradient() -> None:
     x[:2] = 1.0
     x.requires_grad_()
     weight = torch.ones(2, 5, 3, dtype=torch.float64, requires_grad=True)
-    y = PLAIN.grouped_linear(x, weight, None, torch.tensor([0, 2]))
+    y = PLAIN.grouped_linear(x, weight, None, Groups(torch.tensor([0, 2])))
     assert y.tolist() == [[3.0] * 5] * 2 + [[0.0] * 5] * 2
     y.sum().backward()
     assert x.grad is not None

@@ -74,6 +74,10 @@ BODIES: dict[str, Callable[..., Any]] = {
 """Operations of our own, which hide what they are made of from PyTorch's dispatch."""
 SENDS_NOTHING = (
     "chosen_experts",
+    "ends_on_host",
+    "grouped_linear_at_once",
+    "grouped_input_gradient_at_once",
+    "grouped_weight_gradient_at_once",
     "grouped_linear",
     "grouped_input_gradient",
     "grouped_weight_gradient",

@@ -9,6 +9,7 @@ from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machi
 from pentameter.machine.fastest_matmul import Ceiling
 from pentameter.model import compiled
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+from pentameter.model.experts import Experts
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.context import run_attention
 from pentameter.planning.layouts.layout import Layout
@@ -257,3 +258,48 @@ def test_what_a_cpu_emulates_is_a_share_of_what_it_computes_in(monkeypatch, prec
     train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": precision, "compile": False}
     choose_compute(make_plan(Config.model_validate({**plan().config.model_dump(), "train": train})))
     assert asked == [measured]
+
+
+EXPERTS = {"n_experts": 4, "d_expert": 16}
+
+
+@pytest.fixture
+def experts_tried(a_machine_with_a_gpu, monkeypatch):
+    """The sizes with which experts at once are tried on the GPU that is not there."""
+    tried = []
+    monkeypatch.setattr(compute, "at_once_disagreement", lambda *sizes: tried.append(sizes))
+    return tried
+
+
+def test_experts_that_agree_are_multiplied_at_once(experts_tried):
+    chosen = choose_compute(on_gpu(**EXPERTS))
+    assert experts_tried == [(4, 32, 16, torch.device("cuda"))]
+    assert chosen.experts_at_once
+    assert chosen.experts_obstacle is None
+    assert chosen.environment()["experts_at_once"] is True
+    dense = choose_compute(on_gpu())
+    assert not dense.experts_at_once
+    assert len(experts_tried) == 1
+
+
+def test_experts_that_cannot_be_multiplied_at_once_are_not_tried(experts_tried):
+    chosen = choose_compute(on_gpu(**EXPERTS, bias=True))
+    assert not chosen.experts_at_once
+    assert chosen.experts_obstacle == "model.bias=true"
+    assert experts_tried == []
+
+
+def test_experts_that_do_not_agree_are_multiplied_one_after_another(experts_tried, monkeypatch):
+    monkeypatch.setattr(compute, "at_once_disagreement", lambda *_: "their y is off by 3.0e-01")
+    chosen = choose_compute(on_gpu(**EXPERTS))
+    assert not chosen.experts_at_once
+    assert chosen.experts_obstacle == "their y is off by 3.0e-01"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_engine_multiplies_experts_as_it_is_told(at_once):
+    engine = assemble(
+        plan(**EXPERTS), torch.device("cpu"), "bf16", compiled=False, experts_at_once=at_once
+    )
+    found = [each.at_once for each in engine.models[0].modules() if isinstance(each, Experts)]
+    assert found == [at_once]

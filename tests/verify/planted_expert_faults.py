@@ -72,8 +72,8 @@ def no_gradient_without_rows() -> None:
     """A rank whose experts get no row leaves them out, and they keep no gradient at all."""
     by_expert = expert_parallel.ExpertExchange._by_expert
 
-    def of_rows(self, compute, arrived, counts):
-        return by_expert(self, compute, arrived, counts) if len(arrived) else arrived
+    def of_rows(self, compute, arrived, *counts):
+        return by_expert(self, compute, arrived, *counts) if len(arrived) else arrived
 
     plant(expert_parallel.ExpertExchange, "_by_expert", of_rows)
 
@@ -85,8 +85,8 @@ def bias_of_each_shard() -> None:
     """Every rank with a shard of an expert adds its whole bias before their results are added."""
     on_shards = expert_parallel._on_shards
 
-    def added(matmul, linear, adds_bias, x, ends):
-        return on_shards(matmul, linear, True, x, ends)
+    def added(matmul, linear, adds_bias, x, groups):
+        return on_shards(matmul, linear, True, x, groups)
 
     plant(expert_parallel, "_on_shards", added)
 

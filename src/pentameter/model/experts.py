@@ -26,8 +26,9 @@ from pentameter.config.schema import ModelConfig
 from pentameter.model.attention.cache import Cache, choice_numbers
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.feed_forward import FeedForward, activation_of
+from pentameter.model.grouped_matmul import Groups, groups_of
 from pentameter.model.loss import AuxiliaryLoss
-from pentameter.model.matmul import PLAIN, Matmul, exact_linear
+from pentameter.model.matmul import PLAIN, Matmul, exact_linear, matmul_dtype
 from pentameter.model.positions import Positions
 from pentameter.planning.sub_layers.experts import BALANCE_STATE
 
@@ -341,16 +342,15 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, n_outputs, n_inputs))
         self.bias = nn.Parameter(torch.empty(n_experts, n_outputs)) if bias else None
 
-    def forward(self, x: Tensor, ends: Tensor, matmul: Matmul = PLAIN) -> Tensor:
-        """Return (R, outputs) for rows x (R, inputs) sorted by expert. `ends`, int64 (E,), is the
-        index after each expert's last row; rows behind the last end give 0. `matmul` multiplies
-        them."""
-        return matmul.grouped_linear(x, self.weight, self.bias, ends)
+    def forward(self, x: Tensor, groups: Groups, matmul: Matmul = PLAIN) -> Tensor:
+        """Return (R, outputs) for rows x (R, inputs) sorted by expert, whose rows are one of the
+        `groups`; rows of none give 0. `matmul` multiplies them."""
+        return matmul.grouped_linear(x, self.weight, self.bias, groups)
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Type of the function that applies this rank's experts: (rows (R, D) sorted by expert, index (E,)
-after each expert's last row) → outputs (R, D)."""
+after each expert's last row, on their device or on the CPU) → outputs (R, D)."""
 
 
 class Exchange:
@@ -411,6 +411,10 @@ class Experts(nn.Module):
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout, config.context_length)
         self.exchange = Exchange()
         self.tokens = Tokens()
+        self.at_once = False
+        """Whether bf16 matmuls of all experts run at once, which needs a GPU where
+        `at_once_obstacle` and `at_once_disagreement` find nothing."""
+        self._holds_all = config.experts.capacity is None
 
     def forward(
         self,
@@ -444,10 +448,13 @@ class Experts(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,)."""
+        """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,), on
+        their device or on the CPU."""
+        at_once = self.at_once and matmul_dtype(rows) is torch.bfloat16
+        groups = groups_of(rows, ends, at_once=at_once, holds_all=self._holds_all)
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
-        inner = self.activation(*(linear(rows, ends) for linear in linears))  # (R, F)
-        return self.down(inner, ends)
+        inner = self.activation(*(linear(rows, groups) for linear in linears))  # (R, F)
+        return self.down(inner, groups)
 
 
 def _mixed(outputs: Tensor, weights: Tensor) -> Tensor:

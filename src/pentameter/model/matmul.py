@@ -4,7 +4,8 @@ Whoever multiplies by a layer's weight does it by a `Matmul`: the model's module
 layers that communicate between a matmul and its gradients, adapters. So a new arithmetic, such as a
 narrower dtype, is one subclass.
 
-Shapes: K inputs and N outputs; R rows, of tokens; E groups of rows, which have a matrix each.
+Shapes: K inputs and N outputs; R rows, of tokens; E groups of rows, which have a matrix each
+(`grouped_matmul.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pentameter.model.grouped_matmul import Groups, grouped_linear, grouped_linear_at_once
 
 
 class Matmul:
@@ -59,15 +62,17 @@ class Matmul:
         return self.input_gradient(g, weight)
 
     def grouped_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups
     ) -> Tensor:
         """Return x · weight[e]ᵀ + bias[e] (R, N), differentiable, for rows x (R, K) sorted by group
-        e, weight (E, N, K) and bias (E, N) or None. ends, int64 (E,): the index after each group's
-        last row; rows behind the last end give 0. Under autocast it is computed in autocast's
-        dtype."""
+        e, weight (E, N, K) and bias (E, N) or None; rows that belong to none of the `groups` give
+        0. Under autocast it is computed in autocast's dtype."""
         dtype = matmul_dtype(x)
-        bias = None if bias is None else bias.to(dtype)
-        return grouped_linear(x.to(dtype), weight.to(dtype), bias, ends)
+        x, weight = x.to(dtype), weight.to(dtype)
+        if groups.at_once:
+            assert bias is None  # refused by `at_once_obstacle`
+            return grouped_linear_at_once(x, weight, groups.ends, groups.holds_all)
+        return grouped_linear(x, weight, None if bias is None else bias.to(dtype), groups.ends)
 
 
 PLAIN = Matmul()
@@ -134,134 +139,3 @@ def _differentiate_product(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor |
 
 
 exact_product.register_autograd(_differentiate_product, setup_context=_save_factors)
-
-
-# -- groups of rows -------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("pentameter::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Return x · weight[e]ᵀ + bias[e] (R, N) for rows x (R, K) sorted by group e, weight (E, N, K),
-    bias (E, N) or None, all in one dtype. ends, int64 (E,): the index after each group's last row.
-    Rows behind the last end give 0.
-
-    A custom operation, since its result's shape does not depend on the groups' sizes, so that
-    compiled code need not know them. `torch.nn.functional.grouped_mm` refuses float64, and leaves
-    the rows behind the last end unwritten (torch 2.13).
-    """
-    y = x.new_empty(len(x), weight.shape[1])
-    for group, rows in enumerate(_slices(ends)):
-        for part in _row_blocks(rows, x):
-            if bias is None:
-                torch.mm(x[part], weight[group].t(), out=y[part])
-            else:
-                torch.addmm(bias[group], x[part], weight[group].t(), out=y[part])
-    y[_slices(ends)[-1].stop :].zero_()
-    return y
-
-
-@torch.library.custom_op("pentameter::grouped_input_gradient", mutates_args=())
-def grouped_input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient for x (R, K), given the result's gradient g (R, N), weight (E, N, K) and
-    the index `ends` (E,) after each group's last row; 0 for rows behind the last end."""
-    gradient = g.new_empty(len(g), weight.shape[2])
-    for group, rows in enumerate(_slices(ends)):
-        for part in _row_blocks(rows, g):
-            torch.mm(g[part], weight[group], out=gradient[part])
-    gradient[_slices(ends)[-1].stop :].zero_()
-    return gradient
-
-
-@torch.library.custom_op("pentameter::grouped_weight_gradient", mutates_args=())
-def grouped_weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient for the weight (E, N, K), given g (R, N), x (R, K) and the index `ends`
-    (E,) after each group's last row; 0 for empty groups."""
-    gradient = g.new_empty(len(ends), g.shape[1], x.shape[1])
-    for group, rows in enumerate(_slices(ends)):
-        n_missing = _whole_blocks(rows, g) - (rows.stop - rows.start)
-        left, right = g[rows], x[rows]
-        if n_missing:  # padding copies, even by no rows
-            left, right = (F.pad(each, (0, 0, 0, n_missing)) for each in (left, right))
-        torch.mm(left.t(), right, out=gradient[group])
-    return gradient
-
-
-@torch.library.custom_op("pentameter::grouped_bias_gradient", mutates_args=())
-def grouped_bias_gradient(g: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient for the bias (E, N), given g (R, N) and the index `ends` (E,) after each
-    group's last row."""
-    return torch.stack([g[rows].sum(0) for rows in _slices(ends)])
-
-
-def _slices(ends: Tensor) -> list[slice]:
-    """Return each group's rows as a slice, for the index `ends` (E,) after each group's last row.
-    On a GPU the host waits for `ends`."""
-    stops = ends.tolist()
-    return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
-
-
-ROWS_PER_BLOCK = 32
-"""Rows of a group are multiplied in multiples of this number, on a CPU with 16-bit numbers. oneDNN
-compiles a kernel for each new number of rows, which takes longer than the matmul itself, and groups
-have other numbers of rows in each step."""
-
-
-def _whole_blocks(rows: slice, x: Tensor) -> int:
-    """Return the number of `rows`, rounded up to a multiple of ROWS_PER_BLOCK if x needs it."""
-    n = rows.stop - rows.start
-    needs_blocks = x.device.type == "cpu" and x.dtype.itemsize == 2
-    return -(-n // ROWS_PER_BLOCK) * ROWS_PER_BLOCK if needs_blocks else n
-
-
-def _row_blocks(rows: slice, x: Tensor) -> list[slice]:
-    """Return slices of x (R, …) that together cover a group's `rows`, in whole blocks where x needs
-    it. The last slice may reach into the rows behind, whose wrong results the next group,
-    multiplied later, overwrites. Where x ends too early for that, the rows after the last whole
-    block are a slice of their own."""
-    stop = rows.start + _whole_blocks(rows, x)
-    if stop <= len(x):
-        return [slice(rows.start, stop)]
-    middle = stop - ROWS_PER_BLOCK
-    return [slice(rows.start, middle), slice(middle, rows.stop)]
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@grouped_input_gradient.register_fake
-def _(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return g.new_empty(g.shape[0], weight.shape[2])
-
-
-@grouped_weight_gradient.register_fake
-def _(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return g.new_empty(ends.shape[0], g.shape[1], x.shape[1])
-
-
-@grouped_bias_gradient.register_fake
-def _(g: Tensor, ends: Tensor) -> Tensor:
-    return g.new_empty(ends.shape[0], g.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ends = inputs
-    ctx.save_for_backward(x, weight, ends)
-    ctx.has_bias = bias is not None
-
-
-def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x (R, K), weight (E, N, K) and bias (E, N) for g (R, N)."""
-    x, weight, ends = ctx.saved_tensors
-    g = g.contiguous()
-    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-    return (
-        grouped_input_gradient(g, weight, ends) if wants_x else None,
-        grouped_weight_gradient(g, x, ends) if wants_weight else None,
-        grouped_bias_gradient(g, ends) if wants_bias and ctx.has_bias else None,
-        None,
-    )
-
-
-grouped_linear.register_autograd(_differentiate, setup_context=_save)

@@ -36,6 +36,7 @@ def assemble(
     world: World | None = None,
     source: ModelSource = BUILT_IN,
     drops_by_blocks: bool = False,
+    experts_at_once: bool = False,
 ) -> Engine:
     """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
     built-in GPT, with the initial weights that follow from the configuration's seed.
@@ -43,8 +44,8 @@ def assemble(
     precision: a resolved `train.precision`, not `auto`. compiled: False trains eagerly. True trains
     on a CPU by the hand-fused operations of `fused_cpu/` if they support the plan, and otherwise by
     `torch.compile`. world: this process's rank and the world's size; None for a single process.
-    drops_by_blocks: drop attention weights in GPU kernels; pass True only if `choose_compute` found
-    that they work.
+    drops_by_blocks: drop attention weights in GPU kernels. experts_at_once: multiply all experts'
+    rows at once. Pass True for either only if `choose_compute` found that it works.
 
     Each pipeline stage is built on `meta`, sharded by tensor parallelism, then by data parallelism,
     and only then gets memory: no rank ever holds more than its own shard. Collective over the
@@ -53,7 +54,9 @@ def assemble(
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(plan.layout, device.type, world)
-    computes_in = arithmetic(precision, drops_by_blocks=drops_by_blocks)
+    computes_in = arithmetic(
+        precision, drops_by_blocks=drops_by_blocks, experts_at_once=experts_at_once
+    )
     n_stages = plan.layout.n_stages
     shards_messages = plan.sharding.shards_messages(plan.config.model.context_length)
     modules: dict[int, StageModule] = {}

@@ -39,6 +39,8 @@ class Arithmetic:
     matmul: Matmul
     drops_by_blocks: bool = False
     """Whether GPU kernels drop attention weights, block by block, which are then never stored."""
+    experts_at_once: bool = False
+    """Whether bf16 matmuls of all experts run at once, without a wait of the host."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -53,12 +55,15 @@ class Arithmetic:
         return torch.autocast(device.type, self.autocast_dtype)
 
 
-def arithmetic(precision: str, *, drops_by_blocks: bool = False) -> Arithmetic:
+def arithmetic(
+    precision: str, *, drops_by_blocks: bool = False, experts_at_once: bool = False
+) -> Arithmetic:
     """Return the Arithmetic for a `train.precision`. Raises ConfigError for an unknown one, and for
     `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
-    return Arithmetic(precision, weights, products, MATMULS[precision], drops_by_blocks)
+    matmul = MATMULS[precision]
+    return Arithmetic(precision, weights, products, matmul, drops_by_blocks, experts_at_once)
 
 
 def set_matmul_precision(

@@ -43,6 +43,7 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "compiled": ("compiled",),
     "kernels": ("native_kernels",),
     "fused attention dropout": ("fused_attention_dropout",),
+    "experts at once": ("experts_at_once",),
     "threads": ("n_threads",),
     "float32 matmul precision": ("flags", "float32_matmul_precision"),
 }

@@ -30,6 +30,7 @@ from pentameter.machine.cores_and_memory import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.fastest_matmul import Ceiling, ceiling
 from pentameter.machine.peaks import peak_flops
+from pentameter.model.grouped_matmul import at_once_disagreement, at_once_obstacle
 from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle
 from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
@@ -71,6 +72,10 @@ class Compute:
     best so far; None if a peak is published."""
     gpu_obstacle: str | None = None
     """The reason that `train.device` = auto took the CPU of a machine with a GPU; else None."""
+    experts_at_once: bool = False
+    """True if a GPU multiplies the rows of all experts at once, without a wait of the host."""
+    experts_obstacle: str | None = None
+    """The reason that a GPU multiplies one expert's rows after another's; None if it need not."""
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory, in bytes, that this process has held so far: GPU memory allocated
@@ -89,6 +94,7 @@ class Compute:
             "compiled": self.compiled,
             "native_kernels": list(self.native_kernels),
             "fused_attention_dropout": self.drops_by_blocks,
+            "experts_at_once": self.experts_at_once,
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
@@ -121,6 +127,10 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if device.type == "cuda" and plan.built_by is None and plan.config.model.attention.dropout:
         obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
         drops_by_blocks = obstacle is None
+    experts_obstacle: str | None = None
+    has_experts = plan.built_by is None and plan.config.model.experts.count is not None
+    if device.type == "cuda" and has_experts:
+        experts_obstacle = _experts_obstacle(plan, device, precision, capabilities, world)
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
@@ -155,6 +165,8 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         measured,
         measure_again,
         capabilities.gpu_obstacle if train.device == "auto" and device.type == "cpu" else None,
+        has_experts and device.type == "cuda" and experts_obstacle is None,
+        experts_obstacle,
     )
 
 
@@ -228,6 +240,23 @@ def _dropout_obstacle(
     if obstacle is None:
         set_matmul_precision(plan.config.train.matmul_precision, precision)
         obstacle = kernel_obstacle(model, arithmetic(precision).products, device)
+    return next((each for each in world.all_gather(obstacle) if each is not None), None)
+
+
+def _experts_obstacle(
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> str | None:
+    """Return the reason that this GPU cannot multiply the rows of all experts at once, or None if
+    it can and gave the same results as one expert after another. Collective: all ranks do, or
+    none."""
+    model, layout = plan.config.model, plan.layout
+    assert model.experts.count is not None
+    n_experts, width = model.experts.count // layout.expert, model.expert_width
+    width //= layout.expert_tensor
+    dtype, gpu = arithmetic(precision).products, capabilities.gpu(device)
+    obstacle = at_once_obstacle(model, n_experts, width, dtype, gpu)
+    if obstacle is None:
+        obstacle = at_once_disagreement(n_experts, model.d_model, width, device)
     return next((each for each in world.all_gather(obstacle) if each is not None), None)
 
 

@@ -216,6 +216,7 @@ def build_engine(
         world=world,
         source=supplied.source,
         drops_by_blocks=compute.drops_by_blocks,
+        experts_at_once=compute.experts_at_once,
     )
     return engine, supplied.build_optimizer(list(engine.named_parameters()), plan)
 

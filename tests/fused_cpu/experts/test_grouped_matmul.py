@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.experts import grouped_matmul
 from pentameter.fused_cpu.experts.grouped_matmul import input_gradient, linear, weight_gradient
-from pentameter.model.matmul import (
+from pentameter.model.grouped_matmul import (
     grouped_input_gradient,
     grouped_linear,
     grouped_weight_gradient,

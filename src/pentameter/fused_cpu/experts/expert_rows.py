@@ -15,7 +15,7 @@ from torch import Tensor
 from pentameter.fused_cpu.kernels import precise
 from pentameter.fused_cpu.native import CHANNELS, Struct, call, fields, serves
 from pentameter.model.experts import Routing
-from pentameter.model.matmul import ROWS_PER_BLOCK
+from pentameter.model.grouped_matmul import ROWS_PER_BLOCK
 
 
 class _ExpertRows(Struct):

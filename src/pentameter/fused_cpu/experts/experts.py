@@ -28,7 +28,7 @@ from pentameter.fused_cpu.experts.grouped_matmul import input_gradient, linear, 
 from pentameter.fused_cpu.functions import activate, activation_gradients
 from pentameter.fused_cpu.kernels import fold, unfold
 from pentameter.model.experts import GroupedLinear, Routing
-from pentameter.model.matmul import grouped_bias_gradient
+from pentameter.model.grouped_matmul import grouped_bias_gradient
 
 
 def weighted_outputs(

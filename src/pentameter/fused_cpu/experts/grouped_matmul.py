@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pentameter.fused_cpu.native import Name, Struct, call, fields, serves
-from pentameter.model.matmul import (
+from pentameter.model.grouped_matmul import (
     ROWS_PER_BLOCK,
     grouped_input_gradient,
     grouped_linear,

@@ -42,6 +42,7 @@ from pentameter.model.experts import (
     SortedRows,
     Tokens,
 )
+from pentameter.model.grouped_matmul import Groups
 from pentameter.model.matmul import Matmul, matmul_dtype
 from pentameter.parallel.gradients import local
 from pentameter.parallel.linear import Forward
@@ -73,16 +74,16 @@ def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn
 
 
 def _on_shards(
-    matmul: Matmul, linear: GroupedLinear, adds_bias: bool, x: Tensor, ends: Tensor
+    matmul: Matmul, linear: GroupedLinear, adds_bias: bool, x: Tensor, groups: Groups
 ) -> Tensor:
-    """Return (S, outputs) for rows x (S, inputs) sorted by expert, computed with this rank's shards
-    of the experts' matrices. `ends` (e,) is the index after each expert's last row. If the outputs
-    of several ranks are summed, one of them has `adds_bias` true; on the others the bias is
-    multiplied by 0, so that it still gets a gradient, of 0."""
+    """Return (S, outputs) for rows x (S, inputs) sorted by expert, each expert's one of the
+    `groups`, computed with this rank's shards of the experts' matrices. If the outputs of several
+    ranks are summed, one of them has `adds_bias` true; on the others the bias is multiplied by 0,
+    so that it still gets a gradient, of 0."""
     bias = None if linear.bias is None else local(linear.bias)
     if bias is not None and not adds_bias:
         bias = bias * 0
-    return matmul.grouped_linear(x, local(linear.weight), bias, ends)
+    return matmul.grouped_linear(x, local(linear.weight), bias, groups)
 
 
 @dataclass
@@ -100,10 +101,11 @@ class ExpertExchange(Exchange):
         """Start to send rows (R, D), in the matmul dtype, to their experts' ranks; return the
         exchange under way, for `outputs`. The rows are sorted by expert, and `ends` (E,) is the
         index after each expert's last. Collective; the host waits for the numbers of rows."""
-        received, n_sent, n_received = self.counted(len(rows), ends)
+        received, own_ends, n_sent, n_received = self.counted(len(rows), ends)
         leaving = self._for_each_shard(rows.to(matmul_dtype(rows)), n_sent)
         there = Transfer(n_sent, n_received, self.group_name)
-        return _Dispatched(there.start(leaving), there, received, len(rows), rows.requires_grad)
+        arriving, has_gradient = there.start(leaving), rows.requires_grad
+        return _Dispatched(arriving, there, received, own_ends, len(rows), has_gradient)
 
     @torch.compiler.disable
     def outputs(self, compute: Compute, dispatched: _Dispatched) -> Tensor:
@@ -111,7 +113,7 @@ class ExpertExchange(Exchange):
         behind the last expert's. `compute` applies this rank's experts. Collective."""
         there = dispatched.there
         arrived = there.finish(dispatched.arriving)
-        outputs = self._by_expert(compute, arrived, dispatched.received)
+        outputs = self._by_expert(compute, arrived, dispatched.received, dispatched.ends)
         back = Transfer(there.n_received, there.n_sent, self.group_name)
         returned = back.finish(back.start(outputs))
         if returned.requires_grad:  # counted by the backward pass, once where recomputed
@@ -123,18 +125,21 @@ class ExpertExchange(Exchange):
         total = self._summed(returned, there.n_sent)
         return F.pad(total, (0, 0, 0, dispatched.n_rows - len(total)))
 
-    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Exchange the numbers of rows that each rank will send. Returns (received, n_sent,
-        n_received): the rows that this rank will receive from each rank for each of its experts,
-        int64 (n, e); and how many it will send to and receive from each rank. This rank has
+    def counted(self, n_rows: int, ends: Tensor) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Exchange the numbers of rows that each rank will send. Returns (received, own_ends,
+        n_sent, n_received): the rows that this rank will receive from each rank for each of its
+        experts, int64 (n, e); the index after each of these experts' last row, once sorted, int64
+        (e,), on the CPU; and how many it will send to and receive from each rank. This rank has
         `n_rows` rows sorted by expert; `ends` (E,) is the index after each expert's last.
-        Collective; the host waits for the numbers."""
+        Collective; the host waits for the numbers, once."""
         counts = ends.diff(prepend=ends.new_zeros(1))
         sent = counts.unflatten(0, (self.n_ranks // self.n_shards, -1))
         sent = sent.repeat_interleave(self.n_shards, 0)  # (n, e)
         received = exchange_counts(sent, self.group_name)
-        n_sent, n_received = torch.stack((sent.sum(1), received.sum(1))).tolist()
-        return received, n_sent, n_received
+        on_host = torch.cat((sent.sum(1), received.flatten())).cpu()  # the host waits
+        n_sent, there = on_host[: self.n_ranks], on_host[self.n_ranks :].view_as(received)
+        own_ends = there.sum(0).cumsum(0)
+        return received, own_ends, n_sent.tolist(), there.sum(1).tolist()
 
     def _count(self, n_bytes: int, _: Tensor) -> None:
         """Tensor hook, called when the tensor's gradient is known: add `n_bytes` to
@@ -167,14 +172,15 @@ class ExpertExchange(Exchange):
         sums = [torch.stack(group).sum(0, dtype=precise) for group in groups]
         return torch.cat(sums).to(returned.dtype)
 
-    def _by_expert(self, compute: Compute, arrived: Tensor, counts: Tensor) -> Tensor:
+    def _by_expert(self, compute: Compute, arrived: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
         """Return the outputs (S, D) for rows (S, D) in the order in which they arrived: by sending
         rank, then by expert. `compute` gets them sorted by expert. `counts` (n, e) says how many
-        rows each rank sent for each expert."""
+        rows each rank sent for each expert; `ends` (e,), on the CPU, is the index after each
+        expert's last of the sorted rows."""
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
         order = expert.repeat_interleave(counts.flatten(), output_size=len(arrived))
         order = order.argsort(stable=True)
-        outputs = compute(SortedRows.apply(arrived, order, 1), counts.sum(0).cumsum(0))
+        outputs = compute(SortedRows.apply(arrived, order, 1), ends)
         restored: Tensor = RestoredRows.apply(outputs, order)
         return restored
 
@@ -188,6 +194,9 @@ class _Dispatched(NamedTuple):
     there: Transfer
     received: Tensor
     """Numbers of rows from each rank for each expert here, int64 (n, e)."""
+    ends: Tensor
+    """The index after each expert's last of these rows, once sorted by expert: int64 (e,), on the
+    CPU."""
     n_rows: int
     """Rows that this rank had for experts, including those for which no expert has room."""
     has_gradient: bool

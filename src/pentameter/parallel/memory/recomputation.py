@@ -36,9 +36,10 @@ _SAVED_NAMES = (
     "exchange_rows",
     "gather_tokens",
 )
-_ROUTING_NAMES = ("chosen_experts", "exchange_counts")
-"""Operations that decide which experts a token gets. Their results are kept however a block is
-recomputed: a second pass that chose otherwise would differentiate another function."""
+_ROUTING_NAMES = ("chosen_experts", "exchange_counts", "ends_on_host")
+"""Operations that decide which experts a token gets, and the one for which the host waits. Their
+results are kept however a block is recomputed: a second pass that chose otherwise would
+differentiate another function."""
 
 
 def recomputed(

@@ -74,6 +74,9 @@ class GPTSource(ModelSource):
         add_adapters(model, plan.adapted_modules, plan.config.lora)
         forwards |= recomputed(model.blocks.values(), plan.config.train.activation_checkpoint)
         install_forwards(model, arithmetic.matmul, forwards)
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.at_once = arithmetic.experts_at_once
         T = plan.config.model.context_length
         attend_by(model, run_attention(layout, T, mesh, in_kernels=arithmetic.drops_by_blocks))
         if layout.context > 1:

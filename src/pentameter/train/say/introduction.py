@@ -29,6 +29,7 @@ def introduction(run: TrainingRun) -> list[str]:
     micro = ""
     if plan.n_micro_batches > 1:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
+    one_by_one = compute.experts_obstacle
     lines = [
         f"{config.name} · seed {config.seed} · {run.folder.path}",
         f"model   {plan.n_parameters:,} parameters{_active(plan)} · {_architecture(plan)} · "
@@ -41,7 +42,9 @@ def introduction(run: TrainingRun) -> list[str]:
         *_target_tokens(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
         f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})"
-        f"{' · attention drops in kernels' if compute.drops_by_blocks else ''}",
+        f"{' · attention drops in kernels' if compute.drops_by_blocks else ''}"
+        f"{' · experts at once' if compute.experts_at_once else ''}"
+        f"{'' if one_by_one is None else f' · experts one after another: {one_by_one}'}",
     ]
     if plan.layout.world_size > 1:
         plural = "s" if compute.n_threads > 1 else ""
