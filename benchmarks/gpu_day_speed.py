@@ -1,0 +1,139 @@
+"""Items of a GPU day that measure: whole steps beside plain ones, and kernels beside what they
+replace. Times are medians of turns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_day_cases import plan_of, steps
+
+Tell = Callable[..., None]
+
+
+def milliseconds(work: Callable[[], Any], device: torch.device, n: int = 12) -> float:
+    """Return the median time of `work` on the device, in milliseconds, after three warm runs."""
+    import time
+
+    for _ in range(3):
+        work()
+    found = []
+    for _ in range(n):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            found.append(1000 * (time.perf_counter() - began))
+    return statistics.median(found)
+
+
+def in_turns(
+    forms: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 3
+) -> dict[str, float]:
+    """Return each form's median time in milliseconds, the forms taking turns."""
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(rounds):
+        for name, work in forms.items():
+            found[name].append(milliseconds(work, device, 8))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def of_kernels(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell whether the kernels that drop attention weights agree with stored weights, and the time
+    and memory of both."""
+    from pentameter.config.schema import ModelConfig
+    from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+    from pentameter.parallel.context.run_attention import kernel_obstacle
+
+    for K in (64, 128):
+        attention = {"n_heads": 4, "dropout": 0.2, "head_size": K, "n_kv_heads": 2}
+        config = ModelConfig(
+            vocab_size=64, context_length=256, n_layers=1, d_model=256, attention=attention
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            tell(channels=K, dtype=str(dtype), obstacle=kernel_obstacle(config, dtype, device))
+    if device.type != "cuda":
+        return
+    from pentameter.model.attention.dropout_kernels import KernelAttention
+
+    forms: dict[str, DotProductAttention] = {
+        "kernels": KernelAttention(),
+        "written out": PLAIN_ATTENTION,
+    }
+    for B, H, T in ((64, 6, 256), (16, 12, 1024), (4, 16, 4096)):
+        row: dict[str, Any] = {"shape": (B, H, T, 64)}
+        for name, attention in forms.items():
+            torch.cuda.reset_peak_memory_stats()
+            row[f"{name} ms"] = milliseconds(_dropping(attention, B, H, T, device), device)
+            row[f"{name} peak MB"] = round(torch.cuda.max_memory_allocated() / 1e6)
+        tell(**row)
+
+
+def _dropping(attention: Any, B: int, H: int, T: int, device: torch.device) -> Callable[[], Any]:
+    """Return a forward and backward pass of attention with dropout."""
+    from pentameter.keyed import bits, make_key
+    from pentameter.model.attention.dot_product import Weighting
+    from pentameter.model.dropout import WeightsDropout
+
+    shape = (B, H, T, 64)
+    q, k, v, g = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    inputs = [each.requires_grad_() for each in (q, k, v)]
+    index = torch.arange(2 * B, dtype=torch.int32)
+    keys = bits(make_key("day", "kernels"), index).view(B, 2).to(device)
+    how = Weighting(dropout=WeightsDropout(keys, 0.2, 0, T))
+    return lambda: torch.autograd.grad(attention(*inputs, how), inputs, g)
+
+
+def of_pieces(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell the time of a step's pieces, and of what each speed path replaces."""
+    tell(skipped="not written yet")
+
+
+def of_mixtures(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell the time of experts by grouped matmuls and by one matmul a group."""
+    tell(skipped="not written yet")
+
+
+def _beside_plain(tell: Tell, device: torch.device, folder: Path, size: str, *more: str) -> None:
+    path = folder / f"{size}.json"
+    script = Path(__file__).with_name("train_gpu.py")
+    options = ["--sizes", size if device.type == "cuda" else "tiny", "--json", str(path), *more]
+    if device.type != "cuda":
+        options += ["--device", device.type, "--rounds", "1", "--seconds", "1", "--eager"]
+    subprocess.run([sys.executable, str(script), *options], check=True)
+    tell(figures=json.loads(path.read_text()))
+
+
+def of_gpt2(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell the step of GPT-2 (124M) beside a plain compiled one, by turns."""
+    _beside_plain(tell, device, folder, "gpt2-124m", "--rounds", "3", "--seconds", "5")
+
+
+def of_char(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell the step of the character GPT beside a plain compiled one, and of a loop that reads
+    every number at once."""
+    _beside_plain(tell, device, folder, "char", "--rounds", "3", "--seconds", "2")
+    if device.type != "cuda":
+        return
+    model = {"vocab_size": 65, "context_length": 256, "n_layers": 6, "d_model": 384, "dropout": 0.2}
+    sections = {
+        "model": {**model, "attention": {"n_heads": 6}},
+        "train": {"batch_size": 64, "micro_batch_size": 64},
+    }
+    for late in (True, False):
+        seconds: list[float] = []
+        steps(plan_of(sections), device, "bf16", compiled=True, n=60, late=late, seconds=seconds)
+        tell(late=late, step_ms=1000 * statistics.median(seconds[20:]))
