@@ -19,7 +19,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
 )
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.state import initial_weights
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.model.architecture import ModelConfig, architecture
@@ -269,9 +269,9 @@ def test_a_fine_tuned_model_shares_a_key(monkeypatch, key):
     assert may_differ or f"model.{key}: " in refusal
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families())
 def test_hugging_faces_families_know_a_key_once(name):
-    family = FAMILIES[name]
+    family = families()[name]
     accounted = accounted_keys(family)
     assert len(set(accounted)) == len(accounted)
     assert set(accounted) <= set(KEYS)

@@ -26,8 +26,6 @@ ALONE = {
     "parallel/memory/rounded_weights.py": "a rank that trials trace rounds its weights, too",
 }
 """Small modules with one importer that stay files of their own, and why."""
-A_FILE_EACH = {"checkpoint/hugging_face/families"}
-"""Rooms of whose files each is one of a kind, however small, and a table imports them all."""
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
 
 
@@ -94,7 +92,6 @@ def test_small_modules_have_more_than_one_importer():
         for path in imported
         if importers[path] == 1
         and path.stem != "__init__"
-        and str(path.parent.relative_to(SOURCE)) not in A_FILE_EACH
         and len(code_lines(parsed(path))) < FEW_LINES
     }
     assert small == ALONE.keys()

@@ -17,7 +17,7 @@ from pentameter.checkpoint.folders.load_model import load_model
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
 from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import from_their_config
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.folder import INDEX, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.config.files.load import load_config
@@ -279,7 +279,7 @@ def nothing(_target, _region):
 def sparse_folder(folder, published):
     """Writes a folder with the tensors of a published one, in a file for each layer, all of them
     holes; returns the number of tensors and of their bytes."""
-    family = FAMILIES[published["model_type"]]
+    family = families()[published["model_type"]]
     model = ModelConfig.model_validate(from_their_config(published, "config.json"))
     files, n_tensors, n_bytes = {}, 0, 0
     for name, shape in TensorMap.of(family, model).their_shapes.items():

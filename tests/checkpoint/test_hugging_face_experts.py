@@ -20,7 +20,7 @@ from pentameter.checkpoint.hugging_face.expert_rules import (
     SCORES_SUM_TO_ONE,
     SHARED_EXPERT_WITH_A_GATE,
 )
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.state.state_dicts import model_state
@@ -131,7 +131,7 @@ def test_a_model_of_ours_goes_out_and_comes_back_bit_for_bit(family, tmp_path, m
     stored, built = model_of(**OURS[family])
     assert choose_family(stored.config.model) == family
     card = card_files(stored, "transformers")[CARD].decode()
-    assert f"A language model: {FAMILIES[family].label}, " in card
+    assert f"A language model: {families()[family].label}, " in card
     assert f"| experts | {stored.config.model.experts.count} in a layer, 2 for each token" in card
     folder = export_hf(stored, tmp_path / "hf").path
     files = sorted(folder.glob("model-*.safetensors"))
@@ -281,7 +281,7 @@ def test_no_expert_of_ours_is_left_out(part, tmp_path):
 def test_presets_have_the_tensors_that_are_published(preset, family, n_tensors, n_elements, last):
     model = load_config(preset).model
     assert choose_family(model) == family
-    found = TensorMap.of(FAMILIES[family], model)
+    found = TensorMap.of(families()[family], model)
     shapes = found.their_shapes
     assert len(shapes) == n_tensors
     assert sum(map(math.prod, shapes.values())) == n_elements
@@ -321,7 +321,7 @@ def test_qwen_1_5_has_the_tensors_that_are_published():
         True,
         0,
     )
-    shapes = TensorMap.of(FAMILIES["qwen2_moe"], model).their_shapes
+    shapes = TensorMap.of(families()["qwen2_moe"], model).their_shapes
     assert sum(map(math.prod, shapes.values())) == 14_315_784_192
     assert len(shapes) == 3 + 24 * (2 + 4 + 3 + 1 + 3 * 60 + 3 + 1)
 
@@ -361,7 +361,7 @@ ASKED = {
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_every_setting_of_theirs_is_read_or_for_a_reason_not(family):
-    kind = getattr(theirs_library, FAMILIES[family].architecture.replace("ForCausalLM", "Config"))
+    kind = getattr(theirs_library, families()[family].architecture.replace("ForCausalLM", "Config"))
     content = Recorded({"model_type": family, "use_sliding_window": True, "max_window_layers": 0})
     if family == "deepseek_v2":
         content.update(ASKED)
@@ -371,7 +371,7 @@ def test_every_setting_of_theirs_is_read_or_for_a_reason_not(family):
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_setting_that_is_left_out_has_their_default(family):
-    kind = getattr(theirs_library, FAMILIES[family].architecture.replace("ForCausalLM", "Config"))
+    kind = getattr(theirs_library, families()[family].architecture.replace("ForCausalLM", "Config"))
     given = ASKED if family == "deepseek_v2" else {}
     alone, whole = (
         ModelConfig.model_validate(from_their_config(content, "config.json"))

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.data.tokenizers.bpe import train_bpe
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
@@ -69,7 +69,7 @@ EXPERTS = {
 def their_model(folder, family, options, dtype=torch.float64, **save):
     """A random model as `transformers` saves it, with our BPE's files beside it."""
     torch.manual_seed(3)
-    architecture = FAMILIES[family].architecture
+    architecture = families()[family].architecture
     kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
     given = {**SIZES, **EXPERTS.get(family, {}), **options}
     config = kind(**copy.deepcopy(given))  # which it changes in place

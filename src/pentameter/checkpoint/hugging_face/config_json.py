@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES, NOT_OURS
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.config.choices import look_up
 from pentameter.config.fields import nested
@@ -20,16 +20,16 @@ from pentameter.errors import ConfigError
 
 
 def choose_family(model: ModelConfig) -> str:
-    """Return the `model_type` of the first family in FAMILIES that can express a model.
+    """Return the `model_type` of the first family that can express a model.
 
     Raises ConfigError if none can, naming every key and value that the nearest one lacks.
     """
-    problems = {name: list(_inexpressible(family, model)) for name, family in FAMILIES.items()}
+    problems = {name: list(_inexpressible(family, model)) for name, family in families().items()}
     nearest = min(problems, key=lambda name: len(problems[name]))
     if problems[nearest]:
-        others = ", ".join(name for name in FAMILIES if name != nearest)
+        others = ", ".join(name for name in families() if name != nearest)
         raise ConfigError(
-            f"a Hugging Face {FAMILIES[nearest].label} cannot express "
+            f"a Hugging Face {families()[nearest].label} cannot express "
             f"{'; '.join(problems[nearest])}; nor can {others}; "
             "`export --to safetensors` writes any model"
         )
@@ -87,7 +87,7 @@ def to_their_config(
     vocab_size: rows in the written embedding, without padding. token_ids: `bos_token_id`,
     `eos_token_id` and `pad_token_id`. dtype: the weights' dtype (`float32`).
     """
-    family = FAMILIES[name]
+    family = families()[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
     activation = look_up(
         theirs, model.feed_forward.activation, "model.feed_forward.activation", family.label
@@ -125,13 +125,13 @@ def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     express.
     """
     kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in families():
         raise ConfigError(
             f"{path}: model_type={shown(kind)} is not supported; these are read: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(families())}"
         )
-    family = FAMILIES[kind]
-    for key, (default, reason) in {**NOT_OURS, **family.not_ours}.items():
+    family = families()[kind]
+    for key, (default, reason) in family.not_ours.items():
         value = content.get(key, default)
         if value not in (default, None):
             raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")

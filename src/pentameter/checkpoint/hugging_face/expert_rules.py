@@ -4,6 +4,7 @@ assign rules to families."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.rules import Content, Rule
@@ -145,3 +146,97 @@ def _refuse_bias_of_choice(model: ModelConfig) -> dict[str, Any]:
 CHOSEN_BY_SCORE = Rule((), _refuse_bias_of_choice)
 """Rule that refuses `model.router.balance = "bias"`, the only way of balancing that also acts when
 a trained model chooses experts."""
+
+
+def _write_first_layers(model: ModelConfig) -> dict[str, Any]:
+    dense = layers_without_experts(model)
+    if dense != list(range(len(dense))):
+        raise ValueError(
+            f"model.experts.dense_layers={shown(model.experts.dense_layers)} (only its first "
+            "layers may be without experts)"
+        )
+    return {"first_k_dense_replace": len(dense)}
+
+
+FIRST_LAYERS_WITHOUT_EXPERTS = Rule((), _write_first_layers)
+"""Rule that refuses a model in which other layers than its first ones have no experts."""
+
+
+def _write_shared_experts(model: ModelConfig) -> dict[str, Any]:
+    if not model.experts.n_shared:
+        raise ValueError("model.experts.n_shared=0 (it always has shared experts)")
+    return {"n_shared_experts": model.experts.n_shared}
+
+
+ALWAYS_SHARED_EXPERTS = Rule((), _write_shared_experts)
+"""Rule for a family that always has shared experts, without a gate."""
+
+
+def _write_groups(model: ModelConfig, *, n_scores: int) -> dict[str, Any]:
+    """Return the entries of config.json for groups of experts. `n_scores`: the family ranks groups
+    by the sum of this many of their highest scores. A single group means no groups."""
+    if model.router.groups is not None and model.router.group_scores != n_scores:
+        raise ValueError(
+            f"model.router.group_scores={model.router.group_scores} (it compares groups by "
+            f"{n_scores})"
+        )
+    return {"n_group": model.router.groups or 1, "topk_group": model.router.open_groups or 1}
+
+
+def _read_groups(
+    content: Content, _section: Content, *, n_scores: int, default: tuple[int | None, int | None]
+) -> dict[str, Any]:
+    """Return the `[model]` keys for groups of experts from `n_group` and `topk_group`; `default`
+    has the two values that they have if absent. `n_scores` is as for `_write_groups`. A single
+    group means no groups."""
+    n_groups, n_open = content.get("n_group", default[0]), content.get("topk_group", default[1])
+    if n_groups == 1:
+        return dict(_UNGROUPED)
+    return {
+        "router.groups": n_groups,
+        "router.open_groups": n_open,
+        "router.group_scores": n_scores,
+    }
+
+
+_UNGROUPED = {"router.groups": None, "router.open_groups": None, "router.group_scores": 2}
+_METHODS = ("greedy", "group_limited_greedy")
+"""Values of DeepSeek-V2's `topk_method`: experts are chosen from all, or from the best groups."""
+
+
+def _write_method(model: ModelConfig) -> dict[str, Any]:
+    method = _METHODS[model.router.groups is not None]
+    return {"topk_method": method, **_write_groups(model, n_scores=1)}
+
+
+def _read_method(content: Content, section: Content) -> dict[str, Any]:
+    method = content.get("topk_method", "greedy")
+    if method not in _METHODS:
+        raise ValueError(
+            f"topk_method={shown(method)} is not supported; possible: {', '.join(_METHODS)}"
+        )
+    if method == "greedy":
+        return dict(_UNGROUPED)
+    if content.get("n_group") is None:
+        raise ValueError(f"topk_method={shown(method)} needs n_group, the number of groups")
+    return _read_groups(content, section, n_scores=1, default=(None, None))
+
+
+_KEYS_OF_GROUPS = tuple(_UNGROUPED)
+GROUPS_BY_THEIR_BEST = Rule(_KEYS_OF_GROUPS, _write_method, _read_method)
+GROUPS_BY_THEIR_TWO_BEST = Rule(
+    _KEYS_OF_GROUPS,
+    partial(_write_groups, n_scores=2),
+    partial(_read_groups, n_scores=2, default=(8, 4)),
+)
+
+
+def _read_number_chosen(_content: Content, section: Content) -> dict[str, Any]:
+    """Check that config.json says how many experts a token chooses, because DeepSeek-V2 has no
+    default for it; else raise ValueError. Returns no keys."""
+    if section["experts.per_token"] is None:
+        raise ValueError("num_experts_per_tok is missing: the experts that a token is sent to")
+    return {}
+
+
+NUMBER_CHOSEN_IS_GIVEN = Rule((), read=_read_number_chosen)

@@ -29,7 +29,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     simplest,
     to_their_config,
 )
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.family import Family, StoredForm
 from pentameter.checkpoint.hugging_face.fp8_weights import block_size, dequantized
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
@@ -89,7 +89,7 @@ def read_hf(
     warnings = [] if warnings is None else warnings
     files, content = _weight_files(path), read_json(path / CONFIG)
     section = from_their_config(content, path / CONFIG)
-    family, block = FAMILIES[content["model_type"]], block_size(content, path / CONFIG)
+    family, block = families()[content["model_type"]], block_size(content, path / CONFIG)
     n_extra = read_n_extra_layers(content, family, path / CONFIG)
     if tokenizer is None:
         tokenizer = read_tokenizer(path, warnings, content)
@@ -275,7 +275,7 @@ def _map_of(family: Family, model: ModelConfig, names: Set[str]) -> TensorMap:
     these `names`. If one of these occurs only in folders with stacked experts (all experts of a
     layer in one tensor), stacked ones are expected, else a tensor for each expert."""
     published = TensorMap.of(family, model)
-    stacked = TensorMap.of(family, model, is_stacked=True) if family.stacked else published
+    stacked = TensorMap.of(family, model, is_stacked=True) if family.may_stack else published
     is_stacked = not names.isdisjoint(stacked.their_shapes.keys() - published.their_shapes.keys())
     return stacked if is_stacked else published
 
@@ -314,7 +314,7 @@ def export_hf(
     complete = {spec.name: (spec.shape, None) for spec in table}
     check_weights(stored.weights, complete, stored.path)
     written = {spec.name: stored.weights[spec.name] for spec in table if not spec.is_state}
-    family = FAMILIES[name]
+    family = families()[name]
     weights = TensorMap.of(family, whole).to_theirs(written)
     if family.packing is not None:
         weights = family.packing.pack(weights)

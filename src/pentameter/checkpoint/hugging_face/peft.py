@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.folders.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.format.safetensors_format import plan_file
 from pentameter.checkpoint.hugging_face.config_json import choose_family
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.family import Family
 from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
@@ -52,7 +52,7 @@ def export_peft(
             "use --to hf or --to safetensors"
         )
     model = stored.config.model
-    family = FAMILIES[choose_family(model)]
+    family = families()[choose_family(model)]
     modules: dict[str, list[Strip]] = {}
     for strip in TensorMap.of(family, model).strips:
         if strip.ours.removesuffix(".weight") in adapters.layers:

@@ -182,3 +182,22 @@ HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width)
 CONTEXT_BY_ITS_OLD_NAME = Rule((), lambda model: {"n_ctx": model.context_length})
 """Rule that also writes `n_ctx`, GPT-2's first name for n_positions, because llama.cpp's converter
 asks for it."""
+
+
+def _read_every_head(content: Content, section: Content) -> dict[str, Any]:
+    n_heads, n_kv_heads = section["attention.n_heads"], content.get("num_key_value_heads")
+    if n_kv_heads not in (None, n_heads):
+        raise ValueError(
+            f"num_key_value_heads={shown(n_kv_heads)} beside num_attention_heads={shown(n_heads)} "
+            "is not supported: latent attention computes keys and values for each head"
+        )
+    return {"attention.n_kv_heads": None}
+
+
+EVERY_HEAD_HAS_KEYS = Rule(
+    ("attention.n_kv_heads",),
+    lambda model: {"num_key_value_heads": model.attention.n_heads},
+    _read_every_head,
+)
+"""Rule for latent attention: all heads read one latent, but each computes its own keys and values
+from it, so there is no choice of KV heads."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pentameter import formatting
 from pentameter.checkpoint.folders.model_folder import StoredModel
 from pentameter.checkpoint.hugging_face.config_json import choose_family
-from pentameter.checkpoint.hugging_face.families.table import FAMILIES
+from pentameter.checkpoint.hugging_face.families.table import families
 from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
 from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
@@ -81,7 +81,7 @@ def card_files(
         lora=None if stored.adapters is None else stored.adapters.lora,
         name=config.name,
         n_adapters=_n_adapters(stored),
-        family=FAMILIES[choose_family(model)].label,
+        family=families()[choose_family(model)].label,
         n_parameters=_n_parameters(config),
         model=model,
         tokenizer=stored.tokenizer,

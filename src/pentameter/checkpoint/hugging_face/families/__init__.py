@@ -1,1 +1,1 @@
-"""Hugging Face architectures, a file each."""
+"""Hugging Face architectures, a TOML file each."""

@@ -1,45 +1,74 @@
-"""The Hugging Face architectures ("families") that can be read and written, each a `Family` in a
-file of its own: its differences from a decoder like Llama.
-
-Keys in config.json and their defaults are those in `transformers`' configuration classes.
-"""
+"""The Hugging Face architectures ("families") that can be read and written. Each is a TOML file in
+this folder."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from typing import Any
 
-from pentameter.checkpoint.hugging_face.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from pentameter.checkpoint.hugging_face.families.gpt2 import GPT2
-from pentameter.checkpoint.hugging_face.families.gpt_neox import GPT_NEOX
-from pentameter.checkpoint.hugging_face.families.gpt_oss import GPT_OSS
-from pentameter.checkpoint.hugging_face.families.llama import LLAMA
-from pentameter.checkpoint.hugging_face.families.mistral import MISTRAL
-from pentameter.checkpoint.hugging_face.families.mixtral import MIXTRAL
-from pentameter.checkpoint.hugging_face.families.olmo import OLMO2, OLMOE
-from pentameter.checkpoint.hugging_face.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from pentameter.checkpoint.hugging_face.family import Family
+from pentameter.checkpoint.hugging_face import expert_rules, rotary_rules, rules
+from pentameter.checkpoint.hugging_face.family import Family, Projections
+from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
+from pentameter.config.model.architecture import ModelConfig, architecture
 
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "gpt_neox": GPT_NEOX,
-    "olmo2": OLMO2,
-    "qwen3_moe": QWEN3_MOE,
-    "mixtral": MIXTRAL,
-    "olmoe": OLMOE,
-    "qwen2_moe": QWEN2_MOE,
-    "gpt_oss": GPT_OSS,
-    "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_v3": DEEPSEEK_V3,
-}
-"""`model_type` in config.json → its family. If several families can express a model, the first one
-is written."""
+IN_ORDER = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "qwen3_moe", "mixtral"),
+    *("olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+)
+"""`model_type` in config.json of each family. If several can express a model, the first one is
+written."""
 
-NOT_OURS: Mapping[str, tuple[Any, str]] = {
-    "pruned_heads": ({}, "every layer here has all of its heads"),
-}
-"""Entries that every family has in addition to its own `not_ours`."""
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return the families by their `model_type` in config.json, in the order of IN_ORDER."""
+    return {name: _family(name) for name in IN_ORDER}
+
+
+def _family(name: str) -> Family:
+    table = _merged(name)
+    defaults, activations = table.pop("defaults"), table.pop("activation_names")
+    known_rules = vars(rules) | vars(expert_rules) | vars(rotary_rules)
+    return Family(
+        written={
+            ours: (theirs, defaults.get(ours)) for ours, theirs in table.pop("written").items()
+        },
+        neutral=_with_values(table.pop("neutral"), architecture(ModelConfig())),
+        not_ours=_with_values(table.pop("not_ours"), {}),
+        activations=activations[table.pop("activations")],
+        projections=Projections(**table.pop("projections")),
+        rules=[known_rules[rule] for rule in table.pop("rules")],
+        packing=PACKED_EXPERTS if table.pop("packs_experts", False) else None,
+        **table,
+    )
+
+
+def _merged(name: str) -> dict[str, Any]:
+    """Return what a family's file says, on top of the file that it `extends`, by default Llama's.
+    Tables are merged; an entry that is "" is left out."""
+    file = resources.files("pentameter.checkpoint.hugging_face") / "families" / f"{name}.toml"
+    said = tomllib.loads(file.read_text(encoding="utf-8"))
+    if name == "llama":
+        return said
+    merged = _merged(said.pop("extends", "llama"))
+    for key, value in said.items():
+        if isinstance(value, dict):
+            entries = merged.get(key, {}) | value
+            merged[key] = {name: entry for name, entry in entries.items() if entry != ""}
+        else:
+            merged[key] = value
+    return merged
+
+
+def _with_values(
+    said: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """Return key → (value, reason) for entries that are [value, reason], or a reason alone, which
+    stands for the key's default (None without one)."""
+    return {
+        key: (defaults.get(key), each) if isinstance(each, str) else (each[0], each[1])
+        for key, each in said.items()
+    }
