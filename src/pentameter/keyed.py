@@ -15,6 +15,7 @@ A counter has 32 bits, so that draw 2^32 of a key is draw 0 again. These count, 
 | `model/attention/dropout_kernels.py` | the same mask of attention weights | the same | folded |
 | `model/initial.py` | an initial weight | element of the parameter | folded |
 | `model/attention/checked_attention.py` | inputs of a check | element | some millions |
+| `model/gpu/forms.py` | inputs of a trial | element | some millions |
 | `parallel/sources/custom_model.py` | the generator's seed | row | rows of a batch |
 | `data/batches/orders.py` | where a random row starts | 2 · row + word | 2 · rows of a batch |
 | | documents, rows or blocks, permuted | index | up to 2^62, by `permute` |

@@ -10,6 +10,7 @@ from pentameter.machine.fastest_matmul import Ceiling
 from pentameter.model import compiled
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
 from pentameter.model.experts import Experts
+from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.context import run_attention
 from pentameter.planning.layouts.layout import Layout
@@ -211,6 +212,36 @@ def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
 
     assert attends_by() == {PLAIN_ATTENTION}
     assert attends_by(drops_by_blocks=True) == {in_kernels}
+
+
+def test_forms_that_agree_on_every_rank_are_taken(a_machine_with_a_gpu, monkeypatch):
+    class Others(TwoMachines):
+        def all_gather(self, value):
+            if not isinstance(value, dict):
+                return [value, value]
+            return [value, {**value, "one_pass_loss": "the loss is off by 1.0e-01"}]
+
+    tried = []
+    monkeypatch.setattr(compute, "sums_obstacle", lambda *asked: tried.append(asked))
+    monkeypatch.setattr(compute, "loss_obstacle", lambda *asked: tried.append(asked))
+    monkeypatch.setattr(compute, "local_device", lambda device, world: device)
+    gpu = torch.device("cuda")
+    chosen = choose_compute(on_gpu())
+    model = plan().config.model
+    sizes = (model.padded_vocab_size, model.vocab_size, None)
+    assert tried == [(torch.bfloat16, gpu), (torch.bfloat16, gpu, *sizes)]
+    assert chosen.forms == GpuForms(precise_sums=True, one_pass_loss=True)
+    assert chosen.environment()["gpu_forms"] == {"precise_sums": True, "one_pass_loss": True}
+    chosen = choose_compute(on_gpu(), Others(lacks_compiler=False))
+    assert chosen.forms == GpuForms(precise_sums=True)
+    assert chosen.form_obstacles == {"one_pass_loss": "the loss is off by 1.0e-01"}
+
+
+def test_what_a_gpu_lacks_leaves_the_plain_forms(a_machine_with_a_gpu):
+    """Here it lacks everything: the machine has no GPU."""
+    chosen = choose_compute(on_gpu())
+    assert chosen.forms == PLAIN_FORMS
+    assert set(chosen.form_obstacles) == {"precise_sums", "one_pass_loss"}
 
 
 def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx):

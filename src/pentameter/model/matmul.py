@@ -75,8 +75,24 @@ class Matmul:
         return grouped_linear(x, weight, None if bias is None else bias.to(dtype), groups.ends)
 
 
+class PreciseSums(Matmul):
+    """The plain Matmul for GPUs, which multiply 16-bit matrices and add the product to an fp32 one:
+    a weight's gradient is not rounded to 16 bits before it is added, and takes no operation and no
+    memory of its own."""
+
+    @torch.compiler.disable  # within compiled code the sum would be made beside the total
+    def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
+        """Return the gradient for x (R, K), and add the weight's to `weight_grad` (N, K) in place,
+        given the gradient g (R, N) of x · weightᵀ."""
+        if weight_grad.dtype == x.dtype:
+            return super().differentiate(g, x, weight, weight_grad)
+        torch.addmm(weight_grad, g.t(), x, out_dtype=weight_grad.dtype, out=weight_grad)
+        return self.input_gradient(g, weight)
+
+
 PLAIN = Matmul()
 """The `Matmul` that modules use unless given another."""
+PRECISE_SUMS = PreciseSums()
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pentameter.model.gpt import GPT
+from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.parallel.data_parallel import parallelize_data
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.linear import install_forwards
@@ -37,6 +38,7 @@ def assemble(
     source: ModelSource = BUILT_IN,
     drops_by_blocks: bool = False,
     experts_at_once: bool = False,
+    forms: GpuForms = PLAIN_FORMS,
 ) -> Engine:
     """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
     built-in GPT, with the initial weights that follow from the configuration's seed.
@@ -45,7 +47,8 @@ def assemble(
     on a CPU by the hand-fused operations of `fused_cpu/` if they support the plan, and otherwise by
     `torch.compile`. world: this process's rank and the world's size; None for a single process.
     drops_by_blocks: drop attention weights in GPU kernels. experts_at_once: multiply all experts'
-    rows at once. Pass True for either only if `choose_compute` found that it works.
+    rows at once. forms: faster forms of operations. Pass of each only what `choose_compute` found
+    to work.
 
     Each pipeline stage is built on `meta`, sharded by tensor parallelism, then by data parallelism,
     and only then gets memory: no rank ever holds more than its own shard. Collective over the
@@ -55,7 +58,7 @@ def assemble(
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(plan.layout, device.type, world)
     computes_in = arithmetic(
-        precision, drops_by_blocks=drops_by_blocks, experts_at_once=experts_at_once
+        precision, drops_by_blocks=drops_by_blocks, experts_at_once=experts_at_once, forms=forms
     )
     n_stages = plan.layout.n_stages
     shards_messages = plan.sharding.shards_messages(plan.config.model.context_length)

@@ -18,7 +18,7 @@ from pentameter.model.adapter import adapter_of
 from pentameter.model.experts import GroupedLinear
 from pentameter.model.gpt import TiedHead
 from pentameter.model.loss import HeadLoss
-from pentameter.model.matmul import PLAIN, Matmul
+from pentameter.model.matmul import PLAIN, PRECISE_SUMS, Matmul
 from pentameter.parallel.gradients import local
 from pentameter.planning.adapters import A
 
@@ -33,15 +33,18 @@ def install_forwards(
 
     A module that is a key in `forwards` gets the entry's function. Any other linear layer, experts'
     linear, tied head or head loss gets a forward that multiplies by `matmul`; with the plain matmul
-    it keeps its own, which does the same. A linear layer without an entry but with an adapter then
-    gets a forward that adds the adapter's output.
+    it keeps its own, which does the same, as do all but the head loss with PRECISE_SUMS. A linear
+    layer without an entry but with an adapter then gets a forward that adds the adapter's output.
     """
+    in_layers = matmul is not PLAIN and matmul is not PRECISE_SUMS
     for module in model.modules():
         if module in forwards:
             _replace(module, forwards[module])
             continue
-        if matmul is not PLAIN:  # by which they multiply by themselves
-            if isinstance(module, TiedHead | HeadLoss | GroupedLinear):
+        if matmul is not PLAIN and isinstance(module, HeadLoss):
+            _replace(module, partial(module.forward, matmul=matmul))
+        if in_layers:  # else they multiply by themselves
+            if isinstance(module, TiedHead | GroupedLinear):
                 _replace(module, partial(module.forward, matmul=matmul))
             elif type(module).forward is nn.Linear.forward:
                 _replace(module, partial(_linear, matmul, module))

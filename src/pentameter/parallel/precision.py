@@ -12,6 +12,7 @@ import torch
 
 from pentameter.config.choices import PRECISIONS, look_up, refuse_unknown
 from pentameter.config.section import NonNegative, Positive, PositiveFloat
+from pentameter.model.gpu.forms import PLAIN_FORMS, GpuForms
 from pentameter.model.matmul import PLAIN, Matmul
 
 MATMULS: Mapping[str, Matmul] = {
@@ -41,6 +42,7 @@ class Arithmetic:
     """Whether GPU kernels drop attention weights, block by block, which are then never stored."""
     experts_at_once: bool = False
     """Whether bf16 matmuls of all experts run at once, without a wait of the host."""
+    forms: GpuForms = PLAIN_FORMS
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -56,14 +58,18 @@ class Arithmetic:
 
 
 def arithmetic(
-    precision: str, *, drops_by_blocks: bool = False, experts_at_once: bool = False
+    precision: str,
+    *,
+    drops_by_blocks: bool = False,
+    experts_at_once: bool = False,
+    forms: GpuForms = PLAIN_FORMS,
 ) -> Arithmetic:
     """Return the Arithmetic for a `train.precision`. Raises ConfigError for an unknown one, and for
     `auto`, which must be resolved before."""
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
-    matmul = MATMULS[precision]
-    return Arithmetic(precision, weights, products, matmul, drops_by_blocks, experts_at_once)
+    matmul = forms.matmul(MATMULS[precision])
+    return Arithmetic(precision, weights, products, matmul, drops_by_blocks, experts_at_once, forms)
 
 
 def set_matmul_precision(

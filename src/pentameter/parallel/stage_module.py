@@ -19,7 +19,7 @@ from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import compiler_error
 from pentameter.model.compiled import careful_options, with_own_code
 from pentameter.model.gpt import GPT
-from pentameter.model.loss import HeadLoss, compiled_row_loss
+from pentameter.model.loss import HeadLoss, compiled_row_loss, row_loss
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSlice
@@ -154,7 +154,7 @@ class StageModule(nn.Module):
             with contextlib.suppress(StorageError):
                 careful = careful_options()
         for module in self.model.modules():
-            if isinstance(module, HeadLoss):
+            if isinstance(module, HeadLoss) and module.row_loss is row_loss:
                 module.row_loss = compiled_row_loss  # a kernel that is compiled on its own
         graph = torch.compile(
             MethodType(with_own_code(self._call), self.model),

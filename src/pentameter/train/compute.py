@@ -6,7 +6,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,13 @@ from pentameter.machine.cores_and_memory import INTERPRETER_BYTES, or_container
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.fastest_matmul import Ceiling, ceiling
 from pentameter.machine.peaks import peak_flops
+from pentameter.model.gpu.forms import (
+    PLAIN_FORMS,
+    GpuForms,
+    loss_obstacle,
+    obstacle_of,
+    sums_obstacle,
+)
 from pentameter.model.grouped_matmul import at_once_disagreement, at_once_obstacle
 from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle
 from pentameter.parallel.memory.malloc import tune_allocator
@@ -70,6 +77,10 @@ class Compute:
     measure_again: Callable[[], Ceiling] | None = None
     """A function that measures the matmul rate once more, in this process alone, and returns the
     best so far; None if a peak is published."""
+    forms: GpuForms = PLAIN_FORMS
+    """Faster forms of operations that a GPU's trials found right."""
+    form_obstacles: Mapping[str, str] = field(default_factory=dict)
+    """The reasons for which forms were left, by the forms' names."""
     gpu_obstacle: str | None = None
     """The reason that `train.device` = auto took the CPU of a machine with a GPU; else None."""
     experts_at_once: bool = False
@@ -95,6 +106,7 @@ class Compute:
             "native_kernels": list(self.native_kernels),
             "fused_attention_dropout": self.drops_by_blocks,
             "experts_at_once": self.experts_at_once,
+            "gpu_forms": {**asdict(self.forms), **self.form_obstacles},
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
@@ -123,14 +135,9 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if compiled:
         compiled, compile_reason = min(world.all_gather(compilation()))
     native_kernels: tuple[native.Name, ...] = ()
-    drops_by_blocks, obstacle = False, None
-    if device.type == "cuda" and plan.built_by is None and plan.config.model.attention.dropout:
-        obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
-        drops_by_blocks = obstacle is None
-    experts_obstacle: str | None = None
-    has_experts = plan.built_by is None and plan.config.model.experts.count is not None
-    if device.type == "cuda" and has_experts:
-        experts_obstacle = _experts_obstacle(plan, device, precision, capabilities, world)
+    on_gpu: dict[str, Any] = {}
+    if device.type == "cuda" and plan.built_by is None:
+        on_gpu = _choose_gpu_forms(plan, device, precision, capabilities, world)
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
@@ -160,13 +167,12 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         peak,
         native_kernels,
         torch.get_num_threads(),
-        drops_by_blocks,
-        obstacle,
-        measured,
-        measure_again,
-        capabilities.gpu_obstacle if train.device == "auto" and device.type == "cpu" else None,
-        has_experts and device.type == "cuda" and experts_obstacle is None,
-        experts_obstacle,
+        measured=measured,
+        measure_again=measure_again,
+        gpu_obstacle=(
+            capabilities.gpu_obstacle if train.device == "auto" and device.type == "cpu" else None
+        ),
+        **on_gpu,
     )
 
 
@@ -226,6 +232,22 @@ def _choose_kernels(
     return how, served
 
 
+def _choose_gpu_forms(
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> dict[str, Any]:
+    """Return a Compute's fields about what this GPU computes in other ways than the plain ones, and
+    why not in others, for a GPT. Collective: all ranks do, or none does."""
+    chosen: dict[str, Any] = {}
+    if plan.config.model.attention.dropout:
+        obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
+        chosen |= {"drops_by_blocks": obstacle is None, "dropout_obstacle": obstacle}
+    if plan.config.model.experts.count is not None:
+        obstacle = _experts_obstacle(plan, device, precision, capabilities, world)
+        chosen |= {"experts_at_once": obstacle is None, "experts_obstacle": obstacle}
+    forms, obstacles = _try_forms(plan, device, precision, world)
+    return {**chosen, "forms": forms, "form_obstacles": obstacles}
+
+
 def _dropout_obstacle(
     plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
 ) -> str | None:
@@ -258,6 +280,26 @@ def _experts_obstacle(
     if obstacle is None:
         obstacle = at_once_disagreement(n_experts, model.d_model, width, device)
     return next((each for each in world.all_gather(obstacle) if each is not None), None)
+
+
+def _try_forms(
+    plan: Plan, device: torch.device, precision: str, world: World
+) -> tuple[GpuForms, dict[str, str]]:
+    """Try each faster form that a GPT's step on a GPU would use. Return those that are right, and
+    by name the reasons why others are not. Collective: all ranks take a form, or none does."""
+    model, products = plan.config.model, arithmetic(precision).products
+    trials: dict[str, Callable[[], str | None]] = {}
+    if products.itemsize == 2:
+        trials["precise_sums"] = partial(sums_obstacle, products, device)
+    if products.itemsize <= 4 and plan.layout.tensor == 1:  # else ranks shard the vocabulary
+        assert model.vocab_size is not None  # resolved
+        sizes = (plan.vocab_size_padded, model.vocab_size, model.logit_softcap)
+        trials["one_pass_loss"] = partial(loss_obstacle, products, device, *sizes)
+    found = world.all_gather({name: obstacle_of(trial) for name, trial in trials.items()})
+    obstacles = {
+        name: reason for each in found for name, reason in each.items() if reason is not None
+    }
+    return replace(PLAIN_FORMS, **{n: True for n in trials if n not in obstacles}), obstacles
 
 
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:

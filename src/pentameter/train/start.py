@@ -217,6 +217,7 @@ def build_engine(
         source=supplied.source,
         drops_by_blocks=compute.drops_by_blocks,
         experts_at_once=compute.experts_at_once,
+        forms=compute.forms,
     )
     return engine, supplied.build_optimizer(list(engine.named_parameters()), plan)
 

@@ -10,6 +10,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.machine.capabilities import GpuCapabilities
 from pentameter.model.attention.checked_attention import disagreement
 from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+from pentameter.model.gpu.forms import obstacle_of
 from pentameter.parallel.context.context_parallel import HeadsAttention
 from pentameter.parallel.context.ring_attention import RingAttention
 from pentameter.parallel.mesh import Mesh
@@ -61,11 +62,7 @@ def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device
 
     A missing kernel costs memory, never a run, so nothing is raised.
     """
-    try:
-        return disagreement(_kernel_attention(), model, dtype, device)
-    except Exception as error:  # from an import, a compiler, a driver: whatever it is
-        said = next(iter(str(error).strip().splitlines()), "")
-        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return obstacle_of(lambda: disagreement(_kernel_attention(), model, dtype, device))
 
 
 def _kernel_attention() -> DotProductAttention:

@@ -141,9 +141,9 @@ class RouterBalance:
 
     def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
         """Return what to add to a router's `balance` (E,), in its shape and DTensor placements,
-        on its device, given the step's token counts (E,) over all ranks. Mode `bias`: plus `balance_rate` for an
-        expert with fewer tokens than the mean, minus it for one with more. Mode `batch`: counts ÷
-        their mean, minus the present state, which this replaces."""
+        on its device, given the step's token counts (E,) over all ranks. Mode `bias`: plus
+        `balance_rate` for an expert with fewer tokens than the mean, minus it for one with more.
+        Mode `batch`: counts ÷ their mean, minus the present state, which this replaces."""
         model = self._plan.config.model
         change = counts.mean() - counts
         match model.router.balance:

@@ -79,6 +79,7 @@ class GPTSource(ModelSource):
                 module.at_once = arithmetic.experts_at_once
         T = plan.config.model.context_length
         attend_by(model, run_attention(layout, T, mesh, in_kernels=arithmetic.drops_by_blocks))
+        arithmetic.forms.install(model)
         if layout.context > 1:
             model.attention_positions = partial(own_positions, layout, mesh.coordinates["context"])
         sharing = ["context"] * (layout.context > 1) + ["tensor"] * layout.sequence

@@ -8,6 +8,7 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.formatting import size
 from pentameter.planning.plan import Plan
+from pentameter.train.compute import Compute
 from pentameter.train.evaluations import begins_with_evaluation
 from pentameter.train.keep.resuming import saved_layout
 from pentameter.train.run import TrainingRun
@@ -45,6 +46,7 @@ def introduction(run: TrainingRun) -> list[str]:
         f"{' · attention drops in kernels' if compute.drops_by_blocks else ''}"
         f"{' · experts at once' if compute.experts_at_once else ''}"
         f"{'' if one_by_one is None else f' · experts one after another: {one_by_one}'}",
+        *_forms(compute),
     ]
     if plan.layout.world_size > 1:
         plural = "s" if compute.n_threads > 1 else ""
@@ -73,6 +75,14 @@ def introduction(run: TrainingRun) -> list[str]:
             first = "the first evaluation and the first step compile"
         lines.append(f"{first}: about a minute on a new machine, seconds once cached")
     return lines
+
+
+def _forms(compute: Compute) -> list[str]:
+    """Return the line on the faster forms of operations that a GPU's trials took, and on those that
+    they left, with the reason; [] without a trial."""
+    taken = [str(compute.forms)] if str(compute.forms) else []
+    left = [f"no {name.replace('_', ' ')} ({why})" for name, why in compute.form_obstacles.items()]
+    return [f"tried   {' · '.join([*taken, *left])}"] if taken or left else []
 
 
 def _architecture(plan: Plan) -> str:

@@ -1,0 +1,1 @@
+"""What GPUs compute in their own way: faster forms of operations, each tried before a run."""

@@ -1,0 +1,117 @@
+"""Faster forms of a step's operations on a GPU, each tried against the plain form before a run.
+
+What compiles on a chip and a release on which it never ran need not be right there. So a run takes
+a form only where a trial on its own device agrees with float64; else it keeps the plain one, with
+the reason. A trial looks at results and not at times, so that one machine always computes in the
+same way.
+
+Shapes: R rows of tokens, V padded vocabulary, K inputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from pentameter.keyed import bits, make_key
+from pentameter.model.loss import HeadLoss, RowLoss, row_loss
+from pentameter.model.matmul import PLAIN, PRECISE_SUMS, Matmul
+
+ROWS = 192
+"""Rows of tokens in a trial."""
+
+
+@dataclass(frozen=True)
+class GpuForms:
+    """Which forms a run takes. By default all are plain, as on a CPU."""
+
+    precise_sums: bool = False
+    """The head's weight gradient is added up in fp32 by its matmul, not by operations behind it."""
+    one_pass_loss: bool = False
+    """Loss and gradient of a chunk of logits are computed in one kernel."""
+
+    def matmul(self, plain: Matmul) -> Matmul:
+        """Return the matmul of a run whose precision asks for `plain`."""
+        return PRECISE_SUMS if self.precise_sums and plain is PLAIN else plain
+
+    def install(self, model: nn.Module) -> None:
+        """Have the head's loss in `model` compute chunks of logits in this form, in place."""
+        if self.one_pass_loss:
+            for module in model.modules():
+                if isinstance(module, HeadLoss):
+                    module.row_loss = _one_pass()
+
+    def __str__(self) -> str:
+        """Return the forms that are taken, "precise sums, one pass loss"; "" for none."""
+        names = (each.name for each in fields(self) if getattr(self, each.name))
+        return ", ".join(name.replace("_", " ") for name in names)
+
+
+PLAIN_FORMS = GpuForms()
+
+
+def obstacle_of(trial: Callable[[], str | None]) -> str | None:
+    """Return the phrase of a trial, None if its form is right; or the error that ended it. A form
+    that is missing costs time, never a run, so nothing is raised."""
+    try:
+        return trial()
+    except Exception as error:  # from an import, a compiler, a driver: whatever it is
+        said = next(iter(str(error).strip().splitlines()), "")
+        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def sums_obstacle(products: torch.dtype, device: torch.device) -> str | None:
+    """Try the weight gradient that a matmul adds up in fp32, with inputs in `products`. Return a
+    phrase that says by how much it differs from fp64; None if it does not."""
+    g, x = (_drawn(name, ROWS, K).to(device, products) for name, K in (("g", 320), ("x", 96)))
+    weight = _drawn("weight", 320, 96).to(device, products)
+    total = _drawn("total", 320, 96).to(device)
+    expected = total.double() + 2 * (g.double().t() @ x.double())
+    for _ in range(2):
+        PRECISE_SUMS.differentiate(g, x, weight, total)
+    # Far below the rounding of a product to 16 bits; sums of this many numbers in fp32 lose less.
+    return _difference("the gradient", total, expected, 2.0**-15)
+
+
+def loss_obstacle(
+    products: torch.dtype, device: torch.device, padded: int, vocab_size: int, softcap: float | None
+) -> str | None:
+    """Try the loss in one kernel for logits in `products` of this many `padded` columns, of which
+    `vocab_size` are tokens. Return a phrase that says by how much it differs from the plain form in
+    fp64; None if it does not."""
+    logits = (4 * _drawn("logits", ROWS, padded)).to(device, products)
+    bias = _drawn("bias", 1, padded).to(device)[0]
+    index = torch.arange(ROWS, dtype=torch.int32)
+    targets = (bits(make_key("gpu forms", "targets"), index).long() % vocab_size).to(device)
+    targets[0], targets[1], targets[-1] = -1, vocab_size - 1, 0
+    precise = logits.double()
+    expected = row_loss(precise, bias.double(), targets, vocab_size, True, softcap)
+    loss = _one_pass()(logits, bias, targets, vocab_size, True, softcap)
+    bound = max(torch.finfo(products).eps, 2.0**-16)
+    return _difference("the loss", loss, expected, 2.0**-16) or _difference(
+        "the gradient", logits, precise, bound
+    )
+
+
+def _difference(what: str, found: Tensor, expected: Tensor, bound: float) -> str | None:
+    """Return a phrase if `found` differs from `expected`, in fp64, by more than `bound` of its
+    largest number; None if it does not."""
+    off = (found.double() - expected).abs().max().item() / expected.abs().max().item()
+    return None if off <= bound else f"{what} is off by {off:.1e}, more than {bound:.1e}"
+
+
+def _drawn(name: str, n_rows: int, n_columns: int) -> Tensor:
+    """Draw a matrix (n_rows, n_columns) from a key: uniform with variance 1, fp32 on the CPU."""
+    index = torch.arange(n_rows * n_columns, dtype=torch.int32)
+    numbers = bits(make_key("gpu forms", name), index).view(n_rows, n_columns)
+    return (numbers.double() * (3**0.5 / 2**31)).float()
+
+
+def _one_pass() -> RowLoss:
+    """Import Triton, and return the loss in one kernel."""
+    from pentameter.model.gpu.loss_kernel import one_pass_row_loss
+
+    return one_pass_row_loss
