@@ -139,7 +139,10 @@ def global_norm(parameters: Iterable[Parameter], *meshes: DeviceMesh) -> Tensor:
         if parameter.grad is not None and _counts_here(parameter, meshes)
     ]
     device = torch.device(meshes[0].device_type)
-    square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64) ** 2
+    if counted:
+        square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64) ** 2
+    else:  # PyTorch's norm of nothing lies on the host, which would wait while it is copied
+        square = torch.zeros((), dtype=torch.float64, device=device)
     dist.all_reduce(square)
     return square.sqrt()
 
