@@ -128,7 +128,7 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
         model_slice = GPTSource().stage(plan, number, mesh, arithmetic(precision))
         with fake:
             _replace_meta_parameters(model_slice.model)
-        _balance_exchanges(model_slice.model)
+        balance_exchanges(model_slice.model)
         # As `assemble` does, outside fake mode: the meshes' tensors are real.
         module = StageModule(model_slice, torch.device("cpu"), arithmetic(precision))
         if mesh.parameters is not None:
@@ -163,7 +163,7 @@ class _EvenExchange(ExpertExchange):
         return received, own_ends, sent, [sent[0]] * self.n_ranks
 
 
-def _balance_exchanges(module: nn.Module) -> None:
+def balance_exchanges(module: nn.Module) -> None:
     """Have the layers of sharded experts in a module exchange equally many rows with each rank, in
     place."""
     for each in module.modules():

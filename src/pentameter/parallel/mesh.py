@@ -15,6 +15,9 @@ from pentameter.errors import ConfigError
 from pentameter.planning.layouts.layout import Layout, activation_ranks, placement_ranks
 from pentameter.processes.group.world import World
 
+EXCHANGES = ("cpu", "cuda")
+"""Types of the devices whose tensors processes can exchange."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -85,7 +88,7 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     """
     if world.size == 1 and not layout.zero:
         return Mesh(layout, world)
-    if device_type not in ("cpu", "cuda"):
+    if device_type not in EXCHANGES:
         raise ConfigError(
             f"train.device={device_type} has no way to share tensors with other processes, or to "
             "shard them; set --train.device cpu, or parallel.zero 0 in one process"

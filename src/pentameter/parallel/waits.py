@@ -78,7 +78,12 @@ class BucketSums:
         key = index, buffer.numel()
         if key not in self._parameters:  # DDP forms its buckets anew after the first step
             self._parameters[key] = bucket.parameters()
-        future = work.get_future().then(lambda done: done.value()[0])
+
+        def summed(done: torch.futures.Future[object]) -> Tensor:
+            done.value()  # raises what failed
+            return buffer  # which was added to in place
+
+        future = work.get_future().then(summed)
         self._started.append((key, future))
         return future
 
