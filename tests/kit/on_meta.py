@@ -11,6 +11,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
@@ -74,7 +75,13 @@ class Mixes(Exception):  # noqa: N818
 
 
 class Device(TorchDispatchMode):
-    """Refuses operations that mix devices, and copies to the device for which the host waits."""
+    """Refuses operations that mix devices, and copies to the device for which the host waits; and
+    counts what is read of the device: where groups of rows `end`, by the operation that reads
+    it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -90,12 +97,20 @@ class Device(TorchDispatchMode):
             is_free = kwargs.get("non_blocking") or args[2:] == (True,)
             if to is not None and to.type == "meta" and on_host and not is_free:
                 raise Waits(f"{name} of {tuple(on_host[0].shape)} to the device")
-        elif 0 < len(on_host) < len(tensors) and (
-            name in WITHOUT_NUMBERS or any(each.dim() for each in on_host)
-        ):
+        elif name == "pentameter::ends_on_host":
+            self.reads["ends"] += 1
+        elif 0 < len(on_host) < len(tensors) and not _takes(func, on_host):
             mixed = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in tensors)
             raise Mixes(f"{name} of {mixed}")
         return func(*args, **kwargs)
+
+
+def _takes(operation: Any, on_host: Sequence[Tensor]) -> bool:
+    """Whether an operation on tensors of the device takes these of the host: numbers, and what it
+    says that it reads there."""
+    if torch.Tag.cudagraph_unsafe in operation.tags and operation.namespace == "pentameter":
+        return True
+    return operation._schema.name not in WITHOUT_NUMBERS and not any(x.dim() for x in on_host)
 
 
 class Making(TorchFunctionMode):
@@ -206,19 +221,28 @@ def tokens_of(config: Config) -> Batch:
 
 
 def run_step(
-    config: Config, rank: int = 0, *, batch: Batch | None = None, source: ModelSource = BUILT_IN
-) -> int:
+    config: Config,
+    rank: int = 0,
+    *,
+    batch: Batch | None = None,
+    source: ModelSource = BUILT_IN,
+    experts_at_once: bool = False,
+) -> dict[str, int]:
     """Build one rank's engine on `meta`, and run a step and the evaluations there, as the trainer
-    does. Returns how often the host has read the step's numbers.
+    does. Returns how often the host has waited in the step, and for what: its `numbers`, or the
+    `ends` of experts' rows.
 
     rank: which one; -1 is the last. batch: all rows of the step's batch; tokens if None. source:
-    where the model comes from.
+    where the model comes from. experts_at_once: as for `assemble`.
     """
     plan = make_plan(config, outline_of=source.outline)
     precision = config.train.precision.replace("auto", "fp32")
     whole = batch or tokens_of(config)
     with simulated_gpu(), rank_of(plan, rank % plan.layout.world_size) as world:
-        engine = assemble(plan, META, precision, compiled=False, world=world, source=source)
+        engine = assemble(
+            plan, META, precision,
+            compiled=False, world=world, source=source, experts_at_once=experts_at_once,
+        )  # fmt: skip
         for model in engine.models:
             balance_exchanges(model)
         named = list(engine.named_parameters())
@@ -231,16 +255,25 @@ def run_step(
             *(map_leaves(itemgetter(engine.rows), x) for x in (whole.inputs, whole.targets)),
             engine.rows,
         )
-        with Device(), Making(), _reading() as reads:
+        with Device() as device, Making(), _reading(device.reads):
             scale = 2.0**16 if precision == "fp16" else 1.0
             loss = engine.forward_backward(own, 3, loss_scale=scale)
             update_weights(
                 engine, optimizer, loss, 1e-3, scale, 1.0,
                 at_once=not late, with_loads=True, guard=guard,
             )  # fmt: skip
+            waited = dict(device.reads)
             engine.evaluate(whole)
             _rows_and_logits(engine, whole)
-    return len(reads)
+    return waited
+
+
+def read_by_experts(config: Config) -> dict[str, int]:
+    """What the host must read in a step for experts that are all on each rank, multiplied one after
+    another: where their rows end, once a layer and micro-batch."""
+    n_layers = sum(map(config.model.experts.are_in, range(config.model.n_layers)))
+    is_here = config.parallel.expert == config.parallel.expert_tensor == 1
+    return {"ends": n_layers * make_plan(config).n_micro_batches} if n_layers and is_here else {}
 
 
 def _fuse(optimizer: AnyOptimizer) -> None:
@@ -256,18 +289,17 @@ def _fuse(optimizer: AnyOptimizer) -> None:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[list[Sequence[Update]]]:
-    """Context manager: the host reads a step's numbers at once, which are all 1; what it has read
-    is in the list."""
-    reads: list[Sequence[Update]] = []
+def _reading(reads: Counter[str]) -> Iterator[None]:
+    """Context manager: the host reads a step's `numbers`, which are all 1, and `reads` counts
+    that."""
 
     def read(updates: Sequence[Update]) -> list[Update]:
-        reads.append(updates)
+        reads["numbers"] += 1
         return [Update(LossSum(1.0, 1), 1.0) for _ in updates]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "read", read)
-        yield reads
+        yield
 
 
 @torch.no_grad()

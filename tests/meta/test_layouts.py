@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from on_meta import config_of, run_step
+from on_meta import config_of, read_by_experts, run_step
 
 from pentameter.config.fields import choices_of, leaves, values_of
 from pentameter.config.schema import Config
@@ -78,18 +78,19 @@ def config_on(text: str, settings: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize(("text", "settings"), LAYOUTS, ids=str)
-def test_the_last_rank_waits_nowhere(text, settings):
-    assert run_step(config_on(text, settings), -1) == 0
+def test_the_last_rank_waits_for_experts_at_most(text, settings):
+    config = config_on(text, settings)
+    assert run_step(config, -1) == read_by_experts(config)
 
 
 @pytest.mark.parametrize(("text", "settings"), FIRST, ids=str)
 def test_the_first_rank_waits_nowhere(text, settings):
-    assert run_step(config_on(text, settings), 0) == 0
+    assert run_step(config_on(text, settings), 0) == {}
 
 
 @pytest.mark.parametrize(("text", "settings"), AT_ONCE, ids=str)
 def test_a_rank_waits_for_its_numbers_once(text, settings):
-    assert run_step(config_on(text, settings), -1) == 1
+    assert run_step(config_on(text, settings), -1) == {"numbers": 1}
 
 
 def test_every_degree_and_way_is_in_the_table():

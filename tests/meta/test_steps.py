@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from on_meta import META, TINY, Device, Making, Mixes, Waits, config_of, run_step
+from on_meta import META, TINY, Device, Making, Mixes, Waits, config_of, read_by_experts, run_step
 from torch import Tensor, nn
 
 from pentameter.config.fields import choices_of, leaves
@@ -163,18 +163,29 @@ step out on the device, or the loss scale depends on them."""
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_a_model_waits_nowhere(settings):
-    assert run_step(config_of(settings)) == 0
+def test_a_model_waits_for_experts_at_most(settings):
+    config = config_of(settings)
+    assert run_step(config) == read_by_experts(config)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_waits_for_its_numbers_at_most(name):
-    assert run_step(config_of(TRAININGS[name])) == (name in READ_AT_ONCE)
+    config = config_of(TRAININGS[name])
+    numbers = {"numbers": 1} if name in READ_AT_ONCE else {}
+    assert run_step(config) == numbers | read_by_experts(config)
+
+
+@pytest.mark.parametrize("recomputed", [None, "full", "selective"])
+def test_experts_multiplied_at_once_wait_nowhere(monkeypatch, recomputed):
+    for room in ("experts", "matmul"):  # meta has no autocast, which says so
+        monkeypatch.setattr(f"pentameter.model.{room}.matmul_dtype", lambda x: torch.bfloat16)
+    settings = {**EXPERTS, "train.precision": "bf16", "train.activation_checkpoint": recomputed}
+    assert run_step(config_of(settings), experts_at_once=True) == {}
 
 
 def test_a_loss_in_chunks_waits_nowhere(monkeypatch):
     monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 64)
-    assert run_step(config_of({"model.logit_softcap": 15.0})) == 0
+    assert run_step(config_of({"model.logit_softcap": 15.0})) == {}
 
 
 @pytest.mark.parametrize("counted", [0.5, 0.0], ids=["answers alone", "no target at all"])
@@ -182,7 +193,7 @@ def test_masked_targets_wait_nowhere(counted):
     tokens = np.zeros((4, TINY["model.context_length"]), dtype=np.int64)
     targets = np.where(np.arange(tokens.shape[1]) < counted * tokens.shape[1], tokens, -1)
     batch = Batch(tokens, np.broadcast_to(targets, tokens.shape).copy(), np.arange(4))
-    assert run_step(config_of({}), batch=batch) == 0
+    assert run_step(config_of({}), batch=batch) == {}
 
 
 class Regression(nn.Module):
@@ -202,7 +213,7 @@ def test_a_custom_model_waits_nowhere():
     inputs = {"numbers": np.zeros((4, 3)), "scale": np.ones((4, 1))}
     batch = Batch(inputs, np.zeros((4, 2)), np.arange(4), count=8)
     source = OwnModel(lambda config: Regression())
-    assert run_step(config_of({}), batch=batch, source=source) == 0
+    assert run_step(config_of({}), batch=batch, source=source) == {}
 
 
 # -- the table -------------------------------------------------------------------------------------
