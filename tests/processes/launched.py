@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
@@ -18,9 +20,10 @@ from typing import NoReturn
 from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.processes.failures import activity
+from pentameter.processes.failures.activity import activity_path
 from pentameter.processes.failures.failure import failure_ends_process
 from pentameter.processes.group.join import joined_world
-from pentameter.processes.group.rank import find_rank
+from pentameter.processes.group.rank import LAUNCH_FOLDER, find_rank
 from pentameter.processes.launch.local_launch import run_local
 from pentameter.processes.launch.program import Command
 from pentameter.processes.launch.stop_signals import STOP_SIGNALS
@@ -135,6 +138,77 @@ def lose(how: str) -> None:
             if step == 5 and world.rank == 1:
                 _plant(how)
             dist.all_reduce(torch.ones(10))
+
+
+def abort_in_nccl(*silent: str) -> None:
+    """What becomes of a run on GPUs in which the ranks `silent` hang: all leave their records of
+    NCCL's collectives, and then PyTorch's watchdog aborts those that wait."""
+    world_size, me = int(os.environ["WORLD_SIZE"]), rank()
+    activity_of_this = activity.Activity(activity_path(Path(os.environ[LAUNCH_FOLDER]), me), 600)
+    activity_of_this.note("training", 7)
+    record = flight_record([*range(world_size)], waits=str(me) not in silent)
+    Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(me)).write_bytes(pickle.dumps(record))
+    if str(me) in silent:
+        oversleep()
+    time.sleep(0.2 * me)
+    os.abort()
+
+
+def flight_record(ranks: list[int], *, waits: bool) -> dict[str, object]:
+    """What PyTorch's flight recorder writes (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp,
+    version 2.10) of two all-reduces over `ranks`, of which the second is not done in a rank that
+    waits; it began 3 s ago, and may take 2."""
+    frames = [
+        {"name": frame.name, "filename": frame.filename, "line": frame.lineno}
+        for frame in reversed(traceback.extract_stack()[:-1])
+    ]
+    entries = [
+        {
+            "record_id": number,
+            "pg_id": 1,
+            "process_group": ("3", "tensor"),
+            "collective_seq_id": number + 1,
+            "p2p_seq_id": 0,
+            "op_id": number + 1,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": time.time_ns() - 3 * 10**9,
+            "input_sizes": [[3]],
+            "input_dtypes": ["Float"],
+            "output_sizes": [[3]],
+            "output_dtypes": ["Float"],
+            "state": ("completed", "scheduled")[number],
+            "time_discovered_started_ns": None,
+            "time_discovered_completed_ns": None,
+            "retired": number == 0,
+            "timeout_ms": 2000,
+            "is_p2p": False,
+            "frames": frames,
+        }
+        for number in range(1 + waits)
+    ]
+    groups = {"3": {"name": "3", "desc": "tensor", "ranks": str(ranks)}}
+    return {"version": "2.10", "entries": entries, "pg_config": groups, "pg_status": {}}
+
+
+def record(folder: str) -> None:
+    """Write what PyTorch's flight recorder remembers of rank 0 while it waits for rank 1."""
+    import torch
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+
+    with joined_world("cpu", find_rank()) as world:
+        group = dist.new_group([0, 1], group_desc="tensor")
+        done = torch.ones(1)
+        dist.all_reduce(done, group=group)
+        if world.is_main:
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            Path(folder, "flight-0").write_bytes(
+                _distributed_c10d._dump_fr_trace(True, True, False)
+            )
+        world.barrier()
+        if not world.is_main:
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        work.wait()
 
 
 def _plant(how: str) -> None:

@@ -102,7 +102,9 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
     sharing, placed = activation_ranks(layout, world.rank), placement_ranks(layout, world.rank)
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
     parameters, *more = [_device_mesh(along, device_type, world, created) for along in placed]
-    found = {dimension: _new_group(members, world) for dimension, members in sharing.items()}
+    found = {
+        dimension: _new_group(members, world, dimension) for dimension, members in sharing.items()
+    }
     if not layout.is_grid:  # by which DTensor communicates, too
         found["tensor"] = parameters["tensor"].get_group()
     _NAMED.update({group.group_name: group for group in found.values()})
@@ -119,13 +121,14 @@ def _device_mesh(
     `along`, outermost first; each value has the ranks in this rank's group along it. Groups are
     taken from `created` (ranks → group), to which new ones are added. Collective."""
     groups_of_ranks = [tuple(members) for members in along.values()]
+    dimensions = dict(zip(groups_of_ranks, along, strict=True))
     # PyTorch names a group after its ranks and the number of groups before it, and DTensor caches
     # names by equal meshes for as long as the process lives. Innermost dimensions come first, so
     # that a tensor group has the same name in the next layout that these processes run.
     innermost_first = groups_of_ranks[::-1]
     for members in sorted(innermost_first, key=lambda members: len(members) == 1):
         if members not in created:
-            created[members] = make_group(members, world)
+            created[members] = make_group(members, world, dimensions[members])
     groups = [created[members] for members in groups_of_ranks]
     ranks = torch.arange(world.size).reshape([len(members) for members in groups_of_ranks])
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(along))
@@ -141,23 +144,25 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _NAMED[name]
 
 
-def make_group(ranks: Iterable[int], world: World) -> dist.ProcessGroup:
+def make_group(ranks: Iterable[int], world: World, dimension: str = "") -> dist.ProcessGroup:
     """Return a process group over `ranks`, which include this one: the world's own group if they
-    are all ranks. Collective over these ranks only."""
+    are all ranks. Collective over these ranks only. dimension: along which it lies, for PyTorch's
+    records of its collectives."""
     members = sorted(ranks)
     if len(members) < world.size:
-        return _new_group(members, world)
+        return _new_group(members, world, dimension)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def _new_group(members: Sequence[int], world: World) -> dist.ProcessGroup:
+def _new_group(members: Sequence[int], world: World, dimension: str) -> dist.ProcessGroup:
     """Create a process group over `members`, this rank included, with the world's timeout.
     Collective over these ranks only."""
     group = dist.new_group(
         members,
         timeout=timedelta(seconds=world.timeout_seconds),
         use_local_synchronization=True,
+        group_desc=dimension or None,
     )
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
     return group

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from pentameter.errors import (
     printable,
     terminal_message,
 )
-from pentameter.processes.failures.waiting import Wait
+from pentameter.processes.failures.waiting import Wait, first_wait
 from pentameter.processes.group.rank import LAUNCH_FOLDER, find_rank
 from pentameter.processes.standard_streams import NAMES
 
@@ -130,6 +130,42 @@ def spelled(ranks: Sequence[int]) -> str:
         shown = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
         return f"ranks {shown} and {len(ranks) - _MOST_RANKS_NAMED} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def at_least_one_of(ranks: Sequence[int]) -> str:
+    """Return ranks in words, of which not all need be lost: one lost rank may keep others from
+    noticing."""
+    return spelled(ranks) if len(ranks) == 1 else f"at least one of {spelled(ranks)}"
+
+
+def unanswered(
+    absent: Sequence[int], waits: Mapping[int, Wait], timeout_seconds: float, doing: str
+) -> str:
+    """Return a sentence that says that the ranks `absent`, or if there are none some process, did
+    not answer in time, and where others wait for them.
+
+    waits: rank → where it waits, as far as that is known. doing: what one of those who wait does,
+    with its step.
+    """
+    earliest = first_wait(list(waits.values()), absent)
+    where = ""
+    if earliest is not None:
+        there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
+        waiting = f"{spelled(there)} wait{'s' * (len(there) == 1)}"
+        where = f": it did not reach {earliest}, where {waiting}"
+    waited = f"within {timeout_seconds:g} s (parallel.timeout_seconds) {doing}{where}"
+    if absent:
+        return f"{at_least_one_of(absent)} did not answer {waited}."
+    return f"no answer {waited}, and no process hangs: is the network cut?"
+
+
+def went_away(absent: Sequence[int], waits: Mapping[int, Wait], doing: str) -> str:
+    """Return a sentence that says that one of the ranks `absent`, or if there are none some
+    process, ended before others were done waiting. `waits` and `doing` are as for `unanswered`."""
+    earliest = first_wait(list(waits.values()), absent)
+    before = "" if earliest is None else f", before {earliest}"
+    who = at_least_one_of(absent) if absent else "another process of the run"
+    return f"{who} went away {doing}{before}; look for its message."
 
 
 def first_failure(failures: list[Failure]) -> Failure:

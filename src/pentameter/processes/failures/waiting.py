@@ -24,7 +24,10 @@ _COLLECTIVE = re.compile(
 )
 """Functions in torch.distributed whose names say which collective they are."""
 
-_DISTRIBUTED, _MODULES = "torch/distributed/distributed_c10d.py", "torch/nn/modules/module.py"
+MODULES = "torch/nn/modules/module.py"
+"""The file with the calls of modules, which are on the stack in a forward pass."""
+
+_DISTRIBUTED = "torch/distributed/distributed_c10d.py"
 _STAGES = ("torch/distributed/pipelining/", "parallel/pipeline/")
 _LIBRARIES = ("site-packages/", "dist-packages/", "processes/group/world.py", "contextlib.py")
 _INNERMOST_CALLS = 12
@@ -109,9 +112,8 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
     if not placed:
         return None
     inward = [frame for frame, _ in placed]
-    own = [each for each in placed if not any(part in _path(each[0]) for part in _LIBRARIES)]
     in_backward = any(frame.f_code.co_name == "_engine_run_backward" for frame in inward)
-    in_forward = any(_path(frame).endswith(_MODULES) for frame in inward)
+    in_forward = any(_path(frame).endswith(MODULES) for frame in inward)
     collective, group = _collective(inward, naming)
     serves = ""
     for local in _locals(inward):
@@ -126,15 +128,23 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
     world_size = dist.get_world_size() if dist.is_initialized() else None
     if not serves and len(ranks) == world_size:  # also the group of the only dimension
         along, ranks = "", []
-    calls = [
-        f"{_short(frame)}:{line} in {frame.f_code.co_name}"
-        for frame, line in (own or placed)[:_INNERMOST_CALLS]
-    ]
-    place, _, function = calls[0].rpartition(" in ")
-    collective, where = collective or "collective", f"{function} ({place})"
+    where, stack = calls_in_words([(_path(f), line, f.f_code.co_name) for f, line in placed])
+    collective = collective or "collective"
     during = "backward pass" if in_backward else "forward pass" if in_forward else ""
-    stack = "\n".join(f"  {call}" for call in reversed(calls))
     return Wait(collective, along, ranks, serves, during, where, seconds, stack)
+
+
+def calls_in_words(calls: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
+    """Return (the innermost call outside libraries with its place in the source, the calls outside
+    libraries as `Wait.stack` has them). calls: (file, line, function), innermost first, at least
+    one; if all are in libraries, they are what is returned."""
+    own = [each for each in calls if not any(part in each[0] for part in _LIBRARIES)]
+    shown = [
+        f"{_short(path)}:{line} in {function}"
+        for path, line, function in (own or calls)[:_INNERMOST_CALLS]
+    ]
+    place, _, function = shown[0].rpartition(" in ")
+    return f"{function} ({place})", "\n".join(f"  {call}" for call in reversed(shown))
 
 
 def first_wait(waits: Sequence[Wait], absent: Sequence[int]) -> Wait | None:
@@ -189,8 +199,7 @@ def _path(frame: FrameType) -> str:
     return frame.f_code.co_filename.replace("\\", "/")
 
 
-def _short(frame: FrameType) -> str:
+def _short(path: str) -> str:
     """Return a file's path from the package's folder on; the file's name if it is elsewhere."""
-    path = _path(frame)
     _, found, rest = path.rpartition("/pentameter/")
     return rest if found else Path(path).name

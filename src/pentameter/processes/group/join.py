@@ -37,8 +37,14 @@ from pentameter.machine.cores_and_memory import (
     usable_cores,
 )
 from pentameter.processes.failures.activity import Activity, activity_path
-from pentameter.processes.failures.failure import LostProcessError, lost_process, spelled
-from pentameter.processes.failures.waiting import Wait, first_wait, wait_behind
+from pentameter.processes.failures.failure import (
+    LostProcessError,
+    lost_process,
+    spelled,
+    unanswered,
+    went_away,
+)
+from pentameter.processes.failures.waiting import Wait, wait_behind
 from pentameter.processes.group.rank import LAUNCH_FOLDER, LaunchedRank, find_rank
 from pentameter.processes.group.world import World
 from pentameter.processes.launch.worker import watch_agent
@@ -228,30 +234,14 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         first = world.rank - world.local_rank  # the store is remote; this machine works
         here = range(first, first + world.local_size)
         absent = [rank for rank in range(world.size) if rank not in here]
-    # Several silent ranks need not all be lost: one lost rank may keep others from noticing.
-    who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
-    waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
-    earliest = first_wait(list(waits.values()), absent)
-    where = before = ""
-    if earliest is not None:
-        before = f", before {earliest}"
-        there = sorted(rank for rank, wait in waits.items() if str(wait) == str(earliest))
-        waiting = f"{spelled(there)} wait{'s' * (len(there) == 1)}"
-        where = f": it did not reach {earliest}, where {waiting}"
-    said = f"{who} did not answer {waited} {activity.latest}{where}."
+    said = unanswered(absent, waits, world.timeout_seconds, str(activity.latest))
     if is_cut_off and absent:
         said = (
             f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
             "machine is cut, or it is down."
         )
     elif how == "gone" and not any(wait.timed_out for wait in waits.values()):
-        who = who if absent else "another process of the run"
-        said = f"{who} went away {activity.latest}{before}; look for its message."
-    elif not absent:
-        said = (
-            f"no answer {waited} {activity.latest}{where}, and no process hangs: is the network "
-            "cut?"
-        )
+        said = went_away(absent, waits, str(activity.latest))
     return LostProcessError(f"{said} The same command goes back to the last checkpoint", own)
 
 

@@ -25,7 +25,7 @@ from pentameter.disk.owner import is_stopped
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError, exit_reason
 from pentameter.machine.child import Child, ForkedChild
 from pentameter.machine.cores_and_memory import check_memory, check_processes, has_gpu_file
-from pentameter.processes.failures.activity import Note, Watchdog, culprits, read_activity, stacks
+from pentameter.processes.failures.activity import Watchdog, culprits, read_activity, stacks
 from pentameter.processes.failures.failure import (
     Failure,
     WorkerFailedError,
@@ -33,6 +33,10 @@ from pentameter.processes.failures.failure import (
     print_failure,
     read_report,
     spelled,
+)
+from pentameter.processes.failures.flight_record import (
+    read_flight_record,
+    told_by_records,
 )
 from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.launch.program import Launched, Program, worker_environment
@@ -49,6 +53,7 @@ SUSPEND_SECONDS = 10.0
 """Seconds from Ctrl-Z in which the processes may pause by themselves, between two steps."""
 
 POLL_SECONDS = 0.05
+_GOES_BACK = "The same command goes back to the last checkpoint"
 # Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
@@ -81,11 +86,9 @@ def run_local(
         while not workers.have_ended():
             look()
             time.sleep(POLL_SECONDS)
-        failures = workers.failures
-    if failures:
-        failure = _with_wait(first_failure(failures), failures)
-        if failure.message:
-            raise WorkerFailedError(failure)
+        failure = workers.failure()
+    if failure is not None and failure.message:
+        raise WorkerFailedError(failure)
 
 
 def respawn(
@@ -181,6 +184,8 @@ class Workers:
         self._hurried_at: float | None = None
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
+        self._hanging: list[int] = []  # for which others waited until they were lost
+        self._world_size = 0
 
     @property
     def pids(self) -> dict[int, int]:
@@ -192,6 +197,7 @@ class Workers:
         arrived. Raises StorageError if the system cannot start one."""
         try:
             for process in processes:
+                self._world_size = process.world_size
                 if self.received:
                     break
                 child = self._started(program, process)
@@ -261,7 +267,7 @@ class Workers:
                 if not self._ended_by_us:
                     self._ended_by_us = True
                     _show_waits(self.failures)
-                    self._show_stacks()
+                    self._hanging = self._show_stacks()
                 self._kill()
             elif not self._ended_by_us:
                 self._ended_by_us = True
@@ -301,7 +307,12 @@ class Workers:
             return []
         stopped = [rank for rank, pid in pids.items() if is_stopped(pid)]
         shown = stacks(self._folder, pids)
-        silent = stopped or culprits(pids, shown)
+        # On NCCL a rank waits for others wherever its stack needs the device's numbers.
+        records = {rank: read_flight_record(self._folder, rank) for rank in pids}
+        wait = {rank for rank, record in records.items() if record is not None and record.wait}
+        free = [rank for rank in pids if rank not in wait] or list(pids)
+        own = {rank: text for rank, text in shown.items() if rank in free}
+        silent = stopped or culprits(free, own)
         for rank in silent:
             lines = shown.get(rank, f"cannot show where it is, process {pids[rank]}").splitlines()
             if rank in stopped:
@@ -330,7 +341,18 @@ class Workers:
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
             return []
-        return [_unreported(rank, code, read_activity(self._folder, rank))]
+        return [_unreported(rank, code, self._folder)]
+
+    def failure(self) -> Failure | None:
+        """Return the failure that caused the others, once all have ended; None if no process
+        failed. If all have only lost another one on NCCL, its message names that one."""
+        if not self.failures:
+            return None
+        first = first_failure(self.failures)
+        if not first.consequence:
+            return _with_wait(first, self.failures)
+        said = told_by_records(self._folder, self._world_size, self._hanging)
+        return first if said is None else replace(first, message=f"{said} {_GOES_BACK}")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal: forward it to all workers."""
@@ -408,9 +430,20 @@ class _Suspension:
         workers.send(signal.SIGSTOP)
 
 
-def _unreported(rank: int, code: int, latest: Note) -> Failure:
+def _unreported(rank: int, code: int, folder: Path) -> Failure:
     """Return the failure of a process that ended with exit code `code` (negative: the signal that
-    ended it) and left no report; `latest` is the last activity that it noted."""
+    ended it) and left no report. If NCCL's watchdog ended it, since another process did not come to
+    a collective or went away, that is a consequence; its record in the launch folder shows it."""
+    latest = read_activity(folder, rank)
+    record = read_flight_record(folder, rank) if -code == signal.SIGABRT else None
+    if record is not None:
+        waited, stack = "", ""
+        if record.wait is not None:
+            waited, stack = str(record.wait), record.wait.stack
+        message = f"NCCL gave up waiting for another process {latest}. {_GOES_BACK}"
+        exit_code = TrainingFailedError.exit_code
+        lost = Failure(rank, exit_code, message, time.time(), consequence=True)
+        return replace(lost, waited=waited, stack=stack)
     message, now = f"{exit_reason(code)} and no report", time.time()
     if code < 0:
         where = f" {latest}" if latest.step else ""

@@ -26,7 +26,6 @@ from pentameter.errors import (
     StorageError,
 )
 from pentameter.machine.address import own_address
-from pentameter.processes.failures.failure import first_failure
 from pentameter.processes.group.rank import STORE
 from pentameter.processes.launch.local_launch import POLL_SECONDS, Workers, handling_ctrl_z
 from pentameter.processes.launch.program import Launched, Program
@@ -210,13 +209,12 @@ class _Launcher:
             workers.on_signal(signal.SIGTERM, None)
         if not workers.have_ended():
             return
-        failures = workers.failures
+        first = workers.failure()
         self.end()
         self._roll.renew_store_port()
-        if is_over or not failures:
+        if is_over or first is None:
             self._roll.update(state="idle" if is_over else "done")
             return
-        first = first_failure(failures)
         # A process of an earlier attempt, also of one that was at work when this launcher came,
         # may hold the folder still.
         before = self._before

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pentameter.machine.child import Child, ChildEndedError, ForkedChild, ForkServer
 from pentameter.machine.cores_and_memory import environment_of_one
+from pentameter.processes.failures.flight_record import recorder_variables
 from pentameter.processes.group.rank import LAUNCH_FOLDER
 
 
@@ -111,14 +112,16 @@ def worker_environment(
     process: Launched, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the environment variables for a process: `environ`, torch.distributed's rank
-    variables, the launch folder `folder`, the thread count, and for processes of this machine alone
-    the loopback interface for gloo and NCCL."""
+    variables, the launch folder `folder`, the thread count, what has NCCL's ranks leave their
+    records there, and for processes of this machine alone the loopback interface for gloo and
+    NCCL."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     local_rank = process.rank if process.local_rank is None else process.local_rank
     local_size = process.local_size or process.world_size
     alone = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return {
         **environment_of_one(local_size, environ),
+        **recorder_variables(folder, environ),
         LAUNCH_FOLDER: str(folder),
         "RANK": str(process.rank),
         "WORLD_SIZE": str(process.world_size),

@@ -1,0 +1,144 @@
+"""The records of NCCL's collectives that ranks leave when a collective is not done in time.
+
+On a GPU nobody waits for a collective in Python: `wait` lets the device wait, and the host goes on.
+PyTorch's watchdog, a thread, sees that a collective takes too long, and ends the process by SIGABRT
+before Python learns of it. But first it tells all ranks, through the store, to write what PyTorch's
+flight recorder remembers: the last collectives, each with its state, its process group and the
+stack that called it. So a rank whose record has a collective that is not done waits for another
+one, and the one that hangs has none.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pentameter.processes.failures.activity import read_activity
+from pentameter.processes.failures.failure import unanswered, went_away
+from pentameter.processes.failures.waiting import MODULES, Wait, calls_in_words, first_wait
+
+_PREFIX = "flight-"  # the recorder appends the rank
+
+DUMP_SECONDS = 1.0
+"""Longest time that a rank may take to write its record. The watchdog ends the process after four
+times as long."""
+
+_COLLECTIVE = re.compile(
+    "(all_?gather|all_?reduce|all_?to_?all|barrier|broadcast|gather|reduce_?scatter|reduce|scatter)"
+)
+_HYPHENATED = {"allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all"}
+_NO_DIMENSION = ("", "default_pg", "undefined")  # PyTorch's descriptions of groups without one
+_BACKWARD = {"_engine_run_backward", "backward", "pre_backward", "post_backward"}
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """A rank's record: the first of its collectives that is not done (None if all are), and the
+    time that it may take."""
+
+    wait: Wait | None = None
+    timeout_seconds: float = 0.0
+
+
+def recorder_variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables with which ranks leave their records in the launch folder,
+    without those that `environ` sets, which are the user's."""
+    ours = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / _PREFIX),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": f"{1000 * DUMP_SECONDS:.0f}",
+    }
+    return {name: value for name, value in ours.items() if name not in environ}
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Return the path in the launch folder of the file with the record that `rank` leaves."""
+    return folder / f"{_PREFIX}{rank}"
+
+
+def read_flight_record(folder: Path, rank: int) -> FlightRecord | None:
+    """Return the record that `rank` left in the launch folder. None if there is none, if it is
+    incomplete, or if a release of PyTorch writes another format."""
+    with (
+        suppress(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+        suppress(pickle.UnpicklingError),
+        record_path(folder, rank).open("rb") as file,
+    ):
+        recorded = _PlainUnpickler(file).load()
+        entries = sorted(recorded["entries"], key=lambda entry: entry["record_id"])
+        for entry in entries:
+            if not entry["retired"] and entry["state"] != "completed":
+                timeout = entry["timeout_ms"] / 1000
+                wait = _wait(entry, recorded["pg_config"])
+                waited = os.fstat(file.fileno()).st_mtime - wait.seconds
+                return FlightRecord(replace(wait, timed_out=waited > timeout), timeout)
+        return FlightRecord()
+    return None
+
+
+def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> str | None:
+    """Return a sentence that names the ranks that others wait for, by the records in the launch
+    folder; None if no rank waits on NCCL.
+
+    hanging: ranks that were seen to hang; if there are none, those are named that are in the group
+    of the first collective that is not done, and wait for none themselves.
+    """
+    found = {rank: read_flight_record(folder, rank) for rank in range(world_size)}
+    records = {rank: record for rank, record in found.items() if record is not None}
+    waits = {rank: record.wait for rank, record in records.items() if record.wait is not None}
+    absent = hanging or [rank for rank in range(world_size) if rank not in waits]
+    first = first_wait(list(waits.values()), absent)
+    if first is None:
+        return None
+    rank = next(rank for rank, wait in waits.items() if wait is first)
+    if not hanging and first.ranks:
+        absent = [rank for rank in first.ranks if rank not in waits]
+    doing = str(read_activity(folder, rank))
+    if not any(wait.timed_out for wait in waits.values()):
+        return went_away(absent, waits, doing)
+    return unanswered(absent, waits, records[rank].timeout_seconds, doing)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what PyTorch's pickler writes of dictionaries, lists, strings and numbers. It imports
+    nothing, so that no file has it run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raise UnpicklingError."""
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight record")
+
+
+def _wait(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Wait:
+    """Return what an entry of the record says of the collective in which its rank waits. groups:
+    name of a process group → its description and ranks."""
+    name, dimension = entry["process_group"]
+    along = "" if dimension in _NO_DIMENSION else dimension.removeprefix("mesh_")
+    of_all = dimension == "default_pg" or name not in groups
+    ranks = [] if of_all else [int(rank) for rank in re.findall(r"\d+", groups[name]["ranks"])]
+    # The frames of autograd's own threads do not reach down to the call of the backward pass.
+    calls = [(each["filename"], each["line"], each["name"]) for each in entry.get("frames", ())]
+    during, where, stack = "", "", ""
+    if calls:
+        where, stack = calls_in_words(calls)
+        if _BACKWARD & {function for _, _, function in calls}:
+            during = "backward pass"
+        elif any(path.endswith(MODULES) for path, _, _ in calls):
+            during = "forward pass"
+    seconds = entry["time_created_ns"] / 1e9
+    collective = _in_words(entry["profiling_name"], is_message=entry["is_p2p"])
+    return Wait(collective, along, ranks, "", during, where, seconds, stack)
+
+
+def _in_words(name: str, *, is_message: bool) -> str:
+    """Return a collective in words: `all-gather` for `nccl:_all_gather_base`."""
+    found = None if is_message else _COLLECTIVE.search(name)
+    if found is None:
+        return "messages" if is_message or re.search("send|recv", name) else "collective"
+    return _HYPHENATED.get(found[0], found[0].replace("_", "-"))
