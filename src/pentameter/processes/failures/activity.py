@@ -219,8 +219,9 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
     """
     mute = [rank for rank in ranks if rank not in shown]
     at_work = []
-    for rank, text in shown.items():
+    for rank in ranks:
         # The oldest thread comes last; the signal may interrupt another one.
+        text = shown.get(rank, "")
         main = re.split(r"^(?:Current thread|Thread) 0x", text, flags=re.MULTILINE)[-1]
         frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
         if not any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +83,13 @@ def read_flight_record(folder: Path, rank: int) -> FlightRecord | None:
     return None
 
 
+def waits_on_nccl(folder: Path, ranks: Iterable[int]) -> dict[int, Wait]:
+    """Return where those of `ranks` wait that wait on NCCL by their records in the launch
+    folder."""
+    records = ((rank, read_flight_record(folder, rank)) for rank in ranks)
+    return {rank: record.wait for rank, record in records if record is not None and record.wait}
+
+
 def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> str | None:
     """Return a sentence that names the ranks that others wait for, by the records in the launch
     folder; None if no rank waits on NCCL.
@@ -90,9 +97,7 @@ def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> st
     hanging: ranks that were seen to hang; if there are none, those are named that are in the group
     of the first collective that is not done, and wait for none themselves.
     """
-    found = {rank: read_flight_record(folder, rank) for rank in range(world_size)}
-    records = {rank: record for rank, record in found.items() if record is not None}
-    waits = {rank: record.wait for rank, record in records.items() if record.wait is not None}
+    waits = waits_on_nccl(folder, range(world_size))
     absent = hanging or [rank for rank in range(world_size) if rank not in waits]
     first = first_wait(list(waits.values()), absent)
     if first is None:
@@ -103,7 +108,8 @@ def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> st
     doing = str(read_activity(folder, rank))
     if not any(wait.timed_out for wait in waits.values()):
         return went_away(absent, waits, doing)
-    return unanswered(absent, waits, records[rank].timeout_seconds, doing)
+    record = read_flight_record(folder, rank)
+    return unanswered(absent, waits, record.timeout_seconds if record else 0.0, doing)
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -37,6 +37,7 @@ from pentameter.processes.failures.failure import (
 from pentameter.processes.failures.flight_record import (
     read_flight_record,
     told_by_records,
+    waits_on_nccl,
 )
 from pentameter.processes.group.rank import LaunchedRank
 from pentameter.processes.launch.program import Launched, Program, worker_environment
@@ -200,7 +201,7 @@ class Workers:
                 self._world_size = process.world_size
                 if self.received:
                     break
-                child = self._started(program, process)
+                child = _started(program, process, self._folder, self._relays)
                 self._children.append(child)
                 self._running[process.rank] = child
                 for number in self.received:  # signals received while it was being started
@@ -210,22 +211,6 @@ class Workers:
                 f"cannot start process {len(self._children) + 1} of {len(processes)}: "
                 f"{error.strerror}; a smaller --nproc may fit"
             ) from error
-
-    def _started(self, program: Program, process: Launched) -> Child | ForkedChild:
-        """Start one process; what it prints is relayed, unless its rank is 0."""
-        environment = worker_environment(process, self._folder)
-        if process.rank == 0:
-            return program.start(environment, self._folder, None)
-        read_end, write_end = os.pipe()
-        said = io.TextIOWrapper(io.FileIO(read_end), "utf-8", errors="replace")
-        try:
-            child = program.start(environment, self._folder, write_end)
-        finally:
-            os.close(write_end)
-        relay = threading.Thread(target=_relay, args=(process.rank, said), daemon=True)
-        relay.start()
-        self._relays.append(relay)
-        return child
 
     def have_ended(self) -> bool:
         """Look at the processes, end those that hang after a failure or a stop signal, and return
@@ -308,11 +293,8 @@ class Workers:
         stopped = [rank for rank, pid in pids.items() if is_stopped(pid)]
         shown = stacks(self._folder, pids)
         # On NCCL a rank waits for others wherever its stack needs the device's numbers.
-        records = {rank: read_flight_record(self._folder, rank) for rank in pids}
-        wait = {rank for rank, record in records.items() if record is not None and record.wait}
-        free = [rank for rank in pids if rank not in wait] or list(pids)
-        own = {rank: text for rank, text in shown.items() if rank in free}
-        silent = stopped or culprits(free, own)
+        waits = waits_on_nccl(self._folder, pids)
+        silent = stopped or culprits([rank for rank in pids if rank not in waits] or pids, shown)
         for rank in silent:
             lines = shown.get(rank, f"cannot show where it is, process {pids[rank]}").splitlines()
             if rank in stopped:
@@ -375,6 +357,26 @@ class Workers:
         self._ended_by_us = True
         for child in self._children:
             child.close()
+
+
+def _started(
+    program: Program, process: Launched, folder: Path, relays: list[threading.Thread]
+) -> Child | ForkedChild:
+    """Start one process with the launch folder `folder`, and return it; what it prints is relayed
+    by a thread that is added to `relays`, unless its rank is 0."""
+    environment = worker_environment(process, folder)
+    if process.rank == 0:
+        return program.start(environment, folder, None)
+    read_end, write_end = os.pipe()
+    said = io.TextIOWrapper(io.FileIO(read_end), "utf-8", errors="replace")
+    try:
+        child = program.start(environment, folder, write_end)
+    finally:
+        os.close(write_end)
+    relay = threading.Thread(target=_relay, args=(process.rank, said), daemon=True)
+    relay.start()
+    relays.append(relay)
+    return child
 
 
 def handling_ctrl_z(workers: Callable[[], Workers | None]) -> AbstractContextManager[None]:
