@@ -32,7 +32,7 @@ from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
 from pentameter.serve.continuation import Continuation, TextRequest
 from pentameter.serve.passes import Slots
-from pentameter.serve.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, Limits
+from pentameter.serve.requests import ChatRequest, CompletionRequest, Limits, other_fields
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker, served_model
 
 V = TOKENIZER.vocab_size
@@ -327,9 +327,10 @@ def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
 
 def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
     """As OpenAI's clients send what their callers leave open."""
-    fields = {*CompletionRequest.model_fields, *NEUTRAL, *IGNORED} - {"model", "max_tokens"}
+    others = {*other_fields()["neutral"], *other_fields()["ignored"]}
+    fields = {*CompletionRequest.model_fields, *others} - {"model", "max_tokens"}
     assert complete(client, max_tokens=5, **dict.fromkeys(fields - {"prompt"}))["choices"]
-    fields = {*ChatRequest.model_fields, *NEUTRAL, *IGNORED} - {"messages", "model"}
+    fields = {*ChatRequest.model_fields, *others} - {"messages", "model"}
     asked = {"model": "talker", "messages": [{"role": "user", "content": "a"}]}
     nulls = dict.fromkeys(sorted(fields))
     answer = client.post("/v1/chat/completions", json=asked | nulls)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pentameter.config.choices import look_up
+from pentameter.config.tables import packaged_table
 from pentameter.replay.record import RunRecord, StepNumbers
 from pentameter.replay.steps import Replayed
 
@@ -29,34 +30,13 @@ NORM_FACTOR, WEIGHTS_FACTOR = 10.0, 30.0
 as multiples of a loss's. Measured as above: a norm by 0.2 and weights by 0.13 after 20 steps in
 bf16, 0.001 and 0.0004 in fp32."""
 
-FACTS: Mapping[str, tuple[str, ...]] = {
-    "pentameter": ("versions", "pentameter"),
-    "torch": ("versions", "torch"),
-    "git commit": ("git", "commit"),
-    "CPU": ("devices", "cpu", "name"),
-    "CPU capability": ("devices", "cpu", "vector"),
-    "AMX": ("devices", "cpu", "amx_bf16"),
-    "AVX-512 bf16": ("devices", "cpu", "avx512_bf16"),
-    "GPUs": ("devices", "gpus"),
-    "device": ("device",),
-    "precision": ("precision",),
-    "compiled": ("compiled",),
-    "kernels": ("native_kernels",),
-    "fused attention dropout": ("fused_attention_dropout",),
-    "experts at once": ("experts_at_once",),
-    "threads": ("n_threads",),
-    "float32 matmul precision": ("flags", "float32_matmul_precision"),
-}
-"""Facts in environment.json on which the last bits of a step depend, by the names under which
-differences are shown."""
-
 
 def differing_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return "name: then → now" for each of FACTS that differs between two environments. Facts that
-    one of them did not record are left out."""
+    """Return "name: then → now" for each fact (`facts.toml`) that differs between two
+    environments. Facts that one of them did not record are left out."""
     return [
         f"{name}: {before} → {after}"
-        for name, path in FACTS.items()
+        for name, path in packaged_table("replay/facts.toml").items()
         if (before := _at(then, path)) != (after := _at(now, path)) and before is not None
     ]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pentameter.config.tables import packaged_table
 from pentameter.data.messages import normalized
 from pentameter.errors import ConfigError, did_you_mean, lone_surrogate, printable
 from pentameter.generation.prompts import encode_messages, encode_prompt
@@ -17,37 +19,18 @@ from pentameter.generation.sampling import Sampling, Tokens
 from pentameter.serve.continuation import TextRequest
 from pentameter.serve.worker import ServedModel
 
-IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "parallel_tool_calls",
-}  # fmt: skip
-"""OpenAI's fields that are accepted and change nothing."""
-
-NEUTRAL: dict[str, Sequence[Any]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": ({}, None),
-    "echo": (False, None),
-    "suffix": ("", None),
-    "best_of": (1, None),
-    "tools": ([], None),
-    "tool_choice": ("none", "auto", None),
-    "functions": ([], None),
-    "function_call": ("none", "auto", None),
-    "response_format": ({"type": "text"}, None),
-    "modalities": (["text"], None),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": ("none", None),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
-"""OpenAI's fields that are not supported → values that ask for nothing, which are accepted."""
-
 LONGEST_STOP, MOST_STOPS = 256, 16
 MOST_RIVALS = 20
 COMPLETION_TOKENS = 16
 """OpenAI's default for a completion's `max_tokens`."""
+
+
+@cache
+def other_fields() -> dict[str, Any]:
+    """Return OpenAI's fields that this server does not have, by `other_fields.toml`: `ignored`, a
+    list of those that change nothing, and `neutral`, field → values beside null that ask for
+    nothing, and so are accepted."""
+    return packaged_table("serve/other_fields.toml")
 
 
 class RequestError(Exception):
@@ -110,16 +93,17 @@ class _Request(BaseModel):
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
         """Pydantic validator: return the body's fields without those that have no effect. These are
-        fields in IGNORED, fields that are null, and unsupported ones with a value that asks for
-        nothing (NEUTRAL). Raises RequestError for an unknown field, or an unsupported one with
+        those that are ignored, fields that are null, and unsupported ones with a value that asks
+        for nothing. Raises RequestError for an unknown field, or an unsupported one with
         another value."""
         if not isinstance(values, dict):
             raise RequestError("the body is not a JSON object")
-        known = [*cls.model_fields, *IGNORED, *NEUTRAL]
+        ignored, neutral = other_fields()["ignored"], other_fields()["neutral"]
+        known = [*cls.model_fields, *ignored, *neutral]
         kept = {}
         for key, value in values.items():
-            if key in NEUTRAL and key not in cls.model_fields:
-                if value not in NEUTRAL[key]:
+            if key in neutral and key not in cls.model_fields:
+                if value not in (*neutral[key], None):
                     raise RequestError(
                         f"{key} is not supported here; leave it out",
                         param=key,
@@ -129,7 +113,7 @@ class _Request(BaseModel):
                 hint = did_you_mean(key, known)
                 message = f"{printable(key)[:80]} is no field of this request{hint}"
                 raise RequestError(message, param=key[:80], code="unknown_parameter")
-            elif key not in IGNORED and (value is not None or cls.model_fields[key].is_required()):
+            elif key not in ignored and (value is not None or cls.model_fields[key].is_required()):
                 kept[key] = value
         return kept
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pentameter.config.fields import values_of
-from pentameter.config.files.load import load_config
+from pentameter.config.files.load import flat_overrides, load_config
 from pentameter.config.schema import Config, ModelConfig, ParallelConfig
+from pentameter.config.tables import packaged_table
 from pentameter.errors import ConfigError
 from pentameter.planning.layouts.layout import Layout
 from pentameter.planning.layouts.sharding import shard_size
@@ -35,10 +36,6 @@ A key bias has a gradient that is 0 except for rounding, some 1e-18. A smaller e
 visible steps from that noise, which differs between any two layouts. Other weights have
 gradients of some 1e-3 here.
 """
-CLIP_NORM = 0.05
-"""`optimizer.clip_norm` in verified steps: far below the norm of their gradients, so that clipping
-acts."""
-
 
 IDLE_EXPERTS = {
     "model.experts.per_token": 1,
@@ -81,6 +78,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     embedding = model.embedding_dropout
     window, every = attention.sliding_window, attention.sliding_window_pattern
     changes: dict[str, Any] = {
+        **flat_overrides(packaged_table("verify/shrunk.toml")),
         "model.n_layers": n_stages + 1,
         "model.attention.n_heads": n_heads,
         "model.attention.n_kv_heads": n_kv_heads,
@@ -100,23 +98,10 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "optimizer.learning_rate": 0.1 if optimizer.name == "sgd" else 0.01,
         "optimizer.eps": max(LEAST_EPS, optimizer.eps),
         "optimizer.weight_decay": max(LEAST_WEIGHT_DECAY, optimizer.weight_decay),
-        "optimizer.clip_norm": CLIP_NORM,
-        "schedule.name": "constant",
-        "schedule.start_step": 0,
-        "train.steps": 1,
         # Every case can split its batch rows into data shards and micro-batches.
         "train.batch_size": math.lcm(
             8, *(c.layout.n_batch_shards * c.n_micro_batches for c in cases)
         ),
-        "train.micro_batch_size": None,
-        "train.device": "cpu",
-        "train.precision": "fp64",
-        "train.compile": False,
-        "train.activation_checkpoint": None,
-        "train.offload": False,
-        "train.eval_interval": None,
-        "train.patience": None,
-        "train.sample_interval": None,
     }
     if keeps_model:
         changes = {key: value for key, value in changes.items() if not key.startswith("model.")}

@@ -42,6 +42,7 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
 )
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.tables import packaged_table
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
@@ -54,20 +55,6 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 
 HUB_CACHE = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
 """Name of a model's folder in the Hugging Face hub cache, above `snapshots/REVISION`."""
-
-RECIPE: dict[str, Any] = {
-    "optimizer": {"learning_rate": 3e-5, "betas": [0.9, 0.999], "weight_decay": 0.1},
-    "schedule": {"name": "constant"},
-    "train": {
-        "steps": 200,
-        "batch_size": 32,
-        "micro_batch_size": 1,
-        "eval_interval": 50,
-        "sample_interval": 50,
-    },
-}
-"""Configuration for a gentle fine-tuning, used if the settings that trained the weights are
-unknown."""
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size in bytes of a weights file; more weights are split into several files with an
@@ -108,12 +95,12 @@ def read_hf(
 
 
 def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config:
-    """Return the configuration for fine-tuning the model in the folder `path`: RECIPE, with
-    `section` as `[model]` and the tokenizer's setting. Raises ConfigError if a value is invalid or
-    the tokenizer has more tokens than the model."""
+    """Return the configuration for fine-tuning the model in the folder `path`: `fine_tuning.toml`
+    with `section` as `[model]` and the tokenizer's setting. Raises ConfigError if a value is
+    invalid or the tokenizer has more tokens than the model."""
     setting = tokenizer.kind if tokenizer.kind != "bpe" else f"bpe:{tokenizer.vocab_size}"
     tree: dict[str, Any] = {
-        **RECIPE,
+        **packaged_table("checkpoint/hugging_face/fine_tuning.toml"),
         "name": "fine-tuned",
         "model": section,
         "data": {

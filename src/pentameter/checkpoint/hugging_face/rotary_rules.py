@@ -5,43 +5,25 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.rules import Content, Rule
 from pentameter.config.messages import shown
 from pentameter.config.model.rope_scaling import RopeScalingConfig
 from pentameter.config.schema import ModelConfig
+from pentameter.config.tables import packaged_table
 
-_SCALING = {
-    "factor": ("factor", None),
-    "low_frequency_factor": ("low_freq_factor", None),
-    "high_frequency_factor": ("high_freq_factor", None),
-    "original_context_length": ("original_max_position_embeddings", None),
-    "beta_fast": ("beta_fast", 32.0),
-    "beta_slow": ("beta_slow", 1.0),
-    "truncate": ("truncate", True),
-}
-"""Key in `model.rope_scaling` → (key in config.json, default there). None as the default means that
-the key is required."""
 _SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
 """Keys for YaRN's factors of queries, keys and scores. They are read together, because each one's
 meaning depends on the others."""
-_TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
-    "default": (None, ()),
-    "linear": ("linear", ("factor",)),
-    "llama3": (
-        "llama3",
-        ("factor", "low_frequency_factor", "high_frequency_factor", "original_context_length"),
-    ),
-    "yarn": (
-        "yarn",
-        ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
-    ),
-}
-"""`rope_type` in config.json → (pentameter's type, the keys in `model.rope_scaling` that belong to
-it, without `_SHARPENING`)."""
+
+
+@cache
+def _forms() -> dict[str, Any]:
+    """Return what `rope_scaling.toml` says of the forms of scaling: `keys` (type → its keys in
+    `model.rope_scaling`), `names` (key → its name in config.json) and `defaults` there."""
+    return packaged_table("checkpoint/hugging_face/rope_scaling.toml")
 
 
 def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
@@ -49,10 +31,8 @@ def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
     (`rope_parameters`) and for earlier versions. With `partly`, the family rotates only a fraction
     of each head's channels (`rotary_fraction`)."""
     scaling = model.rope_scaling
-    name, keys = next(
-        (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
-    )
-    values = {_SCALING[key][0]: getattr(scaling, key) for key in keys}
+    name = scaling.type or "default"
+    values = {_forms()["names"][key]: getattr(scaling, key) for key in _forms()["keys"][name]}
     if scaling.type == "yarn":
         values |= _write_sharpening(scaling)
     fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
@@ -103,22 +83,22 @@ def _read_rope(
     if not isinstance(found, dict):
         raise ValueError(f"{where}={shown(found)} is not an object")
     theirs = found.get("rope_type", found.get("type", "default"))
-    if not isinstance(theirs, str) or theirs not in _TYPES:
+    names, keys = _forms()["names"], _forms()["keys"]
+    if not isinstance(theirs, str) or theirs not in keys:
         raise ValueError(
-            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(_TYPES)}"
+            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(keys)}"
         )
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SHARPENING}
-    if unknown := sorted(found.keys() - known - {key for key, _ in _SCALING.values()}):
+    if unknown := sorted(found.keys() - known - {*names.values()}):
         raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
-    ours, keys = _TYPES[theirs]
-    values: dict[str, Any] = {"type": ours}
-    for key in keys:
-        name, preset = _SCALING[key]
-        preset = section["context_length"] if key == "original_context_length" else preset
+    values: dict[str, Any] = {"type": None if theirs == "default" else theirs}
+    presets = {**_forms()["defaults"], "original_context_length": section["context_length"]}
+    for key in keys[theirs]:
+        name, preset = names[key], presets.get(key)
         values[key] = preset if found.get(name) is None else found[name]
         if values[key] is None:
             raise ValueError(f"{where} has no {name}, which rope_type={theirs!r} needs")
-    if ours == "yarn":
+    if theirs == "yarn":
         values |= _read_sharpening(found, where, scales_scores=scales_scores)
     base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
     theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))

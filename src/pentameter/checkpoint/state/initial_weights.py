@@ -20,6 +20,7 @@ from pentameter.checkpoint.state.upcycling import (
 from pentameter.config.messages import shown
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.schema import Config
+from pentameter.config.tables import packaged_table
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import common_region
@@ -29,23 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pentameter.checkpoint.folders.model_folder import StoredModel
-
-NOT_THE_ARCHITECTURE = {
-    "vocab_multiple": "rows that pad the vocabulary are left as they are",
-    "context_length": "a learned position table can give up its end; checked apart",
-    "dropout": "acts in training only",
-    "attention.dropout": "as above",
-    "embedding_dropout": "as above",
-    "init": "how weights begin that are replaced",
-    "init_std": "as above",
-    "residual_init_scale": "as above",
-    "router.balance": "acts in training only, but for `bias`; checked apart",
-    "router.balance_rate": "acts in training only",
-    "router.balance_weight": "as above",
-    "router.z_loss": "as above",
-}
-"""Keys in `[model]` that may differ between the stored model and the configuration, each with the
-reason. Every other key must be equal: the weights mean nothing in another architecture."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +93,13 @@ class InitialWeights:
                 copy_region(local, theirs, region)
 
 
+def not_the_architecture() -> dict[str, str]:
+    """Return the keys in `[model]` that may differ between the stored model and the configuration,
+    each with the reason. Every other key must be equal: the weights mean nothing in another
+    architecture."""
+    return packaged_table("checkpoint/state/not_the_architecture.toml")
+
+
 def initial_weights(
     path: Path | str, config: Config, tokenizer: Tokenizer, check: Check = check_content
 ) -> InitialWeights:
@@ -132,12 +123,11 @@ def initial_weights(
         here = dense_architecture(here)
     theirs, ours = architecture(there), architecture(here)
     whole_theirs, whole_ours = architecture(there.resolved), architecture(here.resolved)
+    may_differ = not_the_architecture()
     wrong = [
         f"model.{key}: {shown(theirs[key])} there, {shown(value)} here"
         for key, value in ours.items()
-        if key not in NOT_THE_ARCHITECTURE
-        and theirs[key] != value
-        and whole_theirs[key] != whole_ours[key]
+        if key not in may_differ and theirs[key] != value and whole_theirs[key] != whole_ours[key]
     ]
     if here.has_position_table and here.context_length > there.context_length:
         wrong.append(

@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pentameter.config.files.load import flat_overrides
 from pentameter.config.schema import Config
+from pentameter.config.tables import packaged_table
 from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.progress import Progress, no_progress
@@ -90,19 +92,6 @@ CLOSING_SECONDS = 4.0
 """CPU seconds for the last checkpoint, a sample and the report."""
 MOST_WAITING = 5.0
 """Largest ratio of elapsed to CPU time assumed for the work after the last evaluation."""
-
-RECIPE: Mapping[str, Any] = {
-    "model.feed_forward.activation": "relu2",
-    "model.norm": "rmsnorm",
-    "model.positions": "rotary",
-    "model.attention.qk_norm": "head",
-    "optimizer.name": "muon",
-    "schedule.name": "wsd",
-    "schedule.min_learning_rate": 0.0,
-    "data.max_bytes": None,
-}
-"""Settings with which the preset `shakespeare-fast` was found to gain (docs/results.md), and the
-wsd schedule, whose end can still be moved until the learning rate falls."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +269,7 @@ class _SizeChooser(_LengthChooser):
         measured speed suggests another size, and a second trial is short enough
         (SECOND_TRIAL_SHARE), choose and time that size. Return the Choice. Raises ConfigError if
         too few steps fit."""
-        self._settings |= self._obeying(RECIPE)
+        self._settings |= self._obeying(flat_overrides(packaged_table("train/timed/recipe.toml")))
         asked = self._load(self._settings)
         fraction = _fraction_of_cores()
         prepared = find_header(asked.data.path) is not None

@@ -3,16 +3,15 @@ this folder."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from pentameter.checkpoint.hugging_face import expert_rules, rotary_rules, rules
 from pentameter.checkpoint.hugging_face.family import Family, Projections
 from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
 from pentameter.config.model.architecture import ModelConfig, architecture
+from pentameter.config.tables import packaged_table
 
 IN_ORDER = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "olmo2", "qwen3_moe", "mixtral"),
@@ -49,8 +48,7 @@ def _family(name: str) -> Family:
 def _merged(name: str) -> dict[str, Any]:
     """Return what a family's file says, on top of the file that it `extends`, by default Llama's.
     Tables are merged; an entry that is "" is left out."""
-    file = resources.files("pentameter.checkpoint.hugging_face") / "families" / f"{name}.toml"
-    said = tomllib.loads(file.read_text(encoding="utf-8"))
+    said = packaged_table(f"checkpoint/hugging_face/families/{name}.toml")
     if name == "llama":
         return said
     merged = _merged(said.pop("extends", "llama"))
