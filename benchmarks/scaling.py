@@ -30,7 +30,8 @@ import torch
 
 from pentameter.config.files.load import load_config
 from pentameter.config.schema import Config
-from pentameter.estimating.bytes.plan_estimates import plan_bubble, plan_communication
+from pentameter.estimating.bytes.communication import step_communication
+from pentameter.estimating.bytes.plan_estimates import plan_bubble, step_of
 from pentameter.planning.plan import Plan, make_plan
 from scaling_group import Group, Turn
 
@@ -151,8 +152,10 @@ def planned_wire_bytes(plan: Plan, precision: str) -> float:
     total, layout = 0.0, plan.layout
     # Gradients are summed over all who hold a parameter alike, those that divide time among them.
     sizes = layout.sizes | {name: layout.parameter_sizes[name] for name in ("data", "shard")}
+    step = step_of(plan, precision)
     for rank in range(layout.world_size):
-        for (dimension, kind), traffic in plan_communication(plan, rank, precision).items():
+        sent = step_communication(step, rank)
+        for (dimension, kind), traffic in sent.items():
             n = sizes.get(dimension, layout.world_size)
             passes = {"all_reduce": 2.0, "receive": 0.0}.get(kind, 1.0)
             total += traffic.n_bytes * passes * (1.0 if kind == "send" else (n - 1) / n)

@@ -9,45 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import cache
+from typing import Literal
 
 from pentameter.config.messages import shown
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
+from pentameter.config.tables import packaged_table
 from pentameter.planning.layouts.layout import Layout
 
-ANY = None
 
-FUSES: Mapping[str, Collection[object] | None] = {
-    "feed_forward.activation": ("relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"),
-    "norm": ("layernorm", "rmsnorm"),
-    "positions": ("learned", "sinusoidal", "rotary"),
-    "attention.qk_norm": (None, "head", "width"),
-    "attention.sliding_window_pattern": ANY,  # applies to sliding windows
-    **dict.fromkeys(("rope_theta", "rotary_fraction", "rope_scaling"), ANY),
-    **dict.fromkeys(
-        ("attention.n_kv_heads", "attention.head_size", "norm_eps", "logit_softcap"), ANY
-    ),
-    **dict.fromkeys(("vocab_size", "vocab_multiple", "context_length"), ANY),
-    **dict.fromkeys(("n_layers", "attention.n_heads", "d_model", "feed_forward.width"), ANY),
-    **dict.fromkeys(
-        ("tied_head", "head_bias", "attention.qkv_bias", "bias", "embedding_scale"), ANY
-    ),
-    **dict.fromkeys(("dropout", "attention.dropout", "embedding_dropout"), ANY),
-    **dict.fromkeys(("init", "init_std", "residual_init_scale"), ANY),
-    **dict.fromkeys(
-        ("experts.count", "experts.per_token", "experts.width", "experts.dense_layers"), ANY
-    ),
-    **dict.fromkeys(("experts.n_shared", "experts.shared_gate", "experts.capacity"), ANY),
-    "router.score_function": ("softmax", "sigmoid"),
-    **dict.fromkeys(("router.top_k_first", "router.renormalize", "router.scale"), ANY),
-    **dict.fromkeys(("router.bias", "router.groups", "router.open_groups"), ANY),
-    **dict.fromkeys(("router.group_scores", "router.z_loss"), ANY),
-    "router.balance": ("none", "bias", "sequence", "batch"),
-    **dict.fromkeys(("router.balance_rate", "router.balance_weight"), ANY),
-}
-"""Maps a key in `[model]` to the values that the fused CPU step (`fused_loss_sum`) supports; ANY
-for every value. A key that is not listed is supported at its default only, which is how models were
-before the key existed. With any other value the plain model runs instead of the fused one."""
+@cache
+def fused_values() -> Mapping[str, Collection[object] | Literal["any"]]:
+    """Return the values that the fused CPU step supports, by key of `[model]`: those that
+    `fused_step.toml` lists, None as "none"."""
+    return packaged_table("planning/fused_step.toml")
 
 
 FUSED_PRECISIONS = ("auto", "fp64", "fp32", "tf32", "bf16", "fp16")
@@ -59,8 +36,10 @@ def architecture_obstacle(config: ModelConfig) -> str | None:
     does not support; None if it supports the architecture."""
     defaults = architecture(type(config)())
     for key, value in architecture(config).items():
-        possible = FUSES.get(key, (defaults[key],))
-        if possible is not None and value not in possible:
+        possible = fused_values().get(key)
+        written = ABSENT if value is None else value
+        is_usual = possible is None and value == defaults[key]
+        if not (is_usual or possible == "any" or written in (possible or ())):
             return f"model.{key}={shown(value)}"
     return None
 

@@ -13,8 +13,9 @@ from pentameter.estimating.bytes.communication import (
     busiest,
     by_dimension,
     matrix_communication,
+    step_communication,
 )
-from pentameter.estimating.bytes.plan_estimates import plan_communication, plan_record, step_of
+from pentameter.estimating.bytes.plan_estimates import plan_record, step_of
 from pentameter.planning.buckets import SUM_BUCKET_BYTES, filled_buckets
 from pentameter.planning.layouts.layout import MESH_DIMENSIONS
 from pentameter.planning.plan import make_plan
@@ -41,6 +42,10 @@ def plan_of(parallel, *, precision="fp32", **model):
         }
     )
     return make_plan(config)
+
+
+def plan_communication(plan, rank=0):
+    return step_communication(step_of(plan), rank)
 
 
 def test_one_process_sends_nothing():

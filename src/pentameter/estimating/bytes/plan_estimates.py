@@ -11,12 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pentameter.errors import ConfigError
-from pentameter.estimating.bytes.communication import (
-    StepCommunication,
-    busiest,
-    by_dimension,
-    step_communication,
-)
+from pentameter.estimating.bytes.communication import busiest, by_dimension
 from pentameter.estimating.bytes.costs import Step
 from pentameter.estimating.bytes.memory import Memory, StateBytes, state_bytes, step_memory
 from pentameter.estimating.seconds.timeline import planned_bubble
@@ -64,17 +59,6 @@ def plan_memory(
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
     step = step_of(plan, precision, drops_by_blocks=drops_by_blocks, imbalance=imbalance)
     return step_memory(step)
-
-
-def plan_communication(
-    plan: Plan, rank: int = 0, precision: str | None = None
-) -> StepCommunication:
-    """Return the calls and bytes that a rank sends and receives in a step, by (mesh dimension,
-    kind), counted from the model's operations. `precision` is the run's matmul precision; None
-    takes `train.precision`, with fp32 for `auto`. Raises ConfigError for a custom model."""
-    if plan.built_by is not None:
-        raise ConfigError(f"the messages of the module of {plan.built_by} are not known")
-    return step_communication(step_of(plan, precision), rank)
 
 
 def plan_bubble(plan: Plan) -> float | None:

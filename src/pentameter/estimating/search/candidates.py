@@ -68,23 +68,15 @@ class Candidates:
     may fit their memory."""
 
     def __init__(
-        self,
-        plan: Plan,
-        cluster: Cluster,
-        precision: str,
-        *,
-        sequence: bool | None = None,
-        imbalance: float = 1.0,
+        self, plan: Plan, cluster: Cluster, precision: str, *, imbalance: float = 1.0
     ) -> None:
         """plan: the configuration's Plan (batch, steps, parameters) on a single rank.
         precision: the matmul precision, a `train.precision` other than `auto`.
-        sequence: whether tensor-parallel ranks also split the sequence; None tries both.
         imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
         """
         self.plan = plan
         self.cluster = cluster
         self.precision = precision
-        self.sequences = (True, False) if sequence is None else (sequence,)
         self.imbalance = imbalance
         self.n_legal = 0
         """Number of layouts that split model, batch and devices evenly, whether or not they may
@@ -167,7 +159,7 @@ class Candidates:
                     _zero_stages(data * c, p, offload=config.train.offload),
                     _schedules(p, model.n_layers),
                     ("ring", "all-to-all") if c > 1 else ("ring",),
-                    self.sequences if can_split_sequence else (False,),
+                    (True, False) if can_split_sequence else (False,),
                     _expert_degrees(model, n // p, self.cluster.node_size),
                 )
                 for zero, (schedule, v), mode, sequence, (expert, expert_tensor) in ways:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.estimating.search.candidates import LayoutCandidate
-from pentameter.estimating.search.search import Allowed, all_candidates, search
+from pentameter.estimating.search.search import Allowed, all_candidates, fastest
 from pentameter.estimating.seconds.cluster import Cluster
 from pentameter.estimating.seconds.estimate import Estimate
 from pentameter.planning.batch_sizes import global_batch_size
@@ -88,19 +88,17 @@ def scale(
         if (obstacle := resized.obstacle) is not None:
             yield ScalePoint(n_devices, None, None, None, 0.0, obstacle)
             return
-        sizes = vocab_size, rows_per_epoch
-        among = all_candidates(config, resized, *sizes, imbalance=imbalance, matmuls=matmuls)
+        every = all_candidates(
+            config, resized, vocab_size, rows_per_epoch, imbalance=imbalance, matmuls=matmuls
+        )
         kinds: tuple[Allowed, ...] = (_is_any, _is_data_alone, _is_flat)
         found = [
-            search(
-                config, resized, *sizes, n_best=1, most_timed=TIMED_OF_EACH, allowed=allowed,
-                among=among,
-            ).estimates
+            fastest(every, n_best=1, most_timed=TIMED_OF_EACH, allowed=allowed).estimates
             for allowed in kinds
-        ]  # fmt: skip
+        ]
         _, alone, flat = (estimates[0] if estimates else None for estimates in found)
-        every = [estimate for estimates in found for estimate in estimates]
-        top = min(every, key=lambda each: (not each.fits, each.time.seconds), default=None)
+        best = [estimate for estimates in found for estimate in estimates]
+        top = min(best, key=lambda each: (not each.fits, each.time.seconds), default=None)
         if top is None:
             is_small = n_devices < batch_size
             why = "nothing fits" if is_small else "the batch has no more sequences to divide"

@@ -63,11 +63,9 @@ def search(
     *,
     n_best: int = 5,
     most_timed: int = MOST_TIMED,
-    sequence: bool | None = None,
     imbalance: float = 1.0,
     matmuls: str | None = None,
     allowed: Allowed = lambda candidate: True,
-    among: Candidates | None = None,
 ) -> Found:
     """Find the fastest layouts for a configuration that use the whole cluster and fit its devices,
     by estimated times; where too few fit, tight ones follow. The configuration's batch is kept; its
@@ -77,18 +75,20 @@ def search(
     rows_per_epoch: batch rows in the training split; needed if the configuration counts in epochs.
     n_best: most layouts that are returned.
     most_timed: most candidates that are timed in full.
-    sequence: whether tensor-parallel ranks also split the sequence; None tries both.
     imbalance: the most rows that a rank's experts get ÷ the mean over ranks.
     matmuls: a number format in PLANNED_ONLY for linear layers' matmuls, or None.
     allowed: returns False for candidates to leave out.
-    among: candidates from another search for the same configuration, cluster, imbalance and
-        matmuls; None lists them anew.
     """
-    start = time.monotonic()
-    sizes = vocab_size, rows_per_epoch
-    every = among or all_candidates(
-        config, cluster, *sizes, sequence=sequence, imbalance=imbalance, matmuls=matmuls
+    every = all_candidates(
+        config, cluster, vocab_size, rows_per_epoch, imbalance=imbalance, matmuls=matmuls
     )
+    return fastest(every, n_best=n_best, most_timed=most_timed, allowed=allowed)
+
+
+def fastest(every: Candidates, *, n_best: int, most_timed: int, allowed: Allowed) -> Found:
+    """Find the fastest of the candidates in `every` for which `allowed` is True. The arguments and
+    the result are as in `search`."""
+    start, cluster = time.monotonic(), every.cluster
     candidates = list(filter(allowed, every.by_bound))
     fitting = _Fastest(cluster, n_best, most_timed)
     tight: list[LayoutCandidate] = []
@@ -118,10 +118,10 @@ def search(
             break
         if candidate.degrees not in meshes and below.may_be_faster(candidate):
             below.time(candidate)
-    estimates = [_estimate(every, *sizes, candidate) for candidate in (*ranked, *below.ranked)]
+    estimates = [_estimate(every, candidate) for candidate in (*ranked, *below.ranked)]
     return Found(
         estimates=tuple(estimates),
-        nearest=None if estimates or nearest is None else _estimate(every, *sizes, nearest),
+        nearest=None if estimates or nearest is None else _estimate(every, nearest),
         n_legal=every.n_legal,
         n_candidates=len(candidates),
         n_timed=fitting.n_timed + below.n_timed,
@@ -179,15 +179,10 @@ class _Fastest:
         return [candidate for _, candidate in times[: self.n_best]]
 
 
-def _estimate(
-    among: Candidates,
-    vocab_size: int | None,
-    rows_per_epoch: int | None,
-    candidate: LayoutCandidate,
-) -> Estimate:
-    """Return the Estimate for one of the candidates; sizes as passed to `search`."""
-    n = candidate.step.layout.world_size
-    chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
+def _estimate(among: Candidates, candidate: LayoutCandidate) -> Estimate:
+    """Return the Estimate for one of the candidates."""
+    n, rows_per_epoch = candidate.step.layout.world_size, among.plan.rows_per_epoch
+    chosen = make_plan(candidate.step.config, rows_per_epoch=rows_per_epoch, world_size=n)
     return Estimate(chosen, among.cluster, among.precision, among.imbalance)
 
 
@@ -251,15 +246,14 @@ def all_candidates(
     vocab_size: int | None = None,
     rows_per_epoch: int | None = None,
     *,
-    sequence: bool | None = None,
     imbalance: float = 1.0,
     matmuls: str | None = None,
 ) -> Candidates:
-    """Return the candidates for a configuration on a cluster, to pass to several calls of `search`
-    as `among`. The arguments are as in `search`."""
+    """Return the candidates for a configuration on a cluster, to pass to several calls of
+    `fastest`. The arguments are as in `search`."""
     precision = best_precision(config, cluster, matmuls)
     plan = _base(config, vocab_size, rows_per_epoch)
-    return Candidates(plan, cluster, precision, sequence=sequence, imbalance=imbalance)
+    return Candidates(plan, cluster, precision, imbalance=imbalance)
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
