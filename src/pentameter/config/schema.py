@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pentameter.config.choices import (
-    DECAY_KEYS,
-    MOMENTUM,
-    TAKES_SEVERAL_STAGES,
-    Precision,
-    look_up,
-)
+from pentameter.config.choices import DECAY_KEYS, MOMENTUM, TAKES_SEVERAL_STAGES, Precision, look_up
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.model.architecture import ModelConfig
 from pentameter.config.section import (

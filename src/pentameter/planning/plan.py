@@ -365,11 +365,7 @@ def _resolved_schedule(
             )
     if "decay_interval" in used:
         interval = interval or _steps(1, epoch, "schedule.decay_interval, an epoch when absent,")
-    return {
-        "decay_steps": decay_steps,
-        "cooldown_steps": cooldown,
-        "decay_interval": interval,
-    }
+    return {"decay_steps": decay_steps, "cooldown_steps": cooldown, "decay_interval": interval}
 
 
 def default_cooldown(decay_steps: int) -> int:

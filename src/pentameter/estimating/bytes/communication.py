@@ -122,10 +122,7 @@ def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, in
     --dry-run` prints it: dimension → kind → {"calls", "bytes"}."""
     nested: dict[str, dict[str, dict[str, int]]] = {}
     for (dimension, kind), counted in traffic.items():
-        nested.setdefault(dimension, {})[kind] = {
-            "calls": counted.calls,
-            "bytes": counted.n_bytes,
-        }
+        nested.setdefault(dimension, {})[kind] = {"calls": counted.calls, "bytes": counted.n_bytes}
     return nested
 
 

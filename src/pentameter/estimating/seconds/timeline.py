@@ -102,9 +102,7 @@ def simulated_micro_batches(layout: Layout, n_micro_batches: int) -> int:
 def _order_settings(layout: Layout) -> Layout:
     """Return a Layout with only the settings that determine the pass order, as a cache key."""
     return Layout(
-        pipeline=layout.pipeline,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
+        pipeline=layout.pipeline, schedule=layout.schedule, virtual_stages=layout.virtual_stages
     )
 
 

@@ -48,11 +48,7 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
 
 
 def _feed_forward(
-    model: ModelConfig,
-    path: str,
-    layer: int,
-    inner: tuple[int, ...],
-    inner_axes: tuple[Axis, ...],
+    model: ModelConfig, path: str, layer: int, inner: tuple[int, ...], inner_axes: tuple[Axis, ...]
 ) -> Iterator[ParameterSpec]:
     """Yield the matrices and biases of a feed-forward layer. `inner` is its inner width, preceded
     by the number of experts if each has matrices of its own; `inner_axes` are the axes of
