@@ -19,7 +19,7 @@ from typing import Any
 
 from pentameter.cli.main import VERBS, main
 from pentameter.config.fields import Leaf, leaves, sections, tables_of
-from pentameter.config.files.write import summary, toml_value
+from pentameter.config.files.write import section_summary, toml_value
 from pentameter.config.section import ABSENT
 from pentameter.errors import PentameterError
 from pentameter.record import events
@@ -96,7 +96,7 @@ def configuration_page() -> str:
     ]
     for section, kind in sections().items():
         title = f"`[{section}]`" if section else "Top level"
-        lines += ["", f"## {title}", "", summary(kind), ""]
+        lines += ["", f"## {title}", "", section_summary(kind), ""]
         lines += ["| key | default | takes | meaning |", "| --- | --- | --- | --- |"]
         inside = [leaf for leaf in leaves().values() if leaf.section == section]
         for leaf in inside:

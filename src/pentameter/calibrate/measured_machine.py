@@ -49,7 +49,7 @@ from pentameter.fused_cpu.heads import HeadShape
 from pentameter.machine.capabilities import Capabilities, find_compiler, machine_capabilities
 from pentameter.machine.child import PythonChild
 from pentameter.machine.cores_and_memory import host_memory_bytes
-from pentameter.machine.peaks import measure_matmul
+from pentameter.machine.peaks import measure_matmul, shortest_seconds
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.planning.plan import Plan, make_plan
@@ -149,15 +149,9 @@ def measured_device(capabilities: Capabilities) -> Device:
 
 
 def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
-    """Run `act` again and again for `seconds`, and at least LEAST_TURNS times, because heaps grow
-    in the first repetitions. Return the shortest time in seconds."""
-    times: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(times) < LEAST_TURNS or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    """Return the shortest time of `act` in seconds, of at least LEAST_TURNS: heaps grow in the
+    first ones."""
+    return shortest_seconds(act, seconds, LEAST_TURNS)
 
 
 def _bandwidth() -> float:

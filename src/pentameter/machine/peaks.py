@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -68,21 +69,27 @@ def _best_seconds(device: str, dtype: torch.dtype, n: int, budget_seconds: float
         for _ in range(2)
     )
     out = torch.empty_like(left)
-    repeats, wait = 1, lambda: None
-    if torch.device(device).type != "cpu":
-        # a GPU is asked for several at once, so that launching them does not count
-        repeats, wait = 8, lambda: torch.accelerator.synchronize(device)
-    best = float("inf")
+    is_cpu = torch.device(device).type == "cpu"
+    repeats = 1 if is_cpu else 8  # of a GPU several at once, so that launching does not count
+
+    def multiply(repeats: int = repeats) -> None:
+        for _ in range(repeats):
+            torch.mm(left, right, out=out)
+        if not is_cpu:
+            torch.accelerator.synchronize(device)
+
     with torch.inference_mode():
-        torch.mm(left, right, out=out)  # the first call packs, plans and pages in
-        wait()
-        deadline = time.perf_counter() + budget_seconds
-        while True:
-            start = time.perf_counter()
-            for _ in range(repeats):
-                torch.mm(left, right, out=out)
-            wait()
-            now = time.perf_counter()
-            best = min(best, (now - start) / repeats)
-            if now >= deadline:
-                return best
+        multiply(1)  # the first call packs, plans and pages in
+        return shortest_seconds(multiply, budget_seconds) / repeats
+
+
+def shortest_seconds(act: Callable[[], object], seconds: float, least_turns: int = 1) -> float:
+    """Run `act` again and again for `seconds`, and at least `least_turns` times. Return the
+    shortest time in seconds."""
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < least_turns or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -24,7 +24,7 @@ def to_toml(config: Config, *, left_out_at_default: Collection[str] = ()) -> str
     values = values_of(config)
     for section, kind in sections().items():
         if section:
-            lines += ["", f"# {summary(kind)}", f"[{section}]"]
+            lines += ["", f"# {section_summary(kind)}", f"[{section}]"]
         for leaf in leaves().values():
             is_default = values[leaf.path] == leaf.default
             if leaf.section != section or (is_default and leaf.path in left_out_at_default):
@@ -77,6 +77,6 @@ def _for_toml(schema: Any) -> Any:
     return {key: _for_toml(value) for key, value in kept.items()}
 
 
-def summary(section: type[Section]) -> str:
+def section_summary(section: type[Section]) -> str:
     """Return the first paragraph of a section's docstring, as one line."""
     return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())

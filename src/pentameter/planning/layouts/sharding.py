@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -99,6 +99,11 @@ class Sharding:
 
     layout: Layout
     n_kv_heads: int
+    _largest_shapes: dict[object, Shape] = field(default_factory=dict, compare=False, repr=False)
+    """Caches local shapes at coordinate 0, which a layout search asks for by the hundred
+    thousand."""
+    _placements: dict[object, Placement] = field(default_factory=dict, compare=False, repr=False)
+    """Caches placements by (axes, sums_over), because layers are alike."""
 
     @property
     def kv_replicas(self) -> int:
@@ -248,17 +253,6 @@ class Sharding:
                 size = self.layout.placement_sizes[dimension]
                 local[index] = shard_size(local[index], size, coordinates.get(dimension, 0))
         return tuple(local)
-
-    @cached_property
-    def _largest_shapes(self) -> dict[object, Shape]:
-        """Caches local shapes at coordinate 0, which a layout search asks for by the hundred
-        thousand."""
-        return {}
-
-    @cached_property
-    def _placements(self) -> dict[tuple[tuple[Axis, ...], tuple[Axis, ...]], Placement]:
-        """Caches placements by (axes, sums_over), because layers are alike."""
-        return {}
 
     @property
     def data_sum(self) -> DataSum:
