@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.experts import Experts, Router
@@ -276,3 +277,12 @@ def test_a_router_computes_in_float32_under_autocast() -> None:
     exact = experts.router(x)
     assert torch.equal(rounded.weights, exact.weights)
     assert isinstance(experts.router, Router)
+
+
+def test_fsdp_finds_the_tensors_that_a_router_returns():
+    """As torch 2.11 looks for them; without, a router's weight was not there for the backward pass
+    of ZeRO 3."""
+    router = Router(ModelConfig(**BASE)).train()
+    torch.nn.init.normal_(router.weight)
+    returned = tree_leaves(router(torch.randn(B, T, D)))
+    assert any(isinstance(each, Tensor) and each.requires_grad for each in returned)

@@ -12,9 +12,8 @@ B · T tokens and R = N · k rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +32,13 @@ from pentameter.model.positions import Positions
 from pentameter.planning.sub_layers.experts import BALANCE_STATE
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """The experts that each token is sent to, in the order in which they were chosen. A token's
-    *rows* are its copies, one for each of its k experts."""
+    *rows* are its copies, one for each of its k experts.
+
+    A tuple, since FSDP gathers a router's weight for the backward pass by hooks on the tensors that
+    the router returns, and torch 2.11 finds none in a dataclass.
+    """
 
     experts: Tensor
     """Numbers of the experts, int64 (N, k); E for a row that its expert has no capacity for."""

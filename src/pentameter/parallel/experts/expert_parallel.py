@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -219,8 +219,7 @@ class TokenShards(Tokens):
     def shard(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return this rank's shard of tokens (N, D) and of their Routing. Collective in the
         backward pass."""
-        own = replace(
-            routing,
+        own = routing._replace(
             experts=self.shard_of(routing.experts),
             weights=_Shard.apply(routing.weights, self),
         )
