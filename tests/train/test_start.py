@@ -14,6 +14,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES
 from pentameter.estimating.bytes.plan_estimates import plan_memory
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.group.world import World
 from pentameter.record.reading import read_run
 from pentameter.train import compute, start
 from pentameter.train.loop import Trainer
@@ -134,6 +135,45 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}
     fit(tmp_path, tiny, force=True)
+
+
+def test_micro_batches_left_open_are_the_largest_that_fit_a_gpu(monkeypatch):
+    """They were the whole batch, which was refused."""
+    open_size = {"train.tokens_per_step": 65536, "train.micro_batch_size": None}
+    plan = make_plan(load_config("gpt2-124m", {**open_size, "train.precision": "bf16"}))
+    whole, there = plan.micro_batch_size, 24 * 10**9
+    assert whole == 64
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: there)
+    gpu = compute_on("cuda")
+    fitted = compute.fit_micro_batches(plan, gpu, World())
+    assert fitted.micro_batch_size == fitted.config.train.micro_batch_size == 32
+    assert fitted.n_micro_batches == 2
+    assert fitted.portable_config == plan.portable_config
+    compute.check_device_memory(fitted, gpu, local_size=1)
+    fits, exceeds = (plan_memory(each).total_bytes * 1.1 for each in (fitted, plan))
+    assert fits < there - CONTEXT_BYTES < exceeds
+    there = 10**9  # which fits nothing: it is refused as it was
+    assert compute.fit_micro_batches(plan, gpu, World()) is plan
+    there = 80 * 10**9
+    assert compute.fit_micro_batches(plan, gpu, World()) is plan  # the whole batch fits
+    there = 24 * 10**9
+    assert compute.fit_micro_batches(plan, compute_on("cpu"), World()) is plan
+    asked = plan_of_size(32, open_size)
+    assert compute.fit_micro_batches(asked, gpu, World()) is asked
+
+
+def test_the_gpu_with_the_least_memory_sets_the_micro_batches(monkeypatch):
+    class Others(World):
+        def all_gather(self, value):
+            return [value, 8]
+
+    plan = plan_of_size(None, {"train.tokens_per_step": 65536})
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: 24 * 10**9)
+    assert compute.fit_micro_batches(plan, compute_on("cuda"), Others()).micro_batch_size == 8
+
+
+def plan_of_size(size, settings):
+    return make_plan(load_config("gpt2-124m", {**settings, "train.micro_batch_size": size}))
 
 
 def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):

@@ -113,7 +113,8 @@ class TrainConfig(Section):
     tokens_per_step: ByteCount | None = None
     """Instead of batch_size: tokens per step."""
     micro_batch_size: Positive | None = None
-    """Sequences in one forward and backward pass; the whole batch when absent. Must divide it."""
+    """Sequences in one forward and backward pass; when absent the whole batch, or on a GPU the most
+    that fit. Must divide it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto`: the fastest present."""
     precision: Literal["auto", Precision] = "auto"

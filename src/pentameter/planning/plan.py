@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
@@ -92,6 +92,16 @@ class Plan:
         """`config` with `train.micro_batch_size` as it was configured (None if it was left open)
         instead of the one derived from the layout: for loading on another layout."""
         return self.config.updated({"train.micro_batch_size": self.asked_micro_batch_size})
+
+    def with_micro_batches(self, size: int) -> Plan:
+        """Return this Plan with micro-batches of `size` sequences, as if the layout had implied
+        them. Raises ConfigError if a rank's sequences are not a multiple of `size`, or the pipeline
+        cannot run as many micro-batches."""
+        size = micro_batch_size(size, self.batch_size, self.layout)
+        n_micro_batches = self.batch_size // self.layout.n_batch_shards // size
+        check_micro_batches(self.layout, n_micro_batches, size)
+        config = self.config.updated({"train.micro_batch_size": size})
+        return replace(self, config=config, micro_batch_size=size, n_micro_batches=n_micro_batches)
 
     @property
     def steps(self) -> int:

@@ -20,7 +20,7 @@ from pentameter.record.run_data import open_run_data
 from pentameter.replay.conclusion import Conclusion, conclude, differing_facts
 from pentameter.replay.record import Route, RunRecord, read_record, schedules_of
 from pentameter.replay.steps import Replay, Replayed
-from pentameter.train.compute import check_device_memory, choose_compute
+from pentameter.train.compute import check_device_memory, choose_compute, fit_micro_batches
 from pentameter.train.faults.row_losses import HighestRows
 from pentameter.train.user_components import UserComponents
 
@@ -133,6 +133,7 @@ def replay_step(
         # Refuses a run with a model or an optimizer from the user's code.
         UserComponents().check_same(made_with, plan, with_schedule=True)
     compute = choose_compute(plan, world)
+    plan = fit_micro_batches(plan, compute, world)
     check_device_memory(plan, compute, world.local_size)
     here = world.on_main(compute.environment)
     made_by = _one_of_each_start(record, route.steps)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pentameter.errors import ConfigError
-from pentameter.estimating.bytes.changes import settings_that_fit
+from pentameter.estimating.bytes.changes import fitting_micro_batches, settings_that_fit
 from pentameter.estimating.bytes.fit import CONTEXT_BYTES, Verdict, memory_verdict
 from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.fused_cpu import native
@@ -300,6 +300,25 @@ def _try_forms(
         name: reason for each in found for name, reason in each.items() if reason is not None
     }
     return replace(PLAIN_FORMS, **{n: True for n in trials if n not in obstacles}), obstacles
+
+
+def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
+    """Return the Plan with the largest micro-batches that fit this GPU, if the configuration leaves
+    their size open: the step is the same up to rounding. On a CPU, whose kernels were chosen for
+    the Plan's own, and for a custom model, whose activations are not known, it returns the Plan.
+    Collective: all ranks take what the one with the least memory does."""
+    device, is_open = compute.device, plan.asked_micro_batch_size is None
+    if device.type != "cuda" or plan.built_by is not None or not is_open:
+        return plan
+    there = memory_bytes(device)
+    assert there is not None  # a GPU says
+    usable = there - CONTEXT_BYTES
+    if plan.config.train.offload:
+        usable += plan_state_bytes(plan).state_bytes
+    drops_by_blocks = compute.drops_by_blocks
+    size = fitting_micro_batches(plan, usable, compute.precision, drops_by_blocks=drops_by_blocks)
+    size = min(world.all_gather(size))
+    return plan if size == plan.micro_batch_size else plan.with_micro_batches(size)
 
 
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:

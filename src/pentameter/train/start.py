@@ -26,7 +26,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.world import World
 from pentameter.record.identity import shards_read
-from pentameter.train.compute import Compute, check_device_memory, choose_compute
+from pentameter.train.compute import Compute, check_device_memory, choose_compute, fit_micro_batches
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.faults.health import check_health
 from pentameter.train.keep.copying import open_copies
@@ -80,7 +80,7 @@ def start_run(
     )
     prompt = _prompt(plan.config, dataset, warnings)
     warnings += evaluation_warnings(plan, batches)
-    compute = _compute(request, plan, warnings)
+    plan, compute = _compute(request, plan, warnings)
     warnings += _warnings(request, plan, dataset, batches)
     console.show("")  # clear the progress of preparing data
     console.warn(warnings)
@@ -165,15 +165,17 @@ def _plan(request: RunRequest, dataset: Dataset, batches: TrainingBatches | Cust
     return plan if batches.are_tokens else replace(plan, gives_logits=False)
 
 
-def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
-    """Choose the device, precision and kernels, and add to `warnings`. Raises ConfigError if the
-    run is predicted to exceed the memory, unless the request has `force`."""
+def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> tuple[Plan, Compute]:
+    """Choose the device, precision and kernels, and add to `warnings`. Return the Plan too, with
+    micro-batches that fit a GPU. Raises ConfigError if the run is predicted to exceed the memory,
+    unless the request has `force`."""
     world = request.world
     compute = choose_compute(plan, world)
     warnings += compute_warnings(plan, compute, world)
+    plan = fit_micro_batches(plan, compute, world)
     if not request.force:
         check_device_memory(plan, compute, world.local_size)
-    return compute
+    return plan, compute
 
 
 def _warnings(

@@ -45,6 +45,28 @@ def settings_that_fit(
     return sorted(found, key=lambda each: each[1] == "tight")
 
 
+def fitting_micro_batches(
+    plan: Plan, usable_bytes: float, precision: str | None, *, drops_by_blocks: bool = False
+) -> int:
+    """Return the sequences in the largest micro-batch, up to the Plan's, with which a rank's bytes
+    fit `usable_bytes`; if with none they fit, the largest with which they are tight; else the
+    Plan's own. Other arguments as for `settings_that_fit`."""
+    rows = plan.batch_size // plan.layout.n_batch_shards
+    tight = None
+    for size in reversed([size for size in divisors(rows) if size <= plan.micro_batch_size]):
+        try:
+            other = plan.with_micro_batches(size)
+        except ConfigError:  # a pipeline that cannot run as many
+            continue
+        memory = plan_memory(other, precision, drops_by_blocks=drops_by_blocks)
+        match memory_verdict(memory.total_bytes, usable_bytes):
+            case "fits":
+                return size
+            case "tight":
+                tight = tight or size
+    return tight or plan.micro_batch_size
+
+
 def single_changes(plan: Plan) -> list[Change]:
     """Return every change of one setting to another value that is worth trying: the micro-batch
     size, doubled or one of the next smaller sizes that divide a rank's sequences; activation

@@ -17,7 +17,7 @@ from pentameter.evaluate.split import evaluation_batch_size, evaluation_batches
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.group.join import lone_world
-from pentameter.train.compute import check_device_memory, choose_compute
+from pentameter.train.compute import check_device_memory, choose_compute, fit_micro_batches
 from pentameter.train.evaluations import VALIDATION
 from pentameter.train.start import build_engine
 from pentameter.train.update import update_weights
@@ -53,6 +53,7 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
     batches = training_batches(config, dataset.split("train"))
     plan = make_plan(config, dataset.vocab_size, batches.rows_per_epoch)
     compute = choose_compute(plan)
+    plan = fit_micro_batches(plan, compute, lone_world())
     check_device_memory(plan, compute, 1)
     engine, optimizer = build_engine(plan, compute, lone_world(), UserComponents())
     rate, clip_norm = plan.config.optimizer.learning_rate, plan.config.optimizer.clip_norm
