@@ -73,8 +73,8 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentameter.parallel.context.ring_attention.TILE", asked.tile)
         if asked.explicit:
-            always = "pentameter.parallel.context.ring_attention._is_explicit"
-            patch.setattr(always, lambda q, dropout, window: True)
+            kernel = "pentameter.parallel.context.ring_attention.block_kernel"
+            patch.setattr(kernel, lambda *_: None)
         dropout = weights_dropout(asked.dropout)
         y = attend(q, k, v, Weighting(None, *(sinks or [None]), dropout, own))
         return [y.detach(), *torch.autograd.grad(y, inputs, grad)]

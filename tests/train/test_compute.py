@@ -231,10 +231,34 @@ def test_forms_that_agree_on_every_rank_are_taken(a_machine_with_a_gpu, monkeypa
     sizes = (model.padded_vocab_size, model.vocab_size, None)
     assert tried == [(torch.bfloat16, gpu), (torch.bfloat16, gpu, *sizes)]
     assert chosen.forms == GpuForms(precise_sums=True, one_pass_loss=True)
-    assert chosen.environment()["gpu_forms"] == {"precise_sums": True, "one_pass_loss": True}
+    assert chosen.environment()["gpu_forms"] == {
+        "precise_sums": True,
+        "one_pass_loss": True,
+        "fused_ring": False,
+    }
     chosen = choose_compute(on_gpu(), Others(lacks_compiler=False))
     assert chosen.forms == GpuForms(precise_sums=True)
     assert chosen.form_obstacles == {"one_pass_loss": "the loss is off by 1.0e-01"}
+
+
+@pytest.mark.parametrize("obstacle", [None, "their dq is off by 3.0e-01"])
+def test_a_ring_of_gpus_runs_by_kernels_that_agree(a_machine_with_a_gpu, monkeypatch, obstacle):
+    tried = []
+
+    def looked(model, dtype, device):
+        tried.append((dtype, device.type))
+        return obstacle
+
+    monkeypatch.setattr(compute, "ring_obstacle", looked)
+    built = on_gpu().config
+    parallel = built.parallel.model_copy(update={"context": 2})
+    ring = make_plan(built.model_copy(update={"parallel": parallel}), world_size=2)
+    chosen = choose_compute(ring)
+    assert tried == [(torch.bfloat16, "cuda")]
+    assert chosen.forms.fused_ring is (obstacle is None)
+    assert chosen.form_obstacles.get("fused_ring") == obstacle
+    assert not choose_compute(on_gpu()).forms.fused_ring  # which has no ring
+    assert len(tried) == 1
 
 
 def test_what_a_gpu_lacks_leaves_the_plain_forms(a_machine_with_a_gpu):

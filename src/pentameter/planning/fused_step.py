@@ -74,7 +74,7 @@ def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) 
     """Return, as text, a run's first setting for which attention with dropout must materialize its
     weights on a GPU; None if the fused kernels support all. `precision` is `train.precision` with
     'auto' resolved. A particular GPU may have further obstacles, which a run checks separately."""
-    if layout.context > 1 and not layout.exchanges_heads:
+    if layout.has_ring:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
     if model.attention.sinks:
         return "model.attention.sinks=true"

@@ -38,7 +38,7 @@ from pentameter.model.gpu.forms import (
     sums_obstacle,
 )
 from pentameter.model.grouped_matmul import at_once_disagreement, at_once_obstacle
-from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle
+from pentameter.parallel.context.run_attention import chip_obstacle, kernel_obstacle, ring_obstacle
 from pentameter.parallel.memory.malloc import tune_allocator
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle
@@ -295,6 +295,8 @@ def _try_forms(
         assert model.vocab_size is not None  # resolved
         sizes = (plan.vocab_size_padded, model.vocab_size, model.logit_softcap)
         trials["one_pass_loss"] = partial(loss_obstacle, products, device, *sizes)
+    if plan.layout.has_ring:
+        trials["fused_ring"] = partial(ring_obstacle, model, products, device)
     found = world.all_gather({name: obstacle_of(trial) for name, trial in trials.items()})
     obstacles = {
         name: reason for each in found for name, reason in each.items() if reason is not None

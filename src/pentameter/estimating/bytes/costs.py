@@ -234,7 +234,7 @@ class ActivationBytes:
         """Return the tensors that an operation saves for its backward pass. Ring attention and
         attention kernels with dropout work by blocks and save fewer. Column-parallel matrices that
         run as one operation save only this rank's input shard, and gather it again."""
-        if op.kind == "attention" and (self._has_ring or self.step.drops_by_blocks):
+        if op.kind == "attention" and (self.step.layout.has_ring or self.step.drops_by_blocks):
             return op.saves_by_blocks
         if self._gathers_again(op):
             return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
@@ -254,15 +254,11 @@ class ActivationBytes:
         at_once = self.step.rules.reads_at_once(self.step.config.lora)
         return reads_stream and at_once and self.step.layout.sequence
 
-    @property
-    def _has_ring(self) -> bool:
-        return self.step.layout.context > 1 and not self.step.layout.exchanges_heads
-
     def attending(self, run: Sequence[Operation]) -> int:
         """Return the bytes at the peak of ring attention's backward pass beyond those that a block
         saves: its buffers and two gradients of the stream, after later tensors in the block are
         freed. 0 without a ring."""
-        if not self._has_ring:
+        if not self.step.layout.has_ring:
             return 0
         most = 0
         for block, _ in _alike_blocks(run):

@@ -1,5 +1,5 @@
-"""A check, before a run begins, that attention whose dropout runs in kernels of its own is right on
-this device.
+"""A check, before a run begins, that attention by kernels is right on this device: one whose
+dropout runs in kernels of its own, or a ring's.
 
 A kernel that compiles need not be correct on a chip and a release on which it was never run, so it
 is compared with attention in fp64 whose weights are stored.
@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, H heads, G KV heads, K head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
 from pentameter.model.attention.dot_product import (
-    PLAIN_ATTENTION,
     DotProductAttention,
     Weighting,
+    attend_explicitly,
 )
 from pentameter.model.dropout import WeightsDropout
 
@@ -48,13 +49,22 @@ class Problem(NamedTuple):
 
 
 def disagreement(
-    attention: DotProductAttention, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    attention: DotProductAttention,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    drops: bool = True,
 ) -> str | None:
     """Return a phrase about the first result or gradient of `attention` that differs by more than
     rounding from attention with stored weights in fp64 on the same device; None if all agree.
-    Matmuls are in `dtype`. Every window that the model has is checked."""
+    Matmuls are in `dtype`. Every window that the model has is checked, with its dropout if it
+    `drops`."""
     for size in sorted({model.window(layer) or 0 for layer in range(model.n_layers)}):
-        obstacle = _disagreement(attention, _problem(model, dtype, device, size or None))
+        problem = _problem(model, dtype, device, size or None)
+        if not drops:
+            problem = problem._replace(how=problem.how._replace(dropout=None))
+        obstacle = _disagreement(attention, problem)
         if obstacle is not None:
             return obstacle
     return None
@@ -100,7 +110,7 @@ def _disagreement(attention: DotProductAttention, problem: Problem) -> str | Non
     precise = problem._replace(
         **{name: getattr(problem, name).double() for name in ("q", "k", "v", "g")}
     )
-    found, expected = _computed(attention, problem), _computed(PLAIN_ATTENTION, precise)
+    found, expected = _computed(attention, problem), _computed(attend_explicitly, precise)
     bound = rounding_bound(dtype)
     for name, one, other in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
         off = row_error(one, other)
@@ -109,7 +119,7 @@ def _disagreement(attention: DotProductAttention, problem: Problem) -> str | Non
     return None
 
 
-def _computed(attention: DotProductAttention, problem: Problem) -> tuple[Tensor, ...]:
+def _computed(attention: Callable[..., Tensor], problem: Problem) -> tuple[Tensor, ...]:
     """Return the output y (B, H, T, K) of `attention` and the gradients for q, k and v, in their
     shapes."""
     q, k, v = (x.detach().requires_grad_() for x in problem[:3])

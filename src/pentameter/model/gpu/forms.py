@@ -32,6 +32,8 @@ class GpuForms:
     """The head's weight gradient is added up in fp32 by its matmul, not by operations behind it."""
     one_pass_loss: bool = False
     """Loss and gradient of a chunk of logits are computed in one kernel."""
+    fused_ring: bool = False
+    """Ring attention runs by PyTorch's fused attention, which stores no weights."""
 
     def matmul(self, plain: Matmul) -> Matmul:
         """Return the matmul of a run whose precision asks for `plain`."""

@@ -30,10 +30,11 @@ from pentameter.model.attention.dot_product import (
     ALL_KEYS,
     DotProductAttention,
     Weighting,
+    cuda_capability,
     for_each_head,
 )
 from pentameter.model.dropout import WeightsDropout
-from pentameter.parallel.context import cpu_attention
+from pentameter.parallel.context.block_kernels import BlockKernel, block_kernel, over_query_heads
 from pentameter.parallel.mesh import group_named
 from pentameter.parallel.waits import Arriving, pass_on
 
@@ -46,18 +47,26 @@ class RingAttention(DotProductAttention):
     some chunks of the sequence.
 
     `chunk_starts` are the positions at which chunks start, rank after rank; all chunks have the
-    same size.
+    same size. Without a group, one rank has all chunks, and communicates nothing: for a trial.
+    `fused_dtype` is the dtype in which blocks on a GPU are computed by PyTorch's fused attention,
+    None for none; those on a CPU always are.
     """
 
-    def __init__(self, group: dist.ProcessGroup, chunk_starts: list[int]) -> None:
-        self._group_name = group.group_name
-        self._starts = chunk_starts
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        chunk_starts: list[int],
+        fused_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._group_name = "" if group is None else group.group_name
+        self._starts, self._fused_dtype = chunk_starts, fused_dtype
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
         """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K).
         `how.positions` are ignored, as `chunk_starts` determines them. Collective."""
         dropout = how.dropout or (None, 0.0, 0, 0)
-        ring = (self._starts, how.window or 0, self._group_name)
+        fused = q.device.type == "cpu" or q.dtype is self._fused_dtype
+        ring = (self._starts, how.window or 0, self._group_name, fused)
         out, _ = ring_attention(q, k, v, how.sinks, *dropout, *ring)
         return out
 
@@ -112,6 +121,7 @@ def attend_around(
     chunk_starts: list[int],
     window: int,
     group_name: str,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T) for q
     (B, H, T, K), k and v (B, G, T, K), T being this rank's tokens. Collective over the group.
@@ -121,21 +131,22 @@ def attend_around(
     `row_keys`, int32 (B, 2), `p` (drop rate), `head_offset` (first local head's number) and
     `context_length` describe attention dropout; without keys there is none. `chunk_starts` are the
     positions at which chunks start, rank after rank. `window` is how many tokens a query sees, 0
-    for all.
+    for all. `fused` permits PyTorch's fused attention.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
-    ring = _Ring(group_named(group_name), chunk_starts, window)
+    ring = _Ring(group_name, chunk_starts, window)
+    kernel = _kernel(q, dropout, window, fused=fused)
     out = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     sums = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
     if sinks is not None:  # as if a block of one key, with the value 0, were merged already
         sums.copy_(sinks[:, None])
     travelling = torch.stack((k, v))
     for step in range(ring.size):
-        arriving = pass_on(travelling, ring.group) if step < ring.size - 1 else None
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
         keys, values = travelling
-        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
+        for block in ring.blocks(step, q.shape[2], explicit=kernel is None):
             block_qkv = (q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys])
-            _merge(out, sums, block.queries, *_attend_block(*block_qkv, block, dropout))
+            _merge(out, sums, block.queries, *_attend_block(*block_qkv, block, kernel, dropout))
         if arriving is not None:
             travelling = arriving.wait()
     return out.to(q.dtype), sums
@@ -155,6 +166,7 @@ def differentiate_around(
     chunk_starts: list[int],
     window: int,
     group_name: str,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given `grad`, the gradient for
     the output `out` (B, H, T, K), and its log-sum-exps `sums` (B, H, T). Collective over the group.
@@ -162,22 +174,23 @@ def differentiate_around(
     `row_keys`, int32 (B, 2), `p` (drop rate), `head_offset` (first local head's number) and
     `context_length` describe attention dropout; without keys there is none. `chunk_starts` are the
     positions at which chunks start, rank after rank. `window` is how many tokens a query sees, 0
-    for all.
+    for all. `fused` permits PyTorch's fused attention.
 
     The gradients for keys and values travel one step behind them, and each rank adds its
     contribution; the rank that owns them adds its own at the end.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
-    ring = _Ring(group_named(group_name), chunk_starts, window)
+    ring = _Ring(group_name, chunk_starts, window)
+    kernel = _kernel(q, dropout, window, fused=fused)
     q_grad = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     travelling = torch.stack((k, v))
     own_grads = torch.empty(0)
     arriving_grads: Arriving | None = None
     for step in range(ring.size):
-        arriving = pass_on(travelling, ring.group) if step < ring.size - 1 else None
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
         keys, values = travelling
         added = torch.zeros(travelling.shape, dtype=q_grad.dtype, device=q.device)
-        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
+        for block in ring.blocks(step, q.shape[2], explicit=kernel is None):
             grads = _differentiate_block(
                 grad[:, :, block.queries],
                 q[:, :, block.queries],
@@ -186,6 +199,7 @@ def differentiate_around(
                 keys[:, :, block.keys],
                 values[:, :, block.keys],
                 block,
+                kernel,
                 dropout,
             )
             q_grad[:, :, block.queries] += grads[0]
@@ -196,7 +210,7 @@ def differentiate_around(
         else:
             if arriving_grads is not None:
                 added += arriving_grads.wait()
-            arriving_grads = pass_on(added, ring.group)
+            arriving_grads = ring.pass_on(added)
         if arriving is not None:
             travelling = arriving.wait()
     if arriving_grads is not None:
@@ -247,19 +261,26 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _Ring:
-    """The schedule of one rank's ring: which blocks it computes in which step. `chunk_starts` are
-    the positions at which the sequence's chunks start, rank after rank; `window` is how many tokens
-    a query sees, 0 for all."""
+    """The schedule of one rank's ring: which blocks it computes in which step. The group's name is
+    empty for a ring of one. `chunk_starts` are the positions at which the sequence's chunks start,
+    rank after rank; `window` is how many tokens a query sees, 0 for all."""
 
-    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
+    def __init__(self, group_name: str, chunk_starts: Sequence[int], window: int) -> None:
         self._window = window
-        self.size = group.size()
-        self.group = group
-        self._rank = group.rank()
+        self._group = group_named(group_name) if group_name else None
+        self.size, self._rank = 1, 0
+        if self._group is not None:
+            self.size, self._rank = self._group.size(), self._group.rank()
         n_chunks = len(chunk_starts) // self.size
         self._starts = [
             chunk_starts[rank * n_chunks : (rank + 1) * n_chunks] for rank in range(self.size)
         ]
+
+    def pass_on(self, tensor: Tensor) -> Arriving:
+        """Send a tensor to the next rank, and return the one that is arriving, in its shape, from
+        the rank before. Collective."""
+        assert self._group is not None
+        return pass_on(tensor, self._group)
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
         """Yield the blocks between this rank's `n_tokens` queries and the keys that it holds at
@@ -302,27 +323,34 @@ def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums:
     sums[:, :, queries] = new
 
 
-def _is_explicit(q: Tensor, dropout: WeightsDropout | None, window: int) -> bool:
-    """Return whether attention weights must be materialized: with dropout, with a window, or on any
-    device but a CPU. PyTorch's fused operation for CPUs alone returns log-sum-exps and takes them
-    back."""
-    return dropout is not None or window > 0 or q.device.type != "cpu"
+def _kernel(
+    q: Tensor, dropout: WeightsDropout | None, window: int, *, fused: bool
+) -> BlockKernel | None:
+    """Return the fused attention for blocks of queries q (B, H, T, K); None if attention weights
+    must be materialized: with dropout, with a window, unless `fused`, or for want of one."""
+    if dropout is not None or window > 0 or not fused:
+        return None
+    return block_kernel(q.device.type, cuda_capability(q.device), q.dtype, q.shape[-1])
 
 
 def _attend_block(
-    q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: WeightsDropout | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: _Block,
+    kernel: BlockKernel | None,
+    dropout: WeightsDropout | None,
 ) -> tuple[Tensor, Tensor]:
     """Return a block's attention output (B, H, Q, K) and its scores' log-sum-exps (B, H, Q), for
     queries q (B, H, Q, K), and keys k and values v (B, G, S, K); K is the head size. `block` says
     where in the sequence they are, which decides what a query sees. The output is normalized over
     this block's keys alone; `_merge` combines blocks by the log-sum-exps. `dropout` drops attention
     weights after the normalization, so that the log-sum-exps include the dropped ones; None drops
-    none."""
+    none. Without a `kernel` the weights are materialized."""
     with torch.autocast(q.device.type, enabled=False):
+        if kernel is not None:
+            return kernel.attend(q, k, v, block.is_causal)
         k, v = for_each_head(k, q), for_each_head(v, q)
-        if not _is_explicit(q, dropout, block.window):
-            out, sums = cpu_attention.FORWARD(q, k, v, 0.0, block.is_causal)
-            return out, sums
         scores = _scores(q, k, block)
         sums = scores.logsumexp(-1)
         weights = _weights(scores, sums)
@@ -339,6 +367,7 @@ def _differentiate_block(
     k: Tensor,
     v: Tensor,
     block: _Block,
+    kernel: BlockKernel | None,
     dropout: WeightsDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's contributions to the gradients for q (B, H, Q, K), k and v (B, G, S, K),
@@ -346,17 +375,13 @@ def _differentiate_block(
 
     `out` (B, H, Q, K) and the log-sum-exps `sums` (B, H, Q) are those of these queries over the
     full context, not the block alone: an attention weight is exp(score - sum) in any block.
-    `dropout` is the forward pass's, whose mask is computed again.
+    `dropout` is the forward pass's, whose mask is computed again; so is `kernel`.
     """
     n_kv_heads = k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
+        if kernel is not None:
+            return kernel.differentiate(grad, q, k, v, out, sums, block.is_causal)
         k, v = for_each_head(k, q), for_each_head(v, q)
-        if not _is_explicit(q, dropout, block.window):
-            q_grad, *kv_grads = cpu_attention.BACKWARD(
-                grad, q, k, v, out, sums, 0.0, block.is_causal
-            )
-            k_grad, v_grad = (_over_query_heads(each, n_kv_heads) for each in kv_grads)
-            return q_grad, k_grad, v_grad
         weights = _weights(_scores(q, k, block), sums)
         weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
         left = weights
@@ -368,15 +393,9 @@ def _differentiate_block(
         scale = q.shape[-1] ** -0.5
         return (
             score_grads @ k * scale,
-            _over_query_heads(score_grads.transpose(-2, -1) @ q * scale, n_kv_heads),
-            _over_query_heads(left.to(grad.dtype).transpose(-2, -1) @ grad, n_kv_heads),
+            over_query_heads(score_grads.transpose(-2, -1) @ q * scale, n_kv_heads),
+            over_query_heads(left.to(grad.dtype).transpose(-2, -1) @ grad, n_kv_heads),
         )
-
-
-def _over_query_heads(gradient: Tensor, n_kv_heads: int) -> Tensor:
-    """Sum the gradients (B, H, S, K) over the query heads that use a key or value head:
-    (B, G, S, K)."""
-    return gradient.unflatten(1, (n_kv_heads, -1)).sum(2)
 
 
 def _weights(scores: Tensor, sums: Tensor) -> Tensor:

@@ -8,9 +8,14 @@ import torch
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.machine.capabilities import GpuCapabilities
-from pentameter.model.attention.checked_attention import disagreement
-from pentameter.model.attention.dot_product import PLAIN_ATTENTION, DotProductAttention
+from pentameter.model.attention.checked_attention import CHECKED_TOKENS, disagreement
+from pentameter.model.attention.dot_product import (
+    PLAIN_ATTENTION,
+    DotProductAttention,
+    cuda_capability,
+)
 from pentameter.model.gpu.forms import obstacle_of
+from pentameter.parallel.context.block_kernels import block_kernel
 from pentameter.parallel.context.context_parallel import HeadsAttention
 from pentameter.parallel.context.ring_attention import RingAttention
 from pentameter.parallel.mesh import Mesh
@@ -24,11 +29,17 @@ AMD_CHIPS = ("gfx90a", "gfx94", "gfx95")
 
 
 def run_attention(
-    layout: Layout, context_length: int, mesh: Mesh, *, in_kernels: bool = False
+    layout: Layout,
+    context_length: int,
+    mesh: Mesh,
+    *,
+    in_kernels: bool = False,
+    ring_dtype: torch.dtype | None = None,
 ) -> DotProductAttention:
     """Return the attention of a rank of `mesh`, for sequences of `context_length` tokens. With
-    `in_kernels`, attention to whole sequences drops weights in GPU kernels. Raises ConfigError for
-    an unknown `parallel.context_mode`."""
+    `in_kernels`, attention to whole sequences drops weights in GPU kernels. `ring_dtype` is the
+    dtype in which a GPU's ring runs by fused attention, None for none. Raises ConfigError for an
+    unknown `parallel.context_mode`."""
     alone = _kernel_attention() if in_kernels else PLAIN_ATTENTION
     if layout.context == 1:
         return alone
@@ -36,7 +47,8 @@ def run_attention(
     match layout.context_mode:
         case "ring":
             ranks = (layout.positions(rank, context_length) for rank in range(layout.context))
-            return RingAttention(group, [chunk.start for chunks in ranks for chunk in chunks])
+            starts = [chunk.start for chunks in ranks for chunk in chunks]
+            return RingAttention(group, starts, ring_dtype)
         case "all-to-all":
             return HeadsAttention(group, mesh.coordinates["context"], alone)
         case unknown:
@@ -63,6 +75,18 @@ def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device
     A missing kernel costs memory, never a run, so nothing is raised.
     """
     return obstacle_of(lambda: disagreement(_kernel_attention(), model, dtype, device))
+
+
+def ring_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a phrase that says why PyTorch's fused attention cannot compute the blocks of a ring
+    on the GPU `device` in `dtype`. None means that it ran there, on the chunks of one rank, and
+    agreed with stored weights in fp64. What a kernel raises is raised."""
+    channels = model.query_channels
+    if block_kernel(device.type, cuda_capability(device), dtype, channels) is None:
+        return f"none gives log-sum-exps in {dtype} for heads of {channels} channels"
+    T = min(CHECKED_TOKENS, model.context_length)
+    ring = RingAttention(None, [0, T // 2], dtype)
+    return disagreement(ring, model, dtype, device, drops=False)
 
 
 def _kernel_attention() -> DotProductAttention:

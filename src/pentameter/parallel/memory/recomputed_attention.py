@@ -16,9 +16,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pentameter.parallel.context import cpu_attention
+from pentameter.parallel.context.block_kernels import CPU_FORWARD
 
-MARKED = cpu_attention.FORWARD.default
+MARKED = CPU_FORWARD.default
 _library = torch.library.Library("pentameter", "FRAGMENT")
 _library.define("recomputed_attention" + str(MARKED._schema).removeprefix(MARKED.name()))
 _library.impl("recomputed_attention", MARKED, "CompositeExplicitAutograd")

@@ -78,7 +78,10 @@ class GPTSource(ModelSource):
             if isinstance(module, Experts):
                 module.at_once = arithmetic.experts_at_once
         T = plan.config.model.context_length
-        attend_by(model, run_attention(layout, T, mesh, in_kernels=arithmetic.drops_by_blocks))
+        in_kernels = arithmetic.drops_by_blocks
+        ring_dtype = arithmetic.products if arithmetic.forms.fused_ring else None
+        attention = run_attention(layout, T, mesh, in_kernels=in_kernels, ring_dtype=ring_dtype)
+        attend_by(model, attention)
         arithmetic.forms.install(model)
         if layout.context > 1:
             model.attention_positions = partial(own_positions, layout, mesh.coordinates["context"])

@@ -217,10 +217,13 @@ class Layout:
     def chunks_of_time(self) -> int:
         """Chunks that one rank computes from each sequence: 2 in a context-parallel ring; 1 with
         all-to-all, or without context parallelism."""
-        if self.context == 1:
-            return 1
-        key = "parallel.context_mode"
-        return look_up(CHUNKS_OF_TIME, self.context_mode, key, "the layout")
+        mode, key = self.context_mode, "parallel.context_mode"
+        return 1 if self.context == 1 else look_up(CHUNKS_OF_TIME, mode, key, "the layout")
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether keys and values travel round a ring of ranks."""
+        return self.context > 1 and not self.exchanges_heads
 
     @property
     def exchanges_heads(self) -> bool:
