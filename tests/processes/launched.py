@@ -21,7 +21,7 @@ from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.processes.failures import activity
 from pentameter.processes.failures.activity import activity_path
-from pentameter.processes.failures.failure import failure_ends_process
+from pentameter.processes.failures.failure import LostProcessError, failure_ends_process
 from pentameter.processes.group.join import joined_world
 from pentameter.processes.group.rank import LAUNCH_FOLDER, find_rank
 from pentameter.processes.launch.local_launch import run_local
@@ -140,18 +140,24 @@ def lose(how: str) -> None:
             dist.all_reduce(torch.ones(10))
 
 
-def abort_in_nccl(*silent: str) -> None:
-    """What becomes of a run on GPUs in which the ranks `silent` hang: all leave their records of
-    NCCL's collectives, and then PyTorch's watchdog aborts those that wait."""
-    world_size, me = int(os.environ["WORLD_SIZE"]), rank()
-    activity_of_this = activity.Activity(activity_path(Path(os.environ[LAUNCH_FOLDER]), me), 600)
-    activity_of_this.note("training", 7)
-    record = flight_record([*range(world_size)], waits=str(me) not in silent)
-    Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(me)).write_bytes(pickle.dumps(record))
-    if str(me) in silent:
+def wait_on_nccl(*roles: str) -> None:
+    """What becomes of a run on GPUs in which ranks wait for one that hangs; `roles` has each one's.
+    All leave their records of NCCL's collectives. Then those that wait are aborted by PyTorch's
+    watchdog, report that gloo lost somebody, or wait a little longer."""
+    role = roles[rank()]
+    path = activity_path(Path(os.environ[LAUNCH_FOLDER]), rank())
+    activity.Activity(path, 600).note("training", 7)
+    record = flight_record([*range(len(roles))], waits=role != "hangs")
+    Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{rank()}").write_bytes(pickle.dumps(record))
+    if role == "hangs":
         oversleep()
-    time.sleep(0.2 * me)
-    os.abort()
+    time.sleep(0.2)
+    if role == "aborted":
+        os.abort()
+    if role == "reports":
+        raise LostProcessError("at least one of all others did not answer")
+    while True:  # as for a number of the device, which no frame shows
+        time.sleep(1)
 
 
 def flight_record(ranks: list[int], *, waits: bool) -> dict[str, object]:

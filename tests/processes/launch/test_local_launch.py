@@ -172,25 +172,27 @@ def test_a_worker_that_hangs_is_given_up(launch):
     )
 
 
-def test_who_hangs_is_named_where_the_watchdog_of_nccl_aborts_those_that_wait(launch):
-    code, _, err = end(launch("launch", 3, "abort_in_nccl", 1))
+@pytest.mark.parametrize("roles", ["aborted hangs aborted", "reports hangs waits"])
+def test_who_hangs_is_named_where_others_wait_on_nccl(launch, roles):
+    code, _, err = end(launch("launch", 3, "wait_on_nccl", *roles.split()))
     assert code == 70
     *shown, message = err.splitlines()
     assert re.fullmatch(
         r"pentameter: rank 1 did not answer within 2 s \(parallel\.timeout_seconds\) in step 7 "
-        r"\(training\): it did not reach the all-reduce along tensor of abort_in_nccl "
+        r"\(training\): it did not reach the all-reduce along tensor of wait_on_nccl "
         r"\(launched\.py:\d+\), where ranks 0 and 2 wait\. The same command goes back to the last "
         "checkpoint",
         message,
     )
-    assert any("ranks 0 and 2 waited at the all-reduce along tensor of" in line for line in shown)
+    if "aborted" in roles:
+        assert any("ranks 0 and 2 waited at the all-reduce along" in line for line in shown)
     stack = [line for line in shown if line.startswith('rank 1:   File "')]
     assert any(re.search(r"launched\.py\", line \d+ in oversleep", line) for line in stack)
     assert not any(line.startswith(("rank 0:   File", "rank 2:   File")) for line in shown)
 
 
 def test_nobody_is_named_alone_where_all_are_aborted(launch):
-    code, _, err = end(launch("launch", 2, "abort_in_nccl"))
+    code, _, err = end(launch("launch", 2, "wait_on_nccl", "aborted", "aborted"))
     assert code == 70
     assert "no answer within 2 s (parallel.timeout_seconds) in step 7 (training)" in err
     assert "and no process hangs: is the network cut?" in err
