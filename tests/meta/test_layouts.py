@@ -68,6 +68,7 @@ AT_ONCE: list[tuple[str, dict[str, Any]]] = [
     ("data=2,zero=1", MUON),
     ("tensor=2", MUON),
     ("data=2,expert=2", {**EXPERTS, **MUON}),
+    ("data=4,zero=3,expert=2", {**EXPERTS, **SMALL, "train.precision": "fp16"}),
     ("data=2,zero=1", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}),
 ]
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from on_meta import META
+from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
 from pentameter.parallel.gradients import clip, norm_here, unscale
 
@@ -37,3 +39,23 @@ def test_unscaling_undoes_a_scaled_loss():
         parameter.grad *= 1024
     unscale(parameters, 1024.0)
     assert norm_here(parameters).item() == 5.0
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations."""
+
+    n_operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n_operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", META], ids=str)
+def test_unscaling_is_one_operation_for_all(device):
+    parameters = [torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(50)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2, device=device)
+    with Counting() as counting:
+        unscale(parameters, 1024.0)
+    assert counting.n_operations == 1

@@ -163,9 +163,8 @@ def unscale(parameters: Iterable[Parameter], scale: float) -> None:
     """Divide every gradient by the loss scale, in place; a scale of 1 touches nothing."""
     if scale == 1.0:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(1.0 / scale)
+    for same in _by_mesh(parameters):
+        torch._foreach_mul_([each.grad for each in same if each.grad is not None], 1.0 / scale)
 
 
 def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
@@ -173,16 +172,22 @@ def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
     most `limit`.
 
     A limit of 0 does not clip. The norm is passed in, not recomputed: under a mesh only the engine
-    knows how to count each element once. One operation cannot scale parameters on different meshes,
-    so each mesh takes its turn.
+    knows how to count each element once.
     """
     if limit <= 0:
         return
+    for same in _by_mesh(parameters):
+        torch.nn.utils.clip_grads_with_norm_(same, limit, norm)
+
+
+def _by_mesh(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
+    """Return the parameters that have a gradient in lists, one for each mesh on which they lie:
+    one operation cannot scale those of several."""
     by_mesh: dict[object, list[Parameter]] = {}
     for parameter in parameters:
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    for each in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(each, limit, norm)
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return by_mesh.values()
 
 
 def zero(parameters: Sequence[Parameter], *, in_place: bool) -> None:
