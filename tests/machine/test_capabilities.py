@@ -10,7 +10,7 @@ import torch
 from pentameter.cli.options.arguments import device_for_verb
 from pentameter.errors import ConfigError
 from pentameter.machine import capabilities as machine
-from pentameter.machine.capabilities import has_kernels, machine_capabilities
+from pentameter.machine.capabilities import has_kernels, held_by_others, machine_capabilities
 from pentameter.machine.choices import choose_device, choose_precision, emulates
 from pentameter.report.text.machine import examine, machine_rows
 from pentameter.train.say.start_warnings import compute_warnings
@@ -204,3 +204,14 @@ def test_processors_by_what_their_kernels_say(pretend, cpuinfo, files, name, pre
 def test_arms_bf16_can_be_asked_for_and_is_not_called_slow(pretend):
     here = pretend(files={"proc/cpuinfo": GRACE})
     assert choose_precision("bf16", CPU, here) == ("bf16", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "held"),
+    [(80.0, 0.0, 0.0), (79.5, 0.0, 0.0), (40.0, 39.5, 0.0), (70.0, 0.0, 9.5), (30.0, 20.0, 29.5)],
+)
+def test_what_other_processes_hold_of_a_gpu(monkeypatch, free, own, held):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 1e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own * 1e9)
+    assert held_by_others(torch.device("cuda")) == pytest.approx(held * 1e9)
+    assert held_by_others(torch.device("cpu")) == 0

@@ -110,12 +110,35 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     on_gpu = CONTEXT_BYTES + max(0, memory.total_bytes - state) + 1
     small = {device: on_gpu if device == "cuda" else 1000}
     monkeypatch.setattr(compute, "memory_bytes", lambda device: small.get(device.type, 10**12))
+    monkeypatch.setattr(compute, "held_by_others", lambda device: 0)
     if device == "cuda":
         check()
         plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)
     with pytest.raises(ConfigError, match=rf"{device} .*GB.*") as caught:
         check()
     assert ("train.offload" in str(caught.value)) == (device == "cuda")
+
+
+@pytest.mark.parametrize("seconds", [0, 3, None])
+def test_what_other_programs_hold_is_not_there(monkeypatch, seconds):
+    """A desktop's screen stays; a killed run's memory comes back after some seconds."""
+    plan = make_plan(load_config("gpt2-124m", {"train.precision": "bf16"}))
+    needed = plan_memory(plan, "bf16").total_bytes
+    slept = []
+    monkeypatch.setattr(compute.time, "sleep", slept.append)
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: int(needed + CONTEXT_BYTES + 1e9))
+
+    def held(device):
+        return 0 if seconds is not None and len(slept) >= seconds else int(1.5e9)
+
+    monkeypatch.setattr(compute, "held_by_others", held)
+    chosen = SimpleNamespace(device=torch.device("cuda"), precision="bf16", drops_by_blocks=False)
+    if seconds is None:
+        with pytest.raises(ConfigError, match=r"GB, as other programs hold 1\.5 GB of it; --train"):
+            compute.check_device_memory(plan, chosen, local_size=1)
+    else:
+        compute.check_device_memory(plan, chosen, local_size=1)
+        assert len(slept) == seconds
 
 
 def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch):
@@ -143,7 +166,9 @@ def test_micro_batches_left_open_are_the_largest_that_fit_a_gpu(monkeypatch):
     plan = make_plan(load_config("gpt2-124m", {**open_size, "train.precision": "bf16"}))
     whole, there = plan.micro_batch_size, 24 * 10**9
     assert whole == 64
+    held = 0
     monkeypatch.setattr(compute, "memory_bytes", lambda device: there)
+    monkeypatch.setattr(compute, "held_by_others", lambda device: held)
     gpu = compute_on("cuda")
     fitted = compute.fit_micro_batches(plan, gpu, World())
     assert fitted.micro_batch_size == fitted.config.train.micro_batch_size == 32
@@ -158,6 +183,8 @@ def test_micro_batches_left_open_are_the_largest_that_fit_a_gpu(monkeypatch):
     assert compute.fit_micro_batches(plan, gpu, World()) is plan  # the whole batch fits
     there = 24 * 10**9
     assert compute.fit_micro_batches(plan, compute_on("cpu"), World()) is plan
+    held = 8 * 10**9  # by other programs
+    assert compute.fit_micro_batches(plan, gpu, World()).micro_batch_size == 16
     asked = plan_of_size(32, open_size)
     assert compute.fit_micro_batches(asked, gpu, World()) is asked
 
@@ -169,6 +196,7 @@ def test_the_gpu_with_the_least_memory_sets_the_micro_batches(monkeypatch):
 
     plan = plan_of_size(None, {"train.tokens_per_step": 65536})
     monkeypatch.setattr(compute, "memory_bytes", lambda device: 24 * 10**9)
+    monkeypatch.setattr(compute, "held_by_others", lambda device: 0)
     assert compute.fit_micro_batches(plan, compute_on("cuda"), Others()).micro_batch_size == 8
 
 

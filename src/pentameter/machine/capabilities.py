@@ -253,6 +253,21 @@ def memory_bytes(device: torch.device) -> int | None:
     return host_memory_bytes()  # which a GPU of Apple's shares
 
 
+_OWN_CONTEXT_BYTES = 500_000_000
+"""GPU bytes that the driver takes for this process, beside its tensors; an A100 and an H100 show as
+many."""
+
+
+def held_by_others(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory that other processes hold now, such as a desktop's screen
+    or another run, to some 100 MB; 0 for any other device."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + _OWN_CONTEXT_BYTES
+    return max(0, total - free - own)
+
+
 _TRITON_CAPABILITY = 70
 """Least CUDA compute capability, times ten, that Triton generates kernels for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,7 +20,12 @@ from pentameter.estimating.bytes.plan_estimates import plan_memory, plan_state_b
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.fused_cpu.rehearsal import rehearse, settle
-from pentameter.machine.capabilities import Capabilities, machine_capabilities, memory_bytes
+from pentameter.machine.capabilities import (
+    Capabilities,
+    held_by_others,
+    machine_capabilities,
+    memory_bytes,
+)
 from pentameter.machine.choices import (
     choose_compile,
     choose_device,
@@ -314,7 +320,7 @@ def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
         return plan
     there = memory_bytes(device)
     assert there is not None  # a GPU says
-    usable = there - CONTEXT_BYTES
+    usable = there - CONTEXT_BYTES - held_by_others(device)
     if plan.config.train.offload:
         usable += plan_state_bytes(plan).state_bytes
     drops_by_blocks = compute.drops_by_blocks
@@ -326,7 +332,8 @@ def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
 def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
     """Raise ConfigError if a rank's predicted peak exceeds the device's memory, or its offloaded
     tensors the host's; the message names settings that fit. On a CPU, `local_size` processes share
-    the memory. For a custom model only weights, gradients and optimizer state are counted."""
+    the memory; on a GPU other programs may hold some. For a custom model only weights, gradients
+    and optimizer state are counted."""
     is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
     precision, drops_by_blocks = compute.precision, compute.drops_by_blocks
     state = plan_state_bytes(plan).state_bytes
@@ -343,6 +350,10 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
             continue
         n_sharing = 1 if where.type == "cuda" else local_size
         there -= int(CONTEXT_BYTES) if where.type == "cuda" else local_size * INTERPRETER_BYTES
+        held = 0
+        if memory_verdict(needed * n_sharing, there) != "does not fit":
+            held = _held(where, there - needed * n_sharing)
+            there -= held
         if memory_verdict(needed * n_sharing, there) == "does not fit":
             fitting = []
             if is_gpt and not offload:
@@ -350,7 +361,23 @@ def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
                 fitting = settings_that_fit(
                     plan, usable, precision, drops_by_blocks=drops_by_blocks
                 )
-            raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting))
+            raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting, held))
+
+
+RELEASE_SECONDS = 10
+"""Longest wait for the memory of processes that have ended, such as a killed run's, which a driver
+gives back seconds later."""
+
+
+def _held(device: torch.device, most: int) -> int:
+    """Return the bytes of a GPU that other programs hold: once they are at most `most`, or
+    RELEASE_SECONDS are over."""
+    for _ in range(RELEASE_SECONDS):
+        held = held_by_others(device)
+        if held <= most:
+            return held
+        time.sleep(1)
+    return held_by_others(device)
 
 
 def _too_large(
@@ -360,14 +387,17 @@ def _too_large(
     there: int,
     n_sharing: int,
     fitting: Sequence[tuple[str, Verdict]],
+    held: int,
 ) -> str:
     """Return the error message for a run that needs more memory than there is: `needed` bytes in
-    the fullest process, `there` bytes on the device `where`, shared by `n_sharing` processes.
-    `fitting` are settings that would fit or be tight, with the verdict, the best first."""
+    the fullest process, `there` bytes on the device `where`, shared by `n_sharing` processes,
+    beside `held` bytes that other programs hold. `fitting` are settings that would fit or be tight,
+    with the verdict, the best first."""
     whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
     if n_sharing == 1:
         whose = f"{needed / 1e9:,.1f} GB, "
     limited = "" if where.type == "cuda" else or_container()
+    beside = f", as other programs hold {held / 1e9:,.1f} GB of it" if held else ""
     remedy = ""
     for options, verdict in fitting[:1]:
         remedy = f"{options} {'fits' if verdict == 'fits' else 'is tight'}"
@@ -382,5 +412,5 @@ def _too_large(
     return (
         f"a step of {plan.n_parameters:,} parameters, {plan.micro_batch_size} sequences at a time, "
         f"is planned to take {whose}{where.type}{limited} {'with' if n_sharing > 1 else 'has'} "
-        f"{max(0, there) / 1e9:,.1f} GB; {remedy}. --force tries it all the same"
+        f"{max(0, there) / 1e9:,.1f} GB{beside}; {remedy}. --force tries it all the same"
     )
