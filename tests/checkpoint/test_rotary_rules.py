@@ -6,14 +6,12 @@ import pytest
 import torch
 from their_models import transformers
 
-from pentameter.checkpoint.hugging_face.rotary_rules import (
-    LATENT_HEADS_TURN,
-    PART_OF_A_HEAD_TURNS,
-    WHOLE_HEADS_TURN,
-)
+from pentameter.checkpoint.hugging_face.rotary_rules import rotary_rule
 from pentameter.config.model.architecture import ModelConfig
 from pentameter.model.positions import rotation
 
+WHOLE_HEADS_TURN, PART_OF_A_HEAD_TURNS = rotary_rule(), rotary_rule(partly=True)
+LATENT_HEADS_TURN = rotary_rule(scales_scores=True)
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "original_max_position_embeddings": 64}
 OF_GPT_OSS = {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 OF_DEEPSEEK = {**YARN, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}

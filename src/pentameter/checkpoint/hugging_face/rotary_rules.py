@@ -65,21 +65,16 @@ def _read_rope(
     content: Content,
     section: Content,
     *,
-    partly: bool = False,
-    default_theta: float = 10000.0,
-    default: Content | None = None,
-    scales_scores: bool = False,
+    partly: bool,
+    theta: float,
+    scaling: Content | None,
+    scales_scores: bool,
 ) -> dict[str, Any]:
     """Return `rope_theta`, `rope_scaling` and, with `partly`, `rotary_fraction` from config.json,
     in the form for transformers 5 or for an earlier version. Raises ValueError for a type or key
-    that is not supported.
-
-    partly: the family rotates only a fraction of each head's channels. default_theta: `rope_theta`
-    if config.json gives none. default: `rope_parameters` if config.json gives none. scales_scores:
-    `mscale_all_dim` also multiplies attention scores in this family.
-    """
+    that is not supported. The other arguments are those of `rotary_rule`."""
     where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = content.get(where) or default or {}
+    found = content.get(where) or scaling or {}
     if not isinstance(found, dict):
         raise ValueError(f"{where}={shown(found)} is not an object")
     theirs = found.get("rope_type", found.get("type", "default"))
@@ -101,7 +96,7 @@ def _read_rope(
     if theirs == "yarn":
         values |= _read_sharpening(found, where, scales_scores=scales_scores)
     base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
-    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", default_theta)))
+    base_there = content.get(base, content.get("rope_theta", theta))
     fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
     fraction = found.get("partial_rotary_factor", fraction)
     if not partly and fraction != 1:
@@ -109,7 +104,7 @@ def _read_rope(
             f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
             "channels of a head"
         )
-    read = {"rope_theta": theta, "rope_scaling": values}
+    read = {"rope_theta": found.get("rope_theta", base_there), "rope_scaling": values}
     return {**read, "rotary_fraction": fraction} if partly else read
 
 
@@ -144,39 +139,22 @@ def _read_sharpening(found: Content, where: str, *, scales_scores: bool) -> dict
     return {**values, "attention_factor": given.rotation_factor}
 
 
-WHOLE_HEADS_TURN = Rule(
-    ("rope_theta", "rope_scaling"), partial(_write_rope, partly=False), _read_rope
-)
-"""Rule for a family that rotates all channels of each head; the rotation's base is 10,000 by
-default."""
-WHOLE_HEADS_TURN_SLOWLY = Rule(
-    WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, default_theta=1e6)
-)
-"""Rule like WHOLE_HEADS_TURN, but with a base of 1,000,000 by default."""
-WHOLE_HEADS_TURN_BY_YARN = Rule(
-    WHOLE_HEADS_TURN.keys,
-    WHOLE_HEADS_TURN.write,
-    partial(
-        _read_rope,
-        default_theta=150000.0,
-        default={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-    ),
-)
-"""Rule like WHOLE_HEADS_TURN, but with gpt-oss's defaults if config.json has no entry: YaRN, from
-4,096 tokens to 32 times as many, and a base of 150,000."""
-PART_OF_A_HEAD_TURNS = Rule(
-    ("rope_theta", "rope_scaling", "rotary_fraction"),
-    partial(_write_rope, partly=True),
-    partial(_read_rope, partly=True),
-)
-"""Rule for a family that rotates only a fraction of each head's channels."""
-LATENT_HEADS_TURN = Rule(
-    WHOLE_HEADS_TURN.keys, WHOLE_HEADS_TURN.write, partial(_read_rope, scales_scores=True)
-)
-"""Rule for a family with latent attention: all channels set apart for it are rotated, and YaRN's
-`mscale_all_dim` multiplies attention scores."""
+def rotary_rule(
+    *,
+    partly: bool = False,
+    theta: float = 10000.0,
+    scaling: Content | None = None,
+    scales_scores: bool = False,
+) -> Rule:
+    """Return the rule for a family that rotates queries and keys, by its table `[rotary]`.
+
+    partly: it rotates only a fraction of each head's channels, by default all. theta: the
+    rotation's base if config.json gives none. scaling: `rope_parameters` if config.json has none.
+    scales_scores: YaRN's `mscale_all_dim` also multiplies attention scores, as in families with
+    latent attention.
+    """
+    read = partial(
+        _read_rope, partly=partly, theta=theta, scaling=scaling, scales_scores=scales_scores
+    )
+    keys = ("rope_theta", "rope_scaling", *(["rotary_fraction"] if partly else []))
+    return Rule(keys, partial(_write_rope, partly=partly), read)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from pentameter.checkpoint.hugging_face import expert_rules, rotary_rules, rules
+from pentameter.checkpoint.hugging_face import expert_rules, rules
 from pentameter.checkpoint.hugging_face.family import Family, Projections
 from pentameter.checkpoint.hugging_face.packed_experts import PACKED_EXPERTS
+from pentameter.checkpoint.hugging_face.rotary_rules import rotary_rule
 from pentameter.config.model.architecture import ModelConfig, architecture
 from pentameter.config.tables import packaged_table
 
@@ -30,7 +31,8 @@ def families() -> Mapping[str, Family]:
 def _family(name: str) -> Family:
     table = _merged(name)
     defaults, activations = table.pop("defaults"), table.pop("activation_names")
-    known_rules = vars(rules) | vars(expert_rules) | vars(rotary_rules)
+    rotary, known_rules = table.pop("rotary"), vars(rules) | vars(expert_rules)
+    own_rules = [known_rules[rule] for rule in table.pop("rules")]
     return Family(
         written={
             ours: (theirs, defaults.get(ours)) for ours, theirs in table.pop("written").items()
@@ -39,7 +41,7 @@ def _family(name: str) -> Family:
         not_ours=_with_values(table.pop("not_ours"), {}),
         activations=activations[table.pop("activations")],
         projections=Projections(**table.pop("projections")),
-        rules=[known_rules[rule] for rule in table.pop("rules")],
+        rules=[rotary_rule(**rotary), *own_rules] if rotary else own_rules,
         packing=PACKED_EXPERTS if table.pop("packs_experts", False) else None,
         **table,
     )
