@@ -17,11 +17,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
+from pentameter.config.tables import packaged_table
 from pentameter.errors import lone_surrogate
 
 if TYPE_CHECKING:
@@ -29,25 +31,11 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "pieces"
 
-DTYPE_CODES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-    "torch.complex64": "C64",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint64": "U64",
-    "torch.uint32": "U32",
-    "torch.uint16": "U16",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
-"""PyTorch dtype, as text → its code in the safetensors format."""
+
+@cache
+def dtype_codes() -> dict[str, str]:
+    """Return PyTorch dtype, as text (`torch.float32`) → its code in the safetensors format."""
+    return packaged_table("checkpoint/format/dtypes.toml")
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ def plan_file(
         tensor = tensors[name]
         if name == "__metadata__" or lone_surrogate(name) is not None:
             raise TypeError(f"a tensor named {name!r} cannot be saved: no reader takes that name")
-        code = DTYPE_CODES.get(str(tensor.dtype))
+        code = dtype_codes().get(str(tensor.dtype))
         described, is_dense = str(tensor.dtype), True
         if not isinstance(tensor, LazyTensor):  # a lazy one is computed from tensors with data
             described += f", {tensor.layout}, {tensor.device}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from pentameter.checkpoint.format.lazy_tensors import LazyTensor
-from pentameter.checkpoint.format.safetensors_format import DTYPE_CODES, METADATA_KEY, Piece
+from pentameter.checkpoint.format.safetensors_format import METADATA_KEY, Piece, dtype_codes
 from pentameter.errors import CorruptError, StorageError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         self._files[path] = file
         if absent := pieces.keys() - slices.keys():
             raise CorruptError(f"{path} is malformed: it lacks the piece {min(absent)!r}")
-        dtypes = {code: name.removeprefix("torch.") for name, code in DTYPE_CODES.items()}
+        dtypes = {code: name.removeprefix("torch.") for name, code in dtype_codes().items()}
         for key, entry in slices.items():
             sizes = tuple(entry.get_shape())
             code = entry.get_dtype()

@@ -23,7 +23,7 @@ import torch
 from torch.nn import Parameter
 
 from pentameter.checkpoint.format.lazy_tensors import Tensors, check_fits
-from pentameter.checkpoint.format.safetensors_format import DTYPE_CODES
+from pentameter.checkpoint.format.safetensors_format import dtype_codes
 from pentameter.checkpoint.state.replicas import content_hash
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import is_distributed
@@ -196,7 +196,7 @@ class Packer:
             return self._wrapper(value, where, of)
         value = value.detach().resolve_conj().resolve_neg()
         form = self._form(value, where, of)
-        if str(value.dtype) not in DTYPE_CODES or value.layout != torch.strided or value.is_meta:
+        if str(value.dtype) not in dtype_codes() or value.layout != torch.strided or value.is_meta:
             self.refuse(f"a tensor of {value.dtype}, {value.layout}, {value.device}", where, of)
         name = f"{of or ''}.{re.sub('[.%]', lambda found: f'%{ord(found[0]):02X}', where)}"
         if of is None:  # with its content, so that ranks which compare names compare that, too

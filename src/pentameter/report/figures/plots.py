@@ -179,14 +179,8 @@ def _add_mfu_axis(
 ) -> None:
     """Add an MFU axis at the right, beside tokens per second; per_token: MFU ÷ tokens per
     second."""
-
-    def to_mfu(speed: Any) -> Any:  # numbers or arrays of them
-        return speed * per_token
-
-    def to_speed(mfu: Any) -> Any:
-        return mfu / per_token
-
-    right = axes.secondary_yaxis("right", functions=(to_mfu, to_speed))
+    both_ways = (lambda speed: speed * per_token, lambda mfu: mfu / per_token)
+    right = axes.secondary_yaxis("right", functions=both_ways)
     right.spines["right"].set_visible(False)
     right.tick_params(axis="y", length=0, labelsize=9, labelcolor=palette.muted, pad=5)
     right.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
@@ -311,21 +305,15 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # its style sheet would rule the page's other elements; the page's own has what is needed
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    # Its style sheet would rule the page's other elements; the page's own has what is needed.
+    left_out = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->\n?"
+    svg = re.sub(left_out, "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(id="|xlink:href="#)', rf" \1{name}-", svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    opening = re.match(r"<svg[^>]*>", svg)
-    assert opening is not None
-    box = re.search(r'viewBox="[^"]*"', opening[0])
-    assert box is not None
-    svg = (
-        f'<svg {box[0]} role="img" aria-label="{description}"'
-        f"{_hover_attribute(figure)}>{svg[opening.end() :].rstrip()}"
-    )
+    width, height = 72 * figure.get_size_inches()
+    opening = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{description}"'
+    svg = f"{opening}{_hover_attribute(figure)}>{svg.partition('>')[2].rstrip()}"
     for colour, variable in _PAGE_VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg
@@ -395,8 +383,7 @@ def plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figu
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="none")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(palette.grid)
     axes.grid(axis="y", color=palette.grid, lw=0.9)
     axes.set_axisbelow(True)
