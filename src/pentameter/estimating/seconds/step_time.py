@@ -8,6 +8,7 @@ tensor-parallel communication overlap with compute; they are exposed as far as t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -236,8 +237,8 @@ class _StepOnCluster:
         self.n_micro_batches = step.n_micro_batches
         self.links = Links(step.layout, cluster)
         self.compute = ComputeTime(step, cluster)
-        self.hidden: dict[str, float] = {}
-        self.exposed: dict[str, float] = {}
+        self.hidden: dict[str, float] = defaultdict(float)
+        self.exposed: dict[str, float] = defaultdict(float)
         self.communication = communication
         self.waits = _Waits(self.compute, self.links, communication)
 
@@ -276,11 +277,8 @@ class _StepOnCluster:
         for each in waiting:
             for book, times in ((self.hidden, each.hidden), (self.exposed, each.exposed)):
                 for name, seconds in times.items():
-                    self._note(book, name, seconds * passes_per_rank)
+                    book[name] += seconds * passes_per_rank
         return computed, [each.passes for each in waiting]
-
-    def _note(self, book: dict[str, float], name: str, seconds: float) -> None:
-        book[name] = book.get(name, 0.0) + seconds
 
     # -- without a pipeline -----------------------------------------------------------------------
 
@@ -294,7 +292,7 @@ class _StepOnCluster:
         match self.step.sharding.data_sum:
             case "none" | "after_backward":
                 for name in SUMS:
-                    self._note(self.exposed, name, self.links.total(traffic, name))
+                    self.exposed[name] += self.links.total(traffic, name)
                 return M * (forward + backward) + self.links.total(traffic, *SUMS)
             case "ddp":
                 sums = self.links.total(traffic, "data")
@@ -304,14 +302,16 @@ class _StepOnCluster:
             case "fsdp":
                 return self._sharded(forward, backward)
 
-    def _overlapped(self, compute: float, sent: float, calls: int, name: str) -> float:
+    def _overlapped(
+        self, compute: float, sent: float, calls: int, name: str, times: int = 1
+    ) -> float:
         """Return the seconds for `compute` seconds of work with overlapped communication: `sent`
         seconds in `calls` equal calls, the last one exposed. Adds the exposed and the hidden
-        seconds to `exposed` and `hidden` under `name`, a mesh dimension."""
+        seconds, `times` so many, to `exposed` and `hidden` under `name`, a mesh dimension."""
         last = sent / max(1, calls)
         time = compute + self.links.exposed_seconds(compute, sent - last) + last
-        self._note(self.exposed, name, time - compute)
-        self._note(self.hidden, name, max(0.0, sent - (time - compute)))
+        self.exposed[name] += times * (time - compute)
+        self.hidden[name] += times * max(0.0, sent - (time - compute))
         return time
 
     def _sharded(self, forward: float, backward: float) -> float:
@@ -335,20 +335,18 @@ class _StepOnCluster:
             gathers_anew = not self.rules.weights_stay_gathered
             repeated = M - 2 if number == 1 and not is_last else 1
             time = forward
-            before = {name: dict(book) for name, book in self._books().items()}
             if is_first or gathers_anew:
-                time = self._overlapped(forward, gather, calls, "shard")
+                time = self._overlapped(forward, gather, calls, "shard", repeated)
             sent, n_calls = (gather, calls) if gathers_anew else (0.0, 0)
             if self.rules.reduces_each_micro_batch or is_last:
                 sent, n_calls = sent + reduction, n_calls + n_reduced
             if is_last:
                 sent, n_calls = sent + replica_sums, n_calls + n_replica_sums
-            time += self._overlapped(backward, sent, n_calls, "shard") if sent else backward
+            if sent:
+                time += self._overlapped(backward, sent, n_calls, "shard", repeated)
+            else:
+                time += backward
             total += repeated * time
-            for name, book in self._books().items():
-                for key, seconds in book.items():
-                    old = before[name].get(key, 0.0)
-                    book[key] = old + repeated * (seconds - old)
         return total
 
     def _along(self, dimensions: Sequence[str], kind: Kind) -> tuple[float, int]:
@@ -357,9 +355,6 @@ class _StepOnCluster:
             self.links.seconds_and_calls(self.communication[0], name, kind) for name in dimensions
         ]
         return sum(seconds for seconds, _ in each), sum(n_calls for _, n_calls in each)
-
-    def _books(self) -> dict[str, dict[str, float]]:
-        return {"hidden": self.hidden, "exposed": self.exposed}
 
     def _copying(self, traffic: StepCommunication, kind: Kind) -> float:
         """Return the seconds in which a CPU copies gathered weights out of their buffer, or
@@ -393,7 +388,7 @@ class _StepOnCluster:
         tails = [_after_passes(self.links, traffic) for traffic in self.communication]
         at_end = {name: max(tail.get(name, 0.0) for tail in tails) for name in tails[0]}
         for name, seconds in at_end.items():
-            self._note(self.exposed, name, seconds)
+            self.exposed[name] += seconds
         return time, time.length + sum(at_end.values()), compute, time.length - compute - waited
 
 

@@ -458,12 +458,10 @@ def idle_fraction(length: float, busy: float) -> float:
 
 
 def planned_bubble(step: Step) -> float:
-    """Return the pipeline's idle time ÷ busy time in a step; 0 without a pipeline. It is simulated
+    """Return the pipeline's idle time ÷ busy time in a step of several stages. It is simulated
     without a cluster: a pass takes time in proportion to its multiplications per token, and
     messages take none."""
     layout, n_micro_batches = step.layout, step.n_micro_batches
-    if layout.pipeline == 1:
-        return 0.0
     seconds = pass_seconds(step)
     busy = n_micro_batches * sum(map(sum, seconds))
     length = pipeline_time(layout, n_micro_batches, seconds).length
