@@ -114,13 +114,10 @@ def join_heads(
         k_rows.append(_sum_blocks([block[:, first:last] for block in k_blocks[i:]]))
         v_rows.append(_sum_blocks([block[:, first:last] for block in v_blocks[i:]]))
         first = last
+    H, G = shape.n_heads, shape.n_kv_heads
     q, k, v = (
         torch.cat(rows, 1).view(-1, n_heads, first, K).permute(0, 2, 1, 3)
-        for rows, n_heads in (
-            (q_rows, shape.n_heads),
-            (k_rows, shape.n_kv_heads),
-            (v_rows, shape.n_kv_heads),
-        )
+        for rows, n_heads in ((q_rows, H), (k_rows, G), (v_rows, G))
     )
     q_part, k_part = (None, None) if normed is None else (normed.q, normed.k)
     g_q, g_q_norm = _rotated_gradient(q, q_part, rotation, shape.norm_eps)

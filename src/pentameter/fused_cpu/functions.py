@@ -297,12 +297,9 @@ class CausalAttention(Function):
         for i in range(n_blocks):
             end = k[i].shape[1]
             first = end - queries[i].shape[1]
+            scores, seen = _multiply(queries[i], k[i].transpose(1, 2)), mask[first:end, :end]
             e, dropped, inverse = attention_kernels.softmax_forward(
-                _multiply(queries[i], k[i].transpose(1, 2)),
-                mask[first:end, :end].contiguous(),
-                first,
-                keys,
-                shape,
+                scores, seen.contiguous(), first, keys, shape
             )
             outputs.append(_multiply(dropped, v[i]))
             weights.append(e)
@@ -325,14 +322,10 @@ class CausalAttention(Function):
         )
         g_q, g_k, g_v = [], [], []
         for i in range(n):
+            g_dropped = _multiply(g_blocks[i], v[i].transpose(1, 2))
+            first = k[i].shape[1] - queries[i].shape[1]
             g_scores, dropped = attention_kernels.softmax_backward(
-                _multiply(g_blocks[i], v[i].transpose(1, 2)),
-                weights[i],
-                deltas[i],
-                inverses[i],
-                k[i].shape[1] - queries[i].shape[1],
-                keys,
-                shape,
+                g_dropped, weights[i], deltas[i], inverses[i], first, keys, shape
             )
             g_q.append(_multiply(g_scores, k[i]))
             g_k.append(_sum_products(g_scores, queries[i], len(k[i])))

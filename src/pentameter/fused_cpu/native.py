@@ -29,16 +29,11 @@ from pentameter.machine.kernel_checks import LEVELS, Level
 Name = Literal["vector", "AMX"]
 
 FILES: dict[Name, tuple[str, ...]] = {
-    "vector": (
-        "add_norm.cpp",
-        "activation.cpp",
-        "expert_rows.cpp",
-        "grouped_matmul.cpp",
-        "router.cpp",
-    ),
-    "AMX": ("attention.cpp", "feed_forward.cpp", "grouped_tiles.cpp", "weight_gradient.cpp"),
+    "vector": ("add_norm", "activation", "expert_rows", "grouped_matmul", "router"),
+    "AMX": ("attention", "feed_forward", "grouped_tiles", "weight_gradient"),
 }
-"""Maps a library to its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
+"""Maps a library to its sources in `cpp/`, without their suffix: "vector" needs AVX2 or AVX-512,
+"AMX" matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
     "vector": (torch.float32, torch.bfloat16),
     "AMX": (torch.bfloat16,),
@@ -131,7 +126,7 @@ def build(name: Name, machine: Sequence[str]) -> Path:
         subprocess.SubprocessError: the compiler takes more than BUILD_SECONDS.
     """
     headers = sorted(FOLDER.glob("*.h"))
-    sources, flags = [FOLDER / file for file in FILES[name]], (*FLAGS, *machine)
+    sources, flags = [FOLDER / f"{file}.cpp" for file in FILES[name]], (*FLAGS, *machine)
     content = b"".join(path.read_bytes() for path in (*sources, *headers))
     number = hashlib.sha256(content + " ".join(flags).encode()).hexdigest()[:16]
     library = cache_folder() / "native" / f"{name.lower()}-{number}.so"

@@ -130,14 +130,10 @@ def attention_output(
 
 def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
     """Return the attention layers' sizes, and their dropout probability: 0 unless `dropping`."""
-    return HeadShape(
-        config.attention.n_heads,
-        config.attention.kv_heads,
-        config.head_channels,
-        config.norm_eps,
-        config.context_length,
-        config.attention.dropout if dropping else 0.0,
-    )
+    attention = config.attention
+    sizes = attention.n_heads, attention.kv_heads, config.head_channels
+    p = attention.dropout if dropping else 0.0
+    return HeadShape(*sizes, config.norm_eps, config.context_length, p)
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
@@ -207,14 +203,9 @@ def _feed_forward(h: Tensor, norm: nn.Module, mlp: FeedForward, activation: str)
     """
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
     native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
-    return (AmxFeedForward if native else functions.FeedForward).apply(
-        h,
-        norm.get_parameter("weight"),
-        _folded_bias(layers, norm),
-        mlp.down.weight,
-        activation,
-        *(layer.weight for layer in layers),
-    )
+    apply = (AmxFeedForward if native else functions.FeedForward).apply
+    scale, weights = norm.get_parameter("weight"), (layer.weight for layer in layers)
+    return apply(h, scale, _folded_bias(layers, norm), mlp.down.weight, activation, *weights)
 
 
 @kernel

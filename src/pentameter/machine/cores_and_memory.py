@@ -259,9 +259,8 @@ class OtherPrograms:
         node = platform.node()
         mine = node, self._cores, busy - self._start[0], used - self._start[1]
         here = [each[1:] for each in collect(mine) if each[0] == node]
-        busy_on = {
-            cores: seconds for cores, seconds, _ in here
-        }  # ranks may have cores of their own
+        # Ranks may have cores of their own.
+        busy_on = {cores: seconds for cores, seconds, _ in here}
         used_by_run = sum(seconds for *_, seconds in here)
         return max(0.0, sum(busy_on.values()) - used_by_run) / max(now - self._start[2], 1e-3)
 

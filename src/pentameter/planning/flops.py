@@ -57,13 +57,11 @@ def end_weights(
         case "uniform":
             return 0.0, 0.0
         case "weighted":
+            before = itertools.takewhile(lambda op: op.layer is None, run)
+            behind = itertools.takewhile(lambda op: op.layer is None, reversed(run))
             first, layer, last = (
                 sum(op.weight_products + op.token_products for op in group)
-                for group in (
-                    itertools.takewhile(lambda op: op.layer is None, run),
-                    (op for op in run if op.layer == 0),
-                    itertools.takewhile(lambda op: op.layer is None, reversed(run)),
-                )
+                for group in (before, (op for op in run if op.layer == 0), behind)
             )
             return first / layer, last / layer
         case unknown:

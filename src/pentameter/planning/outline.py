@@ -127,14 +127,9 @@ def tied_parameters(
     once, in stage order. Parameters are sorted by name. `stage_names` are each stage's parameter
     names."""
     count = Counter(chain.from_iterable(stage_names))
-    return {
-        name: tuple(
-            dict.fromkeys(
-                layout.pipeline_rank_of_stage[stage]
-                for stage, held in enumerate(stage_names)
-                if name in held
-            )
-        )
-        for name in sorted(count)
-        if count[name] > 1
-    }
+    found = {}
+    for name in sorted(name for name in count if count[name] > 1):
+        stages = (stage for stage, held in enumerate(stage_names) if name in held)
+        ranks = map(layout.pipeline_rank_of_stage.__getitem__, stages)
+        found[name] = tuple(dict.fromkeys(ranks))
+    return found

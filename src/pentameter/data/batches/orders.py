@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -321,13 +320,11 @@ class PackedDocuments(Sequential):
         return self._laid_out[1:]
 
 
-ORDERS: Mapping[str, type[Order]] = MappingProxyType(
-    {
-        "random": Random,
-        "shuffled": Shuffled,
-        "sequential": Sequential,
-        "streamed": Streamed,
-        "columns": Columns,
-        "documents": DocumentRows,
-    }
-)
+ORDERS: Mapping[str, type[Order]] = {
+    "random": Random,
+    "shuffled": Shuffled,
+    "sequential": Sequential,
+    "streamed": Streamed,
+    "columns": Columns,
+    "documents": DocumentRows,
+}

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.conversations import Conversations
@@ -71,12 +70,10 @@ def wikitext_2(data: DataConfig) -> Text:
     return replace(train, name="wikitext-2", held_out={"val": val, "test": test})
 
 
-CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
-    {
-        function.__name__.replace("_", "-"): function
-        for function in (stdlib, grammar, shakespeare, wikitext_2)
-    }
-)
+CORPORA: Mapping[str, Callable[[DataConfig], Text]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (stdlib, grammar, shakespeare, wikitext_2)
+}
 
 
 def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:

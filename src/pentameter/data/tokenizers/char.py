@@ -81,9 +81,10 @@ class CharTokenizer(Tokenizer):
         writes; None for any other. `end` and `warnings` are unused. Raises CorruptError unless ids
         number the characters in code-point order."""
         model = content["model"]
+        each = {"Regex": _ANY_CHARACTER}
         of_each_character = {
             "type": "Split",
-            "pattern": {"Regex": _ANY_CHARACTER},
+            "pattern": each,
             "behavior": "Isolated",
             "invert": False,
         }

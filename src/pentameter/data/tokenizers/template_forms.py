@@ -19,14 +19,9 @@ from pentameter.data.tokenizers.chat import APART, MarkedText
 
 QUESTION = {"role": "user", "content": "2 + 2"}
 """A message that any template takes."""
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "-",
-        "parameters": {"type": "object", "properties": {"cell": {"type": "integer"}}},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"cell": {"type": "integer"}}}
+_PROBE = {"name": "probe", "description": "-", "parameters": _PARAMETERS}
+TOOL = {"type": "function", "function": _PROBE}
 _ANSWER = {"role": "assistant", "content": "4"}
 _ARGUMENTS = {"cell": 7}
 _NO_CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})

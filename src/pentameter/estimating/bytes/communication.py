@@ -153,6 +153,11 @@ class _RankCommunication:
             for spec in specs
         ]
 
+    def gathered_elements(self, specs: Sequence[ParameterSpec]) -> int:
+        """Return the elements that this rank receives when it all-gathers these parameters."""
+        elements, coordinates = self.sharding.gathered_elements, self.parameter_coordinates
+        return sum(elements(spec, coordinates) for spec in specs)
+
     def count_numbers(self) -> None:
         """Count the target count before the step, the loss and the gradient norm after it: one fp64
         each."""
@@ -222,13 +227,8 @@ class _RankCommunication:
             for name, unit in units(specs).items():
                 *replicas, dimension = self.sharding.placement(unit[0]).fsdp_over
                 shard = self.sharding.n_zero_shards(unit[0])
-                gathered, reduced = (
-                    sum(
-                        self.sharding.gathered_elements(spec, self.parameter_coordinates)
-                        for spec in specs
-                    )
-                    for specs in (unit, [spec for spec in unit if spec.is_trained])
-                )
+                gathered = self.gathered_elements(unit)
+                reduced = self.gathered_elements([spec for spec in unit if spec.is_trained])
                 low = self.step.product_bytes if is_rounded(name) else self.step.element_bytes
                 if shard > 1:
                     self.counter.add(dimension, "all_gather", gathered * low, n_gathers)

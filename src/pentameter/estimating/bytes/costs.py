@@ -310,18 +310,13 @@ class ActivationBytes:
         without activation checkpointing."""
         if self.step.config.train.activation_checkpoint is None:
             return 0
-        return max(
-            self._block(block)
-            - (self.kept_of_block(block) - self.stream)
-            + self.of(
-                tensor
-                for op in block
-                if op.kind == "activation"
-                for tensor in (*op.reads, op.result)
-            )
-            + 2 * self.stream
-            for block, _ in _alike_blocks(run)
-        )
+        most = 0
+        for block, _ in _alike_blocks(run):
+            anew = self._block(block) - (self.kept_of_block(block) - self.stream)
+            activations = [op for op in block if op.kind == "activation"]
+            gradients = self.of(x for op in activations for x in (*op.reads, op.result))
+            most = max(most, anew + gradients + 2 * self.stream)
+        return most
 
     def loss(self, run: Sequence[Operation]) -> int:
         """Return the extra bytes while the loss is computed: the logits as probabilities with two
@@ -348,11 +343,8 @@ class ActivationBytes:
         n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
         n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
         products = [op for op in run if op.kind == "product"]
-        return max(
-            *(self._matmul_blocks(op, n_tokens) for op in products),
-            *(self._exchanged(op) for op in products),
-            0,
-        )
+        blocks = [self._matmul_blocks(op, n_tokens) for op in products]
+        return max(0, *blocks, *map(self._exchanged, products))
 
     def _exchanged(self, op: Operation) -> int:
         """Return the bytes of rows that experts' ranks exchange, as they are sent and as they

@@ -198,12 +198,8 @@ class _Waits:
                 fraction * self.links.seconds_and_calls(sent["beside"], "tensor", "all_gather")[0]
             )
             sums = seconds["beside"] - gathers
-            hidden = (
-                gathers
-                + sums
-                - self.links.exposed_seconds(to_input, gathers)
-                - self.links.exposed_seconds(to_weight, sums)
-            )
+            hidden = gathers + sums - self.links.exposed_seconds(to_input, gathers)
+            hidden -= self.links.exposed_seconds(to_weight, sums)
         forward = seconds["forward"] + moved["forward"]
         return forward, total - hidden - forward, hidden
 
@@ -407,15 +403,13 @@ def _update_seconds(step: Step, cluster: Cluster) -> float:
     state are read and written; gradients are read for their norm and for the update, scaled and
     zeroed. Frozen weights have neither state nor gradients."""
     most, config, layout = 0.0, step.config, step.layout
+    elements = step.sharding.zero_elements
     for coordinate, *_ in alike_stages(config.model, layout, step.stages):
         tables = stage_tables(config, layout, step.stages, coordinate)
-        n_bytes = sum(
-            step.element_bytes
-            * (2 + 2 * optimizer_slots(config.optimizer, spec) + 4)
-            * step.sharding.zero_elements(spec)
-            for _, table in tables
-            for spec in table
-            if spec.is_trained
+        trained = [spec for _, table in tables for spec in table if spec.is_trained]
+        n_moved = sum(
+            elements(spec) * (2 + 2 * optimizer_slots(config.optimizer, spec) + 4)
+            for spec in trained
         )
-        most = max(most, n_bytes / cluster.memory_bandwidth)
+        most = max(most, step.element_bytes * n_moved / cluster.memory_bandwidth)
     return most

@@ -441,14 +441,9 @@ def _seconds_by_row(seconds: Sequence[PassSeconds]) -> list[float]:
     kind · stages + stage. The first stage has no backward pass for its input (0 s): nobody waits
     for that gradient, and PyTorch computes it with those for the weights."""
     both = [each.backward_input + each.backward_weight for each in seconds]
-    return [
-        *(each.forward for each in seconds),
-        *both,
-        0.0,
-        *(each.backward_input for each in seconds[1:]),
-        both[0],
-        *(each.backward_weight for each in seconds[1:]),
-    ]
+    inputs = [0.0, *(each.backward_input for each in seconds[1:])]
+    weights = [both[0], *(each.backward_weight for each in seconds[1:])]
+    return [*(each.forward for each in seconds), *both, *inputs, *weights]
 
 
 def idle_fraction(length: float, busy: float) -> float:

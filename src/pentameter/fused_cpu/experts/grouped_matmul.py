@@ -53,15 +53,8 @@ def input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     (P, outputs)."""
     if (kernels := _kernels_for(weight.shape, g, weight)) is not None:
         g_rows, words = g.new_empty(len(g), weight.shape[2]), torch.empty_like(weight)
-        call(
-            kernels,
-            "grouped_input_gradient",
-            _job(ends, len(g), weight.shape),
-            g_rows,
-            words,
-            g,
-            weight,
-        )
+        job = _job(ends, len(g), weight.shape)
+        call(kernels, "grouped_input_gradient", job, g_rows, words, g, weight)
         return g_rows
     if _pytorch_takes(g, weight):
         return _with_zeros(F.grouped_mm(g, weight, offs=ends.int()), ends)

@@ -123,17 +123,14 @@ class Sharding:
         whole_tokens: tuple[Axis, ...] = () if layout.sequence else ("time",)
         if not layout.sequence and not layout.shards_experts:
             whole_tokens += ("routed", "received")
-        found = {
-            axis: tuple(
-                dimension
-                for dimension in dimensions
-                if self._sizes[dimension] > 1
-                and (axis not in whole_tokens or dimension != "tensor")
-            )
-            for axis, dimensions in table.items()
-            if axis != "kv_heads" or self.kv_replicas == 1  # else some ranks replicate heads
-        }
-        return {axis: dimensions for axis, dimensions in found.items() if dimensions}
+        found = {}
+        for axis, dimensions in table.items():
+            several = (name for name in dimensions if self._sizes[name] > 1)
+            chosen = tuple(n for n in several if n != "tensor" or axis not in whole_tokens)
+            are_replicated = axis == "kv_heads" and self.kv_replicas > 1  # by some ranks
+            if chosen and not are_replicated:
+                found[axis] = chosen
+        return found
 
     @cached_property
     def _sizes(self) -> dict[str, int]:

@@ -23,24 +23,14 @@ def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
-    D, H, G, K = (
-        model.d_model,
-        model.attention.n_heads,
-        model.attention.kv_heads,
-        model.head_channels,
-    )
+    attention, D, K = model.attention, model.d_model, model.head_channels
+    H, G = attention.n_heads, attention.kv_heads
     for name, parts in projections(model).items():
-        axis: Axis = "heads" if 0 in parts else "kv_heads"
-        yield from linear(
-            model,
-            f"{path}.{name}",
-            layer,
-            (len(parts) * (H if 0 in parts else G) * K, D),
-            (axis, "embed"),
-            bias=model.attention.qkv_bias,
-            is_fused=len(parts) == 3,
-        )
-    match model.attention.qk_norm:
+        axes: tuple[Axis, Axis] = ("heads" if 0 in parts else "kv_heads", "embed")
+        where, shape = f"{path}.{name}", (len(parts) * (H if 0 in parts else G) * K, D)
+        bias, is_fused = attention.qkv_bias, len(parts) == 3
+        yield from linear(model, where, layer, shape, axes, bias=bias, is_fused=is_fused)
+    match attention.qk_norm:
         case None:
             pass
         case "head":

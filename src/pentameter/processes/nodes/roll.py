@@ -10,6 +10,7 @@ never by their times, and clocks of different machines play no part.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -315,14 +316,9 @@ def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
     to reach most of the others is left out; of several, the one with the last name."""
     group = dict(nodes)
     while True:
-        missed = {
-            name: sum(
-                other.name not in node.reaches or name not in other.reaches
-                for other in group.values()
-                if other.name != name
-            )
-            for name, node in group.items()
-        }
+        missed = dict.fromkeys(group, 0)
+        for one, other in itertools.permutations(group.values(), 2):
+            missed[one.name] += other.name not in one.reaches or one.name not in other.reaches
         if not any(missed.values()):
             return [group[name] for name in sorted(group)]
         del group[max(missed, key=lambda name: (missed[name], name))]
