@@ -154,6 +154,36 @@ def test_only_bf16_is_multiplied_at_once() -> None:
     assert seen == [False, True, False]
 
 
+def test_tokens_are_rounded_before_they_are_sorted() -> None:
+    """Copies of rows and their gradients are bf16, and gate and up read one tensor."""
+    sizes = {**MODEL.feed_forward.model_dump(exclude_none=True), "activation": "swiglu"}
+    config = ModelConfig.model_validate(
+        {**MODEL.model_dump(exclude_none=True), "feed_forward": sizes}
+    )
+    found = {}
+    for at_once in (True, False):
+        experts = build_model(config, 0).train().blocks["0"].get_submodule("experts")
+        assert isinstance(experts, Experts)
+        assert experts.gate is not None
+        experts.at_once = at_once
+        read: list[Tensor] = []
+        for linear in (experts.gate, experts.up):
+            linear.register_forward_pre_hook(lambda _, given, read=read: read.append(given[0]))
+        x = torch.randn(3, 10, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        where = torch.arange(10)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = experts(x, Positions(where, where, None))
+        y.square().sum().backward()
+        assert read[0] is read[1]
+        assert read[0].dtype == (torch.bfloat16 if at_once else torch.float32)
+        assert x.grad is not None
+        found[at_once] = y.detach(), x.grad
+    # Gradients of gate's and up's rows, and of a token's two copies, are added in bf16.
+    for one, other, roundings in zip(found[True], found[False], (1, 4), strict=True):
+        bound = roundings * 2**-8 * other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=0, atol=bound)
+
+
 # -- the choice -----------------------------------------------------------------------------------
 
 

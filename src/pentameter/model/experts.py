@@ -432,6 +432,8 @@ class Experts(nn.Module):
         flat = x.flatten(0, 1)
         numbers = choice_numbers if cache is None else partial(cache.number_choices, self.layer)
         tokens, routing = self.tokens.shard(flat, self.router(x, numbers))
+        if self._multiplies_at_once(tokens):  # half of the bytes to sort, and one tensor to save
+            tokens = tokens.to(torch.bfloat16)
         order, ends = routing.order()
         rows = SortedRows.apply(tokens, order, routing.experts.shape[1])
         dispatched = self.exchange.dispatch(rows, ends)
@@ -449,10 +451,14 @@ class Experts(nn.Module):
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
+    def _multiplies_at_once(self, x: Tensor) -> bool:
+        """Return whether matmuls with x (…, D) are of all experts at once."""
+        return self.at_once and matmul_dtype(x) is torch.bfloat16
+
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each expert's outputs (R, D) for its rows (R, D), which end at `ends` (E,), on
         their device or on the CPU."""
-        at_once = self.at_once and matmul_dtype(rows) is torch.bfloat16
+        at_once = self._multiplies_at_once(rows)
         groups = groups_of(rows, ends, at_once=at_once, holds_all=self._holds_all)
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         inner = self.activation(*(linear(rows, groups) for linear in linears))  # (R, F)
