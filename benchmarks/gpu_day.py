@@ -36,16 +36,19 @@ ITEMS = {  # item → (module, most seconds, measures)
     "facts": ("gpu_day_right", 60, False),
     "equal": ("gpu_day_right", 170, False),
     "compiled": ("gpu_day_right", 170, False),
+    "compiler": ("gpu_day_compiler", 100, False),
     "syncs": ("gpu_day_right", 90, False),
     "nccl": ("gpu_day_right", 170, False),
+    "grid": ("gpu_day_right", 150, False),
     "numbers": ("gpu_day_right", 90, False),
     "memory": ("gpu_day_right", 90, False),
     "run": ("gpu_day_runs", 170, False),
     "speak": ("gpu_day_runs", 120, False),
-    "hang": ("gpu_day_runs", 120, False),
+    "hang": ("gpu_day_hang", 120, False),
     "kernels": ("gpu_day_speed", 60, True),
-    "pieces": ("gpu_day_speed", 75, True),
-    "mixtures": ("gpu_day_speed", 75, True),
+    "attention": ("gpu_day_attention", 75, True),
+    "pieces": ("gpu_day_pieces", 75, True),
+    "mixtures": ("gpu_day_experts", 75, True),
     "124m": ("gpu_day_speed", 130, True),
     "char": ("gpu_day_speed", 90, True),
     "time": ("gpu_day_runs", 100, True),
@@ -77,7 +80,10 @@ class Day:
         command = [sys.executable, __file__, "--item", name, "--out", str(self.asked.out)]
         command += ["--device", self.asked.device]
         log = (self.asked.out / f"{name}.log").open("ab")
-        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        environment = {**os.environ, **({} if ITEMS[name][2] else {"OMP_NUM_THREADS": "2"})}
+        child = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         self.running[name] = child, time.monotonic()
 
     def wait(self, most_running: int) -> None:
@@ -94,7 +100,8 @@ class Day:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 del self.running[name]
-                tell(self.asked, name, ended=code, seconds=round(seconds, 1))
+                at = round(time.monotonic() - self.start, 1)
+                tell(self.asked, name, ended=code, seconds=round(seconds, 1), at=at)
             time.sleep(0.1)
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import Batch
 from pentameter.keyed import bits, make_key
+from pentameter.model import gpt, positions
+from pentameter.model.attention import latent_attention
+from pentameter.model.positions import Rotation
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.sharded_muon import ShardedMuon
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.group.world import World
 from pentameter.train.update import may_read_late, read, update_weights
 
 BASE: dict[str, Any] = {
@@ -76,8 +81,8 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "virtual_stages": 2},
     "expert": {"data": 2, "expert": 2},
 }
+GRIDS: dict[str, dict[str, Any]] = {"2d": {"tensor": 4, "tensor_mode": "2d"}}
 FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "2d": {"tensor": 4, "tensor_mode": "2d"},
     "data tensor": {"data": 2, "tensor": 2, "sequence": True, "zero": 1},
     "pipeline tensor": {"pipeline": 2, "tensor": 2, "sequence": True},
     "hybrid": {"replicate": 2, "data": 4, "zero": 3},
@@ -113,27 +118,27 @@ def steps(
     device: torch.device,
     precision: str,
     *,
-    compiled: bool = False,
-    world: World | None = None,
-    in_kernels: bool = False,
     n: int = 3,
     late: bool | None = None,
+    begin: Callable[[int], None] = lambda step: None,
     seconds: list[float] | None = None,
+    **how: Any,
 ) -> list[tuple[float, float]]:
     """Train n steps on keyed tokens, and return each one's loss and gradient norm.
 
-    late: whether numbers stay on the device until the end; None as a run decides. seconds: takes
-    each step's, the device waited for.
+    late: whether numbers stay on the device until the end; None as a run decides. begin: called
+    with each step's number before it. seconds: takes each step's, the device waited for. how:
+    further arguments of `assemble`.
     """
-    engine = assemble(
-        plan, device, precision, compiled=compiled, world=world, drops_by_blocks=in_kernels
-    )
-    kind = torch.optim.Muon if world is None else ShardedMuon
+    how = {"compiled": False, **how}
+    engine = assemble(plan, device, precision, **how)
+    kind = torch.optim.Muon if how.get("world") is None else ShardedMuon
     rules = plan.config.optimizer
     optimizer = build_optimizer(engine.named_parameters(), plan.table, rules, kind)
     late = may_read_late(engine, optimizer) if late is None else late
     found = []
     for step in range(n):
+        begin(step)
         start = time.perf_counter()
         loss = engine.forward_backward(keyed_batch(plan, step, engine.rows), step)
         found.append(update_weights(engine, optimizer, loss, 1e-2, 1.0, 1.0, at_once=not late))
@@ -141,7 +146,28 @@ def steps(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
+    begin(n)
     return [(each.loss.mean, float(each.grad_norm)) for each in read(found)]
+
+
+@contextmanager
+def cosines_of_the_cpu() -> Iterator[None]:
+    """Within this context rotary positions have the CPU's cosines on every device. They are fp32
+    in every precision, and devices round them differently."""
+    plain = positions.rotation
+
+    def rotation(where: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotation | None:
+        found = plain(where.cpu(), config, dtype)
+        return found and Rotation(*(each.to(where.device) for each in found))
+
+    modules = [each for each in (positions, gpt, latent_attention) if hasattr(each, "rotation")]
+    for module in modules:
+        module.rotation = rotation  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.rotation = plain  # type: ignore[attr-defined]
 
 
 def worst(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:

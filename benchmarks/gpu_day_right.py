@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -22,7 +23,18 @@ from typing import Any
 
 import torch
 
-from gpu_day_cases import FOUR_RANKS, MODELS, TWO_RANKS, decoder, plan_of, steps, worst
+from gpu_day_cases import (
+    FOUR_RANKS,
+    GRIDS,
+    MODELS,
+    TWO_RANKS,
+    cosines_of_the_cpu,
+    decoder,
+    plan_of,
+    steps,
+    worst,
+)
+from gpu_sides import chosen
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model import loss
 from pentameter.processes.group.join import joined_world
@@ -30,7 +42,7 @@ from pentameter.processes.group.rank import find_rank
 
 Tell = Callable[..., None]
 CPU = torch.device("cpu")
-SILENT_SECONDS = 60
+SILENT_SECONDS = 75
 """Seconds after which ranks that say nothing are taken to hang."""
 
 
@@ -88,7 +100,8 @@ def of_facts(tell: Tell, device: torch.device, folder: Path) -> None:
 
 
 def of_equal(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell how far each model is from the CPU's fp64: in fp64, and in bf16 here and there."""
+    """Tell how far each model is from the CPU's fp64: in fp64, with rotary cosines of the CPU, and
+    in bf16 here, as a run takes it here, and there."""
     whole = loss.MAX_LOGITS
     for name, sections in MODELS.items():
         row: dict[str, Any] = {"model": name}
@@ -96,9 +109,13 @@ def of_equal(tell: Tell, device: torch.device, folder: Path) -> None:
         try:
             plan = plan_of(sections)
             right = steps(plan, CPU, "fp64")
-            row["fp64"] = worst(steps(plan, device, "fp64"), right)
+            with cosines_of_the_cpu():
+                row["fp64"] = worst(steps(plan, device, "fp64"), right)
             row["bf16"] = worst(steps(plan, device, "bf16"), right)
             row["bf16 of the CPU"] = worst(steps(plan, CPU, "bf16"), right)
+            how = chosen(plan)
+            row["as a run takes it"] = worst(steps(plan, device, "bf16", **how), right)
+            row["forms"] = str({key: str(value) for key, value in how.items()})
         except Exception as error:
             row["error"] = said(error)
             traceback.print_exc()
@@ -107,20 +124,21 @@ def of_equal(tell: Tell, device: torch.device, folder: Path) -> None:
 
 
 def of_compiled(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell how far compiled steps are from the CPU's fp64, and that they repeat. On a GPU these
-    models are small enough for CUDA graphs."""
-    few = ("dense",) if device.type == "cpu" else ("dense", "dropout", "modern", "experts", "full")
+    """Tell how far compiled steps as a run takes them are from the CPU's fp64, and that they
+    repeat. On a GPU these models are small enough for CUDA graphs."""
+    few = ("dense",) if device.type == "cpu" else ("dense", "dropout", "experts", "modern", "full")
     for name in few:
         row: dict[str, Any] = {"model": name}
         try:
             plan = plan_of(MODELS[name])
+            how = {**chosen(plan), "compiled": True, "n": 5}
             right = steps(plan, CPU, "fp64", n=5)
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                first = steps(plan, device, "bf16", compiled=True, n=5)
+                first = steps(plan, device, "bf16", **how)
             row["bf16"] = worst(first, right)
-            row["eager"] = worst(steps(plan, device, "bf16", n=5), right)
-            row["again"] = worst(steps(plan, device, "bf16", compiled=True, n=5), first)
+            row["eager"] = worst(steps(plan, device, "bf16", **{**how, "compiled": False}), right)
+            row["again"] = worst(steps(plan, device, "bf16", **how), first)
             row["warnings"] = sorted({str(each.message)[:150] for each in seen})[:4]
         except Exception as error:
             row["error"] = said(error)
@@ -133,14 +151,17 @@ def of_syncs(tell: Tell, device: torch.device, folder: Path) -> None:
     if device.type != "cuda":
         tell(skipped="only CUDA tells of its waits")
         return
+
+    def watch(step: int) -> None:
+        torch.cuda.set_sync_debug_mode("warn" if step == 1 else "default")
+
     for name, sections in MODELS.items():
         try:
             plan = plan_of(sections)
-            steps(plan, device, "bf16", n=1)
+            how = chosen(plan)
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                steps(plan, device, "bf16", n=2, late=True)
+                steps(plan, device, "bf16", n=2, late=True, begin=watch, **how)
                 torch.cuda.set_sync_debug_mode("default")
             waits = [each for each in seen if "synchroniz" in str(each.message)]
             at = Counter(f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in waits)
@@ -165,6 +186,11 @@ def of_nccl(tell: Tell, device: torch.device, folder: Path) -> None:
         each.start()
     for each in both:
         each.join()
+
+
+def of_grid(tell: Tell, device: torch.device, folder: Path) -> None:
+    """Tell the same of a grid of four ranks, whose many small collectives take long there."""
+    _layouts(tell, device, list(GRIDS), 4, folder)
 
 
 def _layouts(tell: Tell, device: torch.device, todo: list[str], n: int, folder: Path) -> None:
@@ -231,31 +257,39 @@ def _rank(
 
 
 @cache
-def _alone(kind: str) -> list[tuple[float, float]]:
-    return steps(plan_of(_model_of(kind)), CPU, "fp64")
+def _alone(kind: str, device: torch.device, precision: str, n: int) -> list[tuple[float, float]]:
+    return steps(plan_of(_model_of(kind)), device, precision, n=n)
 
 
 def _model_of(kind: str) -> dict[str, Any]:
-    return MODELS["experts"] if kind == "experts" else {"model": {**decoder(), "n_layers": 4}}
+    """Return sections of experts, of a decoder that pipelines can divide, or of a smaller one."""
+    if kind == "experts":
+        return MODELS["experts"]
+    return {"model": {**decoder(), "n_layers": 4 if kind == "dense" else 1}}
 
 
 def be_rank(layouts: list[str], kind: str) -> None:
     """Run these layouts as one rank; rank 0 prints a line for each."""
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
-    every = TWO_RANKS | FOUR_RANKS
-    with joined_world(kind, find_rank(), always_group=True, timeout_seconds=40) as world:
+    every = TWO_RANKS | FOUR_RANKS | GRIDS
+    with joined_world(kind, find_rank(), always_group=True, timeout_seconds=60) as world:
         for name in layouts:
             row: dict[str, Any] = {"layout": name, "ranks": world.size}
             try:
-                model = "experts" if "expert" in name else "dense"
+                model = "experts" if "expert" in name else "small" if name in GRIDS else "dense"
+                n = 1 if name in GRIDS else 3
                 sections = dict(_model_of(model))
                 if name == "zero-bubble":
                     sections["train"] = {"micro_batch_size": 1}
                 plan = plan_of(sections, every[name], world.size)
                 seconds: list[float] = []
-                row["fp64"] = worst(steps(plan, device, "fp64", world=world), _alone(model))
-                found = steps(plan, device, "bf16", world=world, seconds=seconds)
-                row["bf16"], row["seconds"] = worst(found, _alone(model)), min(seconds)
+                precise = steps(plan, device, "fp64", world=world, n=n)
+                found = steps(plan, device, "bf16", world=world, n=n, seconds=seconds)
+                if world.is_main:
+                    row["fp64"] = worst(precise, _alone(model, device, "fp64", n))
+                    row["fp64 of the CPU"] = worst(precise, _alone(model, CPU, "fp64", n))
+                    row["bf16"] = worst(found, _alone(model, device, "bf16", n))
+                row["seconds"] = min(seconds)
             except Exception as error:
                 row["error"] = said(error)
                 traceback.print_exc()
@@ -320,6 +354,7 @@ def of_memory(tell: Tell, device: torch.device, folder: Path) -> None:
         ("full", {"activation_checkpoint": "full"}, None),
         ("zero 3", {}, {"data": 1, "zero": 3}),
         ("offload", {"offload": True}, {"data": 1, "zero": 3}),
+        ("zero 3 of experts", {}, {"data": 1, "zero": 3}),
         ("offload of experts", {"offload": True}, {"data": 1, "zero": 3}),
     ]
     for name, train, parallel in cases:
@@ -327,7 +362,10 @@ def of_memory(tell: Tell, device: torch.device, folder: Path) -> None:
         try:
             sections = {"model": model | (MODELS["experts"]["model"] if "experts" in name else {})}
             plan = plan_of({**sections, "train": rows | train}, parallel)
+            gc.collect()
             if on_gpu:
+                torch.cuda.empty_cache()
+                row["before_mb"] = round(torch.cuda.memory_allocated() / 1e6)
                 torch.cuda.reset_peak_memory_stats()
             with joined_world(device.type, None, always_group=parallel is not None) as world:
                 group = world if parallel else None

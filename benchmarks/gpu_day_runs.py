@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -199,11 +198,6 @@ def of_speak(tell: Tell, device: torch.device, folder: Path) -> None:
             )
 
 
-def of_hang(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell what a launch says of a rank that makes no progress."""
-    tell(skipped="not written yet")
-
-
 def of_time(tell: Tell, device: torch.device, folder: Path) -> None:
     """Tell when a run of a given time ends, and what it chose."""
     asked = 45 if device.type == "cuda" else 20
@@ -220,7 +214,3 @@ def of_time(tell: Tell, device: torch.device, folder: Path) -> None:
     steps = max((row["step"] for row in events(folder / "timed", "train")), default=0)
     said = (folder / "time.log").read_text().splitlines()[-40:]
     tell(time=asked, took=took, exit=code, steps=steps, validations=validations, said=said)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONPATH", "src")

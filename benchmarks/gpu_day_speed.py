@@ -97,16 +97,6 @@ def _dropping(attention: Any, B: int, H: int, T: int, device: torch.device) -> C
     return lambda: torch.autograd.grad(attention(*inputs, how), inputs, g)
 
 
-def of_pieces(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell the time of a step's pieces, and of what each speed path replaces."""
-    tell(skipped="not written yet")
-
-
-def of_mixtures(tell: Tell, device: torch.device, folder: Path) -> None:
-    """Tell the time of experts by grouped matmuls and by one matmul a group."""
-    tell(skipped="not written yet")
-
-
 def _beside_plain(tell: Tell, device: torch.device, folder: Path, size: str, *more: str) -> None:
     path = folder / f"{size}.json"
     script = Path(__file__).with_name("train_gpu.py")

@@ -6,6 +6,8 @@ time of a step do not depend on what the tokens say.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -41,17 +43,20 @@ def random_batches(plan: Plan) -> TrainingBatches:
     )
 
 
+def chosen(plan: Plan) -> dict[str, Any]:
+    """The arguments of `assemble` with which a run of `plan` computes on this machine."""
+    compute = choose_compute(plan)
+    names = ("drops_by_blocks", "experts_at_once", "forms")
+    return {name: getattr(compute, name) for name in names}
+
+
 class Ours:
     """Steps as `train/trainer.py` makes them, from the batch to the zeroed gradients."""
 
     def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.plan, self.precision = plan, precision
-        fused = False
-        if device.type == "cuda" and plan.config.model.attention.dropout:
-            chosen = choose_compute(plan)  # looks at the kernels, as the trainer does
-            fused, obstacle = chosen.drops_by_blocks, chosen.dropout_obstacle
-            print(f"attention drops {'in kernels' if fused else f'written out: {obstacle}'}")
-        self.engine = assemble(plan, device, precision, compiled=compiled, drops_by_blocks=fused)
+        how = chosen(plan) if device.type == "cuda" else {}
+        self.engine = assemble(plan, device, precision, compiled=compiled, **how)
         self.optimizer = build_optimizer(
             self.engine.named_parameters(), plan.table, plan.config.optimizer
         )

@@ -141,12 +141,22 @@ class Sides:
                 process.terminate()
                 process.join()
 
+    def warm_up(self, n_steps: int) -> None:
+        """Have both sides compile and run their first steps, at the same time."""
+        for pipe in self.pipes.values():
+            pipe.send((0, n_steps, False))
+        for name in self.pipes:
+            self._answer(name)
+
     def turn(self, name: str, first: int, n_steps: int, *, profiled: bool = False) -> Turn:
         """The named side's turn, while the other one waits."""
-        pipe = self.pipes[name]
+        with contextlib.suppress(OSError):  # its end is told below
+            self.pipes[name].send((first, n_steps, profiled))
+        return self._answer(name)
+
+    def _answer(self, name: str) -> Turn:
         try:
-            pipe.send((first, n_steps, profiled))
-            answer = pipe.recv()
+            answer = self.pipes[name].recv()
         except (EOFError, OSError):
             raise RuntimeError(f"the process of {name!r} ended without a word") from None
         if isinstance(answer, Exception):

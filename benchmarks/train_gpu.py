@@ -126,7 +126,8 @@ def plans(size: str, micro_batch_size: int | None) -> Iterator[Plan]:
 
 def alternate(sides: Sides, rounds: int, seconds: float, profiled: bool) -> dict[str, Record]:
     """All rounds of both sides."""
-    warm = [sides.turn(name, 0, WARM_UP_STEPS).seconds for name in SIDES]
+    sides.warm_up(1)
+    warm = [sides.turn(name, 2, WARM_UP_STEPS - 1).seconds for name in SIDES]
     n_steps = min(MOST_STEPS_OF_A_TURN, max(1, math.ceil(seconds / max(warm))))
     records = {name: Record() for name in SIDES}
     first = 1 + WARM_UP_STEPS
