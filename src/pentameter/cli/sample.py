@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.options.arguments import (
-    device_for_verb,
-    load_for_verb,
-    parse,
-    print_tables,
-)
+from pentameter.cli.options.arguments import device_for_verb, load_for_verb, parse, print_tables
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError, remark
 

@@ -10,12 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pentameter.cli.options.arguments import (
-    check_least,
-    device_for_verb,
-    load_for_verb,
-    parse,
-)
+from pentameter.cli.options.arguments import check_least, device_for_verb, load_for_verb, parse
 from pentameter.errors import ConfigError, missing_package, remark
 from pentameter.machine.address import LOOPBACK, bind
 

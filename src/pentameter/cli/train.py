@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pentameter.cli.options.arguments import (
-    parse_arguments,
-    sizes_of_data,
-    without_options,
-)
+from pentameter.cli.options.arguments import parse_arguments, sizes_of_data, without_options
 from pentameter.config.files.overrides import as_options
 from pentameter.errors import ConfigError, StorageError, remark
 from pentameter.processes.group.rank import LaunchedRank, find_rank, processes_together

@@ -66,11 +66,7 @@ def run_tasks(
     """
     try:
         found = simple_evaluate(
-            model,
-            tasks=list(tasks),
-            num_fewshot=n_fewshot,
-            limit=limit,
-            log_samples=False,
+            model, tasks=list(tasks), num_fewshot=n_fewshot, limit=limit, log_samples=False
         )
     except PentameterError:
         raise

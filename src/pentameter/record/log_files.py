@@ -64,10 +64,7 @@ class LogFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        warn: Callable[[str], None],
-        check_folder: Callable[[], None] = no_check,
+        self, path: Path, warn: Callable[[str], None], check_folder: Callable[[], None] = no_check
     ) -> None:
         self.path = path
         self._check_folder = check_folder
@@ -178,11 +175,7 @@ class LogFile:
 
 
 def rewind_metrics(
-    path: Path,
-    *,
-    n_bytes: int,
-    unwritten: Sequence[str] = (),
-    checkpoint: CheckpointMetrics | None,
+    path: Path, *, n_bytes: int, unwritten: Sequence[str] = (), checkpoint: CheckpointMetrics | None
 ) -> Reached | None:
     """Truncate metrics.jsonl at `path` to its content when a checkpoint was saved. That
     checkpoint's own event stays, and so do later `resume` events and later `copy` events of

@@ -127,10 +127,7 @@ class RunRecord:
     def undone_by(self, step: int) -> int | None:
         """If a rollback undid this step's update, return the step after which the run rolled back;
         else None."""
-        return next(
-            (last for last, first in self.rollbacks.items() if first < step <= last),
-            None,
-        )
+        return next((last for last, first in self.rollbacks.items() if first < step <= last), None)
 
     def open_checkpoint(self, step: int, check: Check) -> Checkpoint:
         """Open the checkpoint at `step`, verified by `check`. Raises CorruptError if it is

@@ -144,10 +144,7 @@ def _chosen(worker: Worker, name: str | None) -> ServedModel:
 
 
 async def _answer(
-    worker: Worker,
-    limits: Limits,
-    kind: type[CompletionRequest] | type[ChatRequest],
-    http: Request,
+    worker: Worker, limits: Limits, kind: type[CompletionRequest] | type[ChatRequest], http: Request
 ) -> Response:
     """Parse a request (its body is a `kind`), queue its texts and return the answer: an event
     stream if the request asks for one, else a JSON object once all texts are complete. If the

@@ -145,9 +145,7 @@ class Boundary:
         interrupted = end is not None and end.kind == EndKind.SIGNAL
         new_best, self._new_best = self._new_best, False
         self.checkpoints.save_if_due(
-            complete=end is not None and not interrupted,
-            interrupted=interrupted,
-            new_best=new_best,
+            complete=end is not None and not interrupted, interrupted=interrupted, new_best=new_best
         )
         self.checkpoints.say_warnings()
         self.tell_of_copies()
@@ -159,9 +157,7 @@ class Boundary:
         """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
         signals = self.signals
         not_copied = self.run.copies.finish(
-            self.run.world,
-            lambda: bool(signals.agreed or signals.received),
-            self.run.console.say,
+            self.run.world, lambda: bool(signals.agreed or signals.received), self.run.console.say
         )
         self.tell_of_copies()
         self.checkpoints.old.prune()  # those that had to stay until they were copied

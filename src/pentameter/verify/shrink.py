@@ -204,10 +204,7 @@ def case_config(small: Config, case: Case) -> Config:
     kind of head, key heads and routing."""
     layout = case.layout
     assert small.train.batch_size is not None  # set by shrink
-    parallel = ParallelConfig(
-        **layout.to_json(),
-        partition=small.parallel.partition,
-    )
+    parallel = ParallelConfig(**layout.to_json(), partition=small.parallel.partition)
     micro_batch_size = small.train.batch_size // layout.n_batch_shards // case.n_micro_batches
     changes: dict[str, Any] = {
         "train.micro_batch_size": micro_batch_size,

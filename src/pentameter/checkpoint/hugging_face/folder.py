@@ -103,10 +103,7 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
         **packaged_table("checkpoint/hugging_face/fine_tuning.toml"),
         "name": "fine-tuned",
         "model": section,
-        "data": {
-            "corpus": UNKNOWN_CORPUS,
-            "tokenizer": "gpt2" if is_gpt2(tokenizer) else setting,
-        },
+        "data": {"corpus": UNKNOWN_CORPUS, "tokenizer": "gpt2" if is_gpt2(tokenizer) else setting},
     }
     try:
         config = Config.model_validate(tree)
@@ -176,11 +173,7 @@ def _pickle(path: Path) -> str:
 
 
 def _their_tensors(
-    files: tuple[Path, ...],
-    family: Family,
-    passed_over: range,
-    where: Path,
-    warnings: list[str],
+    files: tuple[Path, ...], family: Family, passed_over: range, where: Path, warnings: list[str]
 ) -> dict[str, LazyTensor]:
     """Return the tensors in the files by the family's full name, as lazy tensors. The layers
     numbered `passed_over` are left out; `warnings` gets a line if there are any. `where`, the file

@@ -173,10 +173,7 @@ def _fill(sources: Sequence[RowSource], target: torch.Tensor, region: tuple[slic
 
 
 def _copy_rows(
-    target: torch.Tensor,
-    source: torch.Tensor | LazyTensor,
-    rows: range,
-    columns: Sequence[slice],
+    target: torch.Tensor, source: torch.Tensor | LazyTensor, rows: range, columns: Sequence[slice]
 ) -> None:
     """Fill `target`, in place, with the given rows and columns (start and stop per dimension) of
     `source`. Rows that are not adjacent are read one by one, and those between them not at all."""

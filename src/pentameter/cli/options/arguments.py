@@ -20,14 +20,7 @@ import tyro
 
 from pentameter.config.files.overrides import split_overrides
 from pentameter.config.urls import given_path
-from pentameter.errors import (
-    ConfigError,
-    either,
-    listed,
-    nearest,
-    printable,
-    remark,
-)
+from pentameter.errors import ConfigError, either, listed, nearest, printable, remark
 
 if TYPE_CHECKING:
     import torch

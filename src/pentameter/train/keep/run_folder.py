@@ -14,12 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from pentameter.checkpoint.folders.opening import (
-    Check,
-    Checkpoint,
-    check_sizes,
-    open_checkpoint,
-)
+from pentameter.checkpoint.folders.opening import Check, Checkpoint, check_sizes, open_checkpoint
 from pentameter.checkpoint.folders.store import CheckpointStore
 from pentameter.checkpoint.folders.verification import VISIBLE_SECONDS, Verification
 from pentameter.checkpoint.state.initial_weights import (
@@ -67,15 +62,7 @@ RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
 """Files that are appended to in place; any other is replaced as a whole, so that a symlink at its
 name is harmless."""
-WRITTEN_FOLDERS = (
-    "checkpoints",
-    "samples",
-    RANK_LOGS,
-    "profile",
-    "tensorboard",
-    "wandb",
-    "nodes",
-)
+WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard", "wandb", "nodes")
 
 
 @dataclass(frozen=True)
