@@ -45,7 +45,7 @@ class Reads(TorchDispatchMode):
         train_step = loop._Loop._train_step
 
         def counted_step(self_: loop._Loop) -> None:
-            self.step = self_._run.state.step + 1
+            self.step = self_.run.state.step + 1
             train_step(self_)
 
         patch.setattr(loop._Loop, "_train_step", counted_step)

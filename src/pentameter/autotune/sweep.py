@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -199,26 +199,23 @@ def train_sweep(
         raise sweep.failures[0]
 
 
+@dataclass
 class _Sweep:
     """A running sweep: waiting runs, worker processes, and failures so far. One thread for each of
     the `n_workers` calls `work`; the other arguments are as in `train_sweep`."""
 
-    def __init__(
-        self,
-        runs: Sequence[SweepRun],
-        n_workers: int,
-        function: str,
-        request: Callable[[SweepRun], Any],
-        say: Say,
-    ) -> None:
-        self.failures: list[PentameterError] = []
-        self.stopped_by: str | None = None
-        self._n_workers, self._function, self._request = n_workers, function, request
-        self._say = say
+    runs: Sequence[SweepRun]
+    n_workers: int
+    function: str
+    request: Callable[[SweepRun], Any]
+    say: Say
+    failures: list[PentameterError] = field(default_factory=list)
+    stopped_by: str | None = None
+
+    def __post_init__(self) -> None:
         self._workers: dict[int, PythonChild] = {}
-        self._waiting = deque(runs)
-        self._n_runs, self._n_ended = len(runs), itertools.count(1)
-        self._folder = runs[0].folder.parent
+        self._waiting, self._n_ended = deque(self.runs), itertools.count(1)
+        self._folder = self.runs[0].folder.parent
 
     def work(self, number: int) -> None:
         """Train waiting runs in worker process `number` until none is left or a signal came."""
@@ -234,11 +231,11 @@ class _Sweep:
         result. A failure is added to `failures`."""
         if number not in self._workers:
             self._workers[number] = PythonChild(
-                self._function, environment=environment_of_one(self._n_workers), output=output
+                self.function, environment=environment_of_one(self.n_workers), output=output
             )
         failure: PentameterError | None = None
         try:
-            self._workers[number].ask(self._request(run))
+            self._workers[number].ask(self.request(run))
         except PentameterError as error:
             failure = error
         except ChildEndedError as error:
@@ -247,7 +244,7 @@ class _Sweep:
         if self.stopped_by is not None:
             return
         said = _in_words(run.folder) if failure is None else f"failed: {failure}"
-        self._say(f"{next(self._n_ended)}/{self._n_runs}  {run.label}  {terminal_message(said)}")
+        self.say(f"{next(self._n_ended)}/{len(self.runs)}  {run.label}  {terminal_message(said)}")
         if failure is not None:
             self.failures.append(failure)
 

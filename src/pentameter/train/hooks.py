@@ -19,19 +19,8 @@ from pentameter.errors import did_you_mean
 from pentameter.train.run import TrainingRun
 
 HOOK_METHODS = (
-    "on_start",
-    "on_step",
-    "on_experts",
-    "on_ranks",
-    "on_skip",
-    "on_rollback",
-    "on_epoch",
-    "on_eval",
-    "on_sample",
-    "on_checkpoint",
-    "on_copy",
-    "on_end",
-    "on_error",
+    *("on_start", "on_step", "on_experts", "on_ranks", "on_skip", "on_rollback", "on_epoch"),
+    *("on_eval", "on_sample", "on_checkpoint", "on_copy", "on_end", "on_error"),
 )
 
 

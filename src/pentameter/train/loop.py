@@ -261,6 +261,7 @@ class _Step:
     update: Update
 
 
+@dataclass(eq=False)
 class _Loop:
     """The loop of one run. `rate` maps the step, 0-based, to its learning rate.
 
@@ -269,22 +270,19 @@ class _Loop:
         `reads_late` must allow. Nothing else (log, evaluate, save) is done between those steps.
     """
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        checkpoints: RunCheckpoints,
-        hooks: Hooks,
-        signals: StopSignals,
-        throughput: Throughput,
-        rate: Callable[[int], float],
-        late: bool,
-    ) -> None:
-        self._run, self._checkpoints, self._hooks = run, checkpoints, hooks
-        self._signals, self._throughput, self._rate = signals, throughput, rate
-        self._late = late
+    run: TrainingRun
+    checkpoints: RunCheckpoints
+    hooks: Hooks
+    signals: StopSignals
+    throughput: Throughput
+    rate: Callable[[int], float]
+    late: bool
+
+    def __post_init__(self) -> None:
+        run = self.run
         self._unread: list[_Step] = []
         self._guard = self._new_guard()
-        self.boundary = Boundary(run, checkpoints, hooks, signals)
+        self.boundary = Boundary(run, self.checkpoints, self.hooks, self.signals)
         self._pace = RankPace(run.plan, run.world)
         for tokens in run.dataset.training_tokens:
             tokens.waiting = lambda: run.world.activity.note(AWAITING_TOKENS, run.state.step + 1)
@@ -293,19 +291,19 @@ class _Loop:
         """Return a guard that begins with the run's state, or None if none is needed: spikes are
         not looked for, and the host sees a number that is not finite before it launches another
         step, or never rolls back."""
-        run, settings = self._run, self._run.config.guard
+        run, settings = self.run, self.run.config.guard
         rolls_back = settings.rollback_interval is not None
-        if settings.spike_factor is None and not (self._late and rolls_back):
+        if settings.spike_factor is None and not (self.late and rolls_back):
             return None
         device = run.engine.device if run.engine.host_waits else torch.device("cpu")
-        return Guard(settings, run.state, device, halts=self._late)
+        return Guard(settings, run.state, device, halts=self.late)
 
     def run_to_end(self) -> RunEnd:
         """Train until the run ends, and return how it ended."""
         boundary = self.boundary
         while True:
             boundary.check_ours_if_due()
-            self._checkpoints.check_if_due()
+            self.checkpoints.check_if_due()
             boundary.evaluate_if_due()
             boundary.sample_if_due()
             end = self._end_if_due()
@@ -313,7 +311,7 @@ class _Loop:
             if end is not None:
                 if end.kind != EndKind.SIGNAL:
                     boundary.test()
-                self._hooks.call("on_end", self._run, end)
+                self.hooks.call("on_end", self.run, end)
                 return end
             self._train_step()
             while not self._must_read():
@@ -323,19 +321,19 @@ class _Loop:
     def _end_if_due(self) -> RunEnd | None:
         """Return the end of the run if it ends at this step, else None. After a logged step, also
         compare how long each rank computed since the last one, and call `on_ranks` hooks."""
-        run, step_seconds = self._run, self._throughput.step_seconds
-        own = self._throughput.take_own_time() if is_logged(run.state.step, run.config) else None
+        run, step_seconds = self.run, self.throughput.step_seconds
+        own = self.throughput.take_own_time() if is_logged(run.state.step, run.config) else None
         numbers = () if own is None else self._pace.numbers(own)
         end = self.boundary.end_if_due(step_seconds, numbers)
         if own is not None:
-            maxima = self._signals.maxima
-            self._hooks.call("on_ranks", run, self._pace.metrics(run.state.step, maxima, own))
+            maxima = self.signals.maxima
+            self.hooks.call("on_ranks", run, self._pace.metrics(run.state.step, maxima, own))
         return end
 
     def _train_step(self) -> None:
-        run, state, throughput = self._run, self._run.state, self._throughput
+        run, state, throughput = self.run, self.run.state, self.throughput
         run.world.activity.note(
-            "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
+            "training", state.step + 1, nothing_to_lose=self.signals.nothing_to_lose
         )
         with throughput:
             with throughput.reading_batch():
@@ -344,8 +342,8 @@ class _Loop:
                 run.world.activity.note("training", state.step + 1)
             scale = state.loss_scale.scale if run.compute.precision == "fp16" else 1.0
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
-            rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm
-            self._checkpoints.checks.before_update()
+            rate, clip_norm = self.rate(state.step), run.config.optimizer.clip_norm
+            self.checkpoints.checks.before_update()
             run.supplied.seed_update(run.config.seed, state.step)
             update = update_weights(
                 run.engine,
@@ -354,11 +352,11 @@ class _Loop:
                 rate,
                 scale,
                 clip_norm,
-                at_once=not self._late,
+                at_once=not self.late,
                 with_loads=records_loads(state.step + 1, run.config),
                 guard=self._guard,
             )
-            self._checkpoints.checks.after_update()
+            self.checkpoints.checks.after_update()
         state.step += 1
         self._unread.append(_Step(state.step, rate, update))
 
@@ -366,9 +364,9 @@ class _Loop:
         """Return True if the losses and norms still on the device are needed on the host now: the
         latest step is logged, ends an epoch or precedes an action such as a save, or ranks should
         compare stop signals. The same on every rank."""
-        run, step = self._run, self._run.state.step
-        must_ask = len(self._unread) >= self._signals.steps_unasked
-        if not self._late or must_ask or is_logged(step, run.config):
+        run, step = self.run, self.run.state.step
+        must_ask = len(self._unread) >= self.signals.steps_unasked
+        if not self.late or must_ask or is_logged(step, run.config):
             return True
         train, checkpoint = run.config.train, run.config.checkpoint
         actions = (train.eval_interval, train.sample_interval)
@@ -381,13 +379,13 @@ class _Loop:
     def _read_steps(self) -> None:
         """Copy the unread steps' losses and norms to the host; then, for each step, update
         `TrainState` and call `on_step` or `on_skip` hooks."""
-        run, state, throughput = self._run, self._run.state, self._throughput
+        run, state, throughput = self.run, self.run.state, self.throughput
         settings = run.config.guard
         steps, self._unread = self._unread, []
         with throughput:
             updates = read([step.update for step in steps])
         throughput.end_steps(len(steps))
-        self._signals.nothing_to_lose = False
+        self.signals.nothing_to_lose = False
         for step, update in zip(steps, updates, strict=True):
             state.step = step.number
             state.tokens += int(update.loss.n_targets)
@@ -396,14 +394,14 @@ class _Loop:
                 state.loss_scale.update(finite=update.is_finite)
             if update.made:
                 state.consecutive_skips = 0
-                self._checkpoints.prove()
+                self.checkpoints.prove()
                 state.epoch.add(update.loss, throughput.step_seconds)
                 if settings.spike_factor is not None:
                     state.guard.add(update.loss.mean, float(update.grad_norm), settings.window)
-                self._hooks.call("on_step", run, self._step_metrics(step.rate, update))
+                self.hooks.call("on_step", run, self._step_metrics(step.rate, update))
                 for metrics in _expert_metrics(run, update):
-                    self._hooks.call("on_experts", run, metrics)
-            has_rolled_back = not update.made and skip(run, self._checkpoints, self._hooks, update)
+                    self.hooks.call("on_experts", run, metrics)
+            has_rolled_back = not update.made and skip(run, self.checkpoints, self.hooks, update)
             self._end_epoch_if_due()
             if has_rolled_back:
                 self._guard = self._new_guard()
@@ -411,7 +409,7 @@ class _Loop:
 
     def _end_epoch_if_due(self) -> None:
         """If the latest step completed an epoch, call `on_epoch` hooks and begin new sums."""
-        run, state = self._run, self._run.state
+        run, state = self.run, self.run.state
         step, sums, epoch = state.step, state.epoch, run.plan.epoch(state.step)
         if epoch == run.plan.epoch(step - 1):
             return
@@ -420,11 +418,11 @@ class _Loop:
             metrics = EpochMetrics(
                 step, epoch, loss, perplexity(loss), sums.n_targets, sums.n_steps, sums.seconds
             )
-            self._hooks.call("on_epoch", run, metrics)
+            self.hooks.call("on_epoch", run, metrics)
         state.epoch = EpochSums()
 
     def _step_metrics(self, rate: float, update: Update) -> StepMetrics:
-        run, state, throughput = self._run, self._run.state, self._throughput
+        run, state, throughput = self.run, self.run.state, self.throughput
         return StepMetrics(
             step=state.step,
             tokens=state.step * run.plan.tokens_per_step,

@@ -111,27 +111,22 @@ class Case:
             parts.append(f"tensor {layout.tensor}{'' if how == '1d' else f' ({how})'}")
         if layout.context > 1:
             parts.append(f"context {layout.context} ({layout.context_mode})")
-        if layout.expert > 1:
-            parts.append(f"expert {layout.expert}")
-        if layout.expert_tensor > 1:
-            parts.append(f"expert_tensor {layout.expert_tensor}")
+        degrees = {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
+        parts += [f"{dimension} {n}" for dimension, n in degrees.items() if n > 1]
         if layout.pipeline > 1:
             virtual = f" × {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
             parts.append(f"pipeline {layout.pipeline}{virtual} ({layout.schedule})")
-        settings = [" × ".join(parts) or "one process"]
-        if self.micro_batches is not None:
-            settings.append(f"{self.micro_batches} micro-batches")
-        if self.activation_checkpoint is not None:
-            settings.append(f"checkpointing {self.activation_checkpoint}")
-        if self.compile:
-            settings.append("compiled")
-        if self.tied_head is not None:
-            settings.append("tied head" if self.tied_head else "untied head")
-        if self.idle_experts:
-            settings.append("idle experts")
-        if self.kv_heads is not None:
-            settings.append(f"{self.kv_heads} key heads")
-        return ", ".join(settings)
+        settings = {
+            f"{self.micro_batches} micro-batches": self.micro_batches,
+            f"checkpointing {self.activation_checkpoint}": self.activation_checkpoint,
+            "compiled": self.compile,
+            "tied head": self.tied_head,
+            "untied head": self.tied_head is False,
+            "idle experts": self.idle_experts,
+            f"{self.kv_heads} key heads": self.kv_heads,
+        }
+        told = [words for words, is_set in settings.items() if is_set]
+        return ", ".join([" × ".join(parts) or "one process", *told])
 
 
 def _with_experts_of_two(layout: Layout, asked: ParallelConfig) -> Layout:

@@ -201,15 +201,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 """Each result: title, attribute path in a `Run`, and formatter."""
 OFTEN_ALIKE = (
-    "began with",
-    "at step",
-    "steps",
-    "tokens seen",
-    "loss tokens",
-    "parameters",
-    "layout",
-    "precision",
-    "device",
+    *("began with", "at step", "steps", "tokens seen", "loss tokens", "parameters"),
+    *("layout", "precision", "device"),
 )
 """Results that get no column if all runs have the same."""
 LOSSES_TOLD = ("best validation loss", "final validation loss")

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -335,38 +335,33 @@ def _content(path: Path) -> bytes | None:
     return None
 
 
+@dataclass
 class _Wait:
     """The wait for `copies` at the end of a run. It ends after `seconds`, which count only while
     the store fails or once `is_stopping` returns True. After SAY_AFTER_SECONDS, `say` is called
     with a line: the store's answer, or that a copy is being made."""
 
-    def __init__(
-        self,
-        copies: CheckpointCopies,
-        is_stopping: Callable[[], bool],
-        seconds: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._copies, self._is_stopping, self._seconds, self._say = (
-            copies, is_stopping, seconds, say
-        )  # fmt: skip
-        self._ends_at = math.inf
-        self._says_at = time.monotonic() + SAY_AFTER_SECONDS
+    copies: CheckpointCopies
+    is_stopping: Callable[[], bool]
+    seconds: float
+    say: Callable[[str], None]
+    _ends_at: float = math.inf
+    _says_at: float = field(default_factory=lambda: time.monotonic() + SAY_AFTER_SECONDS)
 
     def is_over(self) -> bool:
         """Return True once nothing is left to copy, or the time is up."""
-        copies, now = self._copies, time.monotonic()
+        copies, now = self.copies, time.monotonic()
         if (word := copies.take_word()) is not None:
-            self._say(word)
+            self.say(word)
             self._says_at = math.inf
         if not copies.is_busy:
             return True
         if now >= self._says_at:
-            self._say(f"{copies.missing} yet, and it is waited for")
+            self.say(f"{copies.missing} yet, and it is waited for")
             self._says_at = math.inf
-        if self._ends_at == math.inf and self._is_stopping():
+        if self._ends_at == math.inf and self.is_stopping():
             # The thread, which gives up then, has something to say first.
-            self._ends_at = now + self._seconds + _GRACE_SECONDS
+            self._ends_at = now + self.seconds + _GRACE_SECONDS
         # The thread gives up by itself, unless a request hangs.
         if now < self._ends_at and copies.attempts.left_seconds > -_GRACE_SECONDS:
             return False
