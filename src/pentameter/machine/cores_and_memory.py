@@ -61,9 +61,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     --cpus 1.5`, Kubernetes' limits); None if they set no limit. root: where /proc and /sys are."""
     quotas = []
     for group in _control_groups("cpu", root):
-        words = _read(group / "cpu.max") or _read(group / "cpu.cfs_quota_us") + " " + _read(
-            group / "cpu.cfs_period_us"
-        )
+        words = _read(group / "cpu.max")
+        if not words:
+            words = " ".join(_read(group / f"cpu.cfs_{each}_us") for each in ("quota", "period"))
         numbers = [int(word) for word in words.split() if word.isdecimal()]
         if len(numbers) == 2 and all(numbers):  # "max" and -1 set no limit
             quotas.append(numbers[0] / numbers[1])

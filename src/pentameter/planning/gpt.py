@@ -35,9 +35,8 @@ ATTENTIONS = {"multi_head": ATTENTION, "latent": LATENT_ATTENTION}
 def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
     """Return the sub-layers in block number `layer`, in execution order: attention, then experts or
     a feed-forward layer."""
-    attention = look_up(
-        ATTENTIONS, model.attention.type, "model.attention.type", "the parameter table"
-    )
+    key = "model.attention.type"
+    attention = look_up(ATTENTIONS, model.attention.type, key, "the parameter table")
     return attention, EXPERTS if model.experts.are_in(layer) else FEED_FORWARD
 
 

@@ -124,10 +124,8 @@ class GridCommunication(OperationCommunication):
     def _gathered(self, n: int) -> int:
         """Return how many elements a rank holds after all-gathering, along `row`, a dimension with
         `n` elements; shards are padded to the largest."""
-        return (
-            shard_size(n, self.step.layout.parameter_sizes["row"], 0)
-            * self.step.layout.sizes["row"]
-        )
+        layout = self.step.layout
+        return shard_size(n, layout.parameter_sizes["row"], 0) * layout.sizes["row"]
 
     def _bias(self, op: Operation, n_forward: int) -> Iterator[Sent]:
         """Yield the collectives for an operation's bias: only in mode 3d, for a bias on an inner

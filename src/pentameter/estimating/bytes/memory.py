@@ -3,6 +3,7 @@ activations."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -376,12 +377,8 @@ class _RankMemory:
         rounds_once = self.step.rules.rounds_once(self.step.n_micro_batches)
         if not rounds_once or self.product_bytes == self.element_bytes:
             return 0
-        return self.product_bytes * sum(
-            self.whole_elements(spec)
-            for name, specs in units(table).items()
-            for spec in specs
-            if is_rounded(name)
-        )
+        rounded = [specs for name, specs in units(table).items() if is_rounded(name)]
+        return self.product_bytes * sum(map(self.whole_elements, itertools.chain(*rounded)))
 
 
 class _FsdpSnapshots:

@@ -185,11 +185,8 @@ class Device(Section):
     def can_be_planned(self) -> bool:
         """Whether memory size, memory bandwidth and link bandwidth are all known, not only the
         peak."""
-        return None not in (
-            self.memory_bytes,
-            self.memory_bytes_per_second,
-            self.link_bytes_per_second,
-        )
+        known = self.memory_bytes, self.memory_bytes_per_second, self.link_bytes_per_second
+        return None not in known
 
     def spread_of(self, precision: str) -> Spread | None:
         """Return (least, most) measured ÷ planned seconds, which four measured runs in five were

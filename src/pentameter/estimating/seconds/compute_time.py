@@ -154,11 +154,8 @@ class _ElementwiseTime:
         moved = self.bytes.of([op.result])
         (table,) = (spec for spec in op.parameters if len(spec.shape) == 2)
         n_table = math.prod(self.step.sharding.parameter_shape(table))
-        return PassSeconds(
-            self._moving(2 * moved),
-            0.0,
-            self._moving(3 * moved + self.step.element_bytes * n_table) if op.is_trained else 0.0,
-        )
+        adding = self._moving(3 * moved + self.step.element_bytes * n_table)
+        return PassSeconds(self._moving(2 * moved), 0.0, adding if op.is_trained else 0.0)
 
     def _norm(self, op: Operation) -> PassSeconds:
         """Return the seconds for a norm and for the residual addition before it, which is not
@@ -170,12 +167,9 @@ class _ElementwiseTime:
             return PassSeconds(self._moving(moved, 2), self._moving(moved, 2), 0.0)
         # An RMS norm on a CPU.
         by_steps = self.step.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
-        forward, backward = NORM_PASSES[by_steps]
-        return PassSeconds(
-            self._moving((2 + forward) * stream + rounded, 2),
-            self._moving((3 + backward) * stream, 2),
-            0.0,
-        )
+        n_forward, n_backward = NORM_PASSES[by_steps]
+        forward = self._moving((2 + n_forward) * stream + rounded, 2)
+        return PassSeconds(forward, self._moving((3 + n_backward) * stream, 2), 0.0)
 
     def _activation(self, op: Operation) -> PassSeconds:
         """Return the seconds for an activation function and its derivative, bound by memory or by
@@ -310,11 +304,8 @@ class _OperationTime(_ElementwiseTime):
                 to_input += self._moving(one)
             if op.result.axes[1] == "embed":  # output added to the stream
                 to_input += self._moving(both * self.bytes.of([op.result]))
-        return PassSeconds(
-            forward + self._moving(rounding),
-            to_input,
-            to_weight + self._moving(adding) if op.is_trained else 0.0,
-        )
+        to_weight = to_weight + self._moving(adding) if op.is_trained else 0.0
+        return PassSeconds(forward + self._moving(rounding), to_input, to_weight)
 
     def _sorting(self, op: Operation) -> PassSeconds:
         """Return the seconds for sorting rows by expert, in memory, before the experts' first
@@ -399,11 +390,9 @@ class _OperationTime(_ElementwiseTime):
         mask = 0.0
         if not self.joins:
             mask = sum(self._mask(saved) for saved in op.saves if saved.dtype == "bool")
-        return PassSeconds(
-            2 * matmul + mask + self._moving(moved + 2 * written, 4),
-            4 * matmul + self._moving(2 * moved + 2 * written, 6),
-            0.0,
-        )
+        forward = 2 * matmul + mask + self._moving(moved + 2 * written, 4)
+        backward = 4 * matmul + self._moving(2 * moved + 2 * written, 6)
+        return PassSeconds(forward, backward, 0.0)
 
 
 class ComputeTime:

@@ -30,14 +30,13 @@ def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[Parameter
     yield _matrix(model, f"{path}.router.weight", (E, D), ("router", "embed"), layer, decay=False)
     if model.router.bias:
         yield _vector(f"{path}.router.bias", (E,), ("router",), layer)
-    state = look_up(
-        BALANCE_STATE, model.router.balance, "model.router.balance", "the parameter table"
-    )
+    key, balance = "model.router.balance", model.router.balance
+    state = look_up(BALANCE_STATE, balance, key, "the parameter table")
     if state is not None:
-        balance = ParameterSpec(f"{path}.router.balance", (E,), ("router",), state, False, layer)
+        spec = ParameterSpec(f"{path}.router.balance", (E,), ("router",), state, False, layer)
         # A bias of scores is needed to run the model, and counted as its makers count theirs.
-        is_state = model.router.balance != "bias"
-        yield replace(balance, is_trained=False, is_state=is_state, sums_over=("time",))
+        is_state = balance != "bias"
+        yield replace(spec, is_trained=False, is_state=is_state, sums_over=("time",))
     for spec in _feed_forward(model, path, layer, (E, F), ("experts", "expert_mlp")):
         yield replace(spec, n_chosen=model.experts.n_chosen)
     if model.experts.n_shared:

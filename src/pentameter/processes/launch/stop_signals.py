@@ -53,12 +53,8 @@ def handling_suspension(handler: Callable[[bool], None]) -> AbstractContextManag
     thread only."""
     if LAUNCH_FOLDER not in os.environ:
         return nullcontext()
-    return handling(
-        {
-            signal.SIGTSTP: lambda number, frame: handler(True),
-            signal.SIGCONT: lambda number, frame: handler(False),
-        }
-    )
+    pause, go_on = (lambda number, frame: handler(True)), (lambda number, frame: handler(False))
+    return handling({signal.SIGTSTP: pause, signal.SIGCONT: go_on})
 
 
 def stop_at_once() -> None:
