@@ -86,9 +86,8 @@ def _content(content: Any, role: str, name: str) -> Any:
     speaks = role in _SPEAKERS
     if isinstance(content, list) and (speaks or all(map(_is_part, content))):
         for part in content:
-            if not (
-                _is_part(part) and part["type"] == "text" and isinstance(part.get("text"), str)
-            ):
+            is_text = _is_part(part) and part["type"] == "text"
+            if not is_text or not isinstance(part.get("text"), str):
                 raise ConfigError(
                     f"{name} has a part {part!r:.60}; only parts of text can be read, "
                     '{"type": "text", "text": …}: leave it out, or describe it in text'

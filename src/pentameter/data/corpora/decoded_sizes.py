@@ -99,11 +99,8 @@ def _scattered(array: Any) -> Iterator[Any]:
     inside = slice(array.offset, array.offset + len(array))  # pyarrow's `offsets` leave it out
     codes, offsets = array.buffers()[1:3]
     numbers = {code: number for number, code in enumerate(array.type.type_codes)}
-    for code, offset in zip(
-        np.frombuffer(codes, np.int8)[inside].tolist(),
-        np.frombuffer(offsets, "<i4")[inside].tolist(),
-        strict=True,
-    ):
+    chosen = np.frombuffer(codes, np.int8)[inside], np.frombuffer(offsets, "<i4")[inside]
+    for code, offset in zip(*(each.tolist() for each in chosen), strict=True):
         yield array.field(numbers[code]).slice(offset, 1)
 
 

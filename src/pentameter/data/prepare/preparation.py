@@ -172,9 +172,8 @@ class Preparation(ABC):
         with building(folder, lambda: self.progress(AWAITING, 0, n_bytes)) as unfinished:
             tokenizer = self._made_tokenizer(warnings)
             tokenizer.chat = contents.chat or tokenizer.chat
-            with ShardWriter(
-                unfinished, contents.name, tokenizer, has_loss_mask=contents.has_loss_mask
-            ) as writer:
+            masked = contents.has_loss_mask
+            with ShardWriter(unfinished, contents.name, tokenizer, has_loss_mask=masked) as writer:
                 for n_done in contents.encode(tokenizer, writer):
                     self.progress(ENCODING, n_done, n_bytes)
                     if count_tokens is not None:

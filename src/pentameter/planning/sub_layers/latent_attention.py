@@ -51,9 +51,8 @@ def _to_latent(model: ModelConfig, path: str, layer: int, n: int) -> Iterator[Pa
     gradient is a sum over the stream's tokens: ranks that have different tokens compute partial
     sums."""
     shape: tuple[int, int] = (n, model.d_model)
-    for spec in linear(
-        model, path, layer, shape, ("latent", "embed"), bias=model.attention.qkv_bias
-    ):
+    bias = model.attention.qkv_bias
+    for spec in linear(model, path, layer, shape, ("latent", "embed"), bias=bias):
         yield replace(spec, sums_over=("time",))
 
 
