@@ -110,7 +110,7 @@ def _differentiate_flash(
     kept = (out.contiguous(), sums.contiguous())
     n_queries, n_keys = q.shape[2], k.shape[2]
     lengths = (None, None, n_queries, n_keys)  # no sequences of different lengths
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # which no dropout reads
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # which no dropout reads
     q_grad, k_grad, v_grad = FLASH_BACKWARD(
         grad.contiguous(), q, k, v, *kept, *lengths, 0.0, is_causal, seed, seed[0]
     )
@@ -129,7 +129,7 @@ def _differentiate_efficiently(
     # As its forward pass pads them: exp(score - ∞) is 0.
     padded = F.pad(sums, (0, -sums.shape[2] % PADDED_TO), value=float("inf")).contiguous()
     repeated, n_kv_heads = (for_each_head(k, q), for_each_head(v, q)), k.shape[1]
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # which no dropout reads
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # which no dropout reads
     q_grad, k_grad, v_grad, _ = EFFICIENT_BACKWARD(
         grad, q, *repeated, None, out, padded, seed, seed, 0.0, [True] * 3 + [False], is_causal
     )
