@@ -6,6 +6,10 @@ looks at before each run.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,3 +89,36 @@ def test_what_is_not_a_number_is_in_the_loss() -> None:
     logits[3, 5] = float("nan")
     assert one_pass_row_loss(logits, None, targets, VOCAB_SIZE, True).isnan()
     assert logits[3, :VOCAB_SIZE].isnan().all()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pentameter.model.gpu.loss_kernel import COLUMNS_PER_WARP, MOST_COLUMNS, _row_kernel
+
+for chip, dtype, has in ((75, "fp16", False), (80, "bf16", True), (90, "bf16", False)):
+    pointers = dict(logits_at=f"*{dtype}", bias_at="*fp32", targets_at="*i64", losses_at="*fp32")
+    numbers = dict(row_stride="i32", width="i32", vocab_size="i32", softcap="fp32")
+    chosen = dict(HAS_BIAS=has, HAS_CAP=has, DIFFERENTIATE=True, COLUMNS=MOST_COLUMNS)
+    signature = pointers | numbers | dict.fromkeys(chosen, "constexpr")
+    constants = {(list(signature).index(name),): value for name, value in chosen.items()}
+    source = ASTSource(fn=_row_kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": MOST_COLUMNS // COLUMNS_PER_WARP}
+    made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    print(chip, len(made.asm["cubin"]) > 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+def test_it_compiles_for_chips_that_are_not_here(tmp_path) -> None:
+    """The interpreter takes what Triton's compiler refuses."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == ["75 True", "80 True", "90 True"], done.stderr[-2000:]

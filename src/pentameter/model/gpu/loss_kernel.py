@@ -25,7 +25,9 @@ MOST_COLUMNS = 8192
 """Logits of a row that a program reads at once. Rows that programs have begun, two on each
 multiprocessor, must lie in a GPU's cache until their second reading: 26 MB of an H100's 50 for
 GPT-2's vocabulary in bf16."""
-COLUMNS_PER_WARP = 256
+COLUMNS_PER_WARP = 512
+"""Of these 8192, so that a program of 16 warps takes 64 registers a thread: two programs fill the
+registers of a multiprocessor (compute capability 9.0)."""
 
 
 @triton.jit
