@@ -34,17 +34,17 @@ from gpu_day_page import write_page
 
 ITEMS = {  # item → (module, most seconds, measures)
     "facts": ("gpu_day_right", 60, False),
-    "equal": ("gpu_day_right", 170, False),
-    "compiled": ("gpu_day_right", 170, False),
+    "equal": ("gpu_day_right", 120, False),
+    "compiled": ("gpu_day_right", 120, False),
     "compiler": ("gpu_day_compiler", 100, False),
     "syncs": ("gpu_day_right", 90, False),
-    "nccl": ("gpu_day_right", 170, False),
-    "grid": ("gpu_day_right", 150, False),
+    "nccl": ("gpu_day_right", 140, False),
+    "grid": ("gpu_day_right", 110, False),
     "numbers": ("gpu_day_right", 90, False),
     "memory": ("gpu_day_right", 90, False),
-    "run": ("gpu_day_runs", 170, False),
-    "speak": ("gpu_day_runs", 120, False),
-    "hang": ("gpu_day_hang", 120, False),
+    "run": ("gpu_day_runs", 120, False),
+    "speak": ("gpu_day_runs", 100, False),
+    "hang": ("gpu_day_hang", 100, False),
     "kernels": ("gpu_day_speed", 60, True),
     "attention": ("gpu_day_attention", 75, True),
     "pieces": ("gpu_day_pieces", 75, True),
@@ -54,7 +54,7 @@ ITEMS = {  # item → (module, most seconds, measures)
     "char": ("gpu_day_speed", 90, True),
     "time": ("gpu_day_runs", 100, True),
 }
-AT_ONCE = 8
+AT_ONCE = 12
 """Items whose times mean nothing that run side by side."""
 LEAST_SECONDS = 10
 """An item is not begun when less is left."""

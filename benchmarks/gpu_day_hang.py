@@ -4,7 +4,7 @@
 
 Two launches of two ranks on ONE card, side by side. In `device` rank 0 waits for the device, as no
 Python call does, so that NCCL's watchdog must end it; `loop` is `pentameter train`, whose ranks
-also agree over gloo at each step. Rank 1 sleeps in step 5. Each must name rank 1, the all-reduce
+also agree over gloo at each step. Rank 1 sleeps in step 5. Each must name rank 1, the collective
 and rank 0, show rank 1's stack with `oversleep`, and end within 10 s or so after the timeout.
 """
 
@@ -78,7 +78,7 @@ def of_hang(tell: Callable[..., None], device: Any, folder: Path) -> None:
             hang=case,
             right=bool(
                 re.match(
-                    "pentameter: rank 1 did not answer within .* all-reduce .* rank 0 wait", last
+                    "pentameter: rank 1 did not answer within .* did not reach .* rank 0", last
                 )
                 and any("in oversleep" in line for line in said)
             ),
