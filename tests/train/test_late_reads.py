@@ -13,6 +13,7 @@ from tiny_runs import config, events, hashes, recorded
 
 from pentameter.optim.build import JointOptimizer, can_step_unless
 from pentameter.processes.group.world import World
+from pentameter.train.compute import Compute
 from pentameter.train.loop import reads_late
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
@@ -103,6 +104,14 @@ def test_ranks_ask_for_signals_in_time_however_seldom_steps_are_logged(tmp_path)
     sparse = long_run().model_copy(update={"log": config(log={"interval": 1000}).log})
     ((reads, _),) = counted(1, sparse, tmp_path / "run", True, set(), set(), prompt_seconds=1e-9)
     assert {step: n for step, n in reads.items() if 0 < step < 20} == dict.fromkeys(range(1, 20), 1)
+
+
+def test_steps_that_are_read_together_ask_for_the_peak_once(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Compute, "peak_memory_bytes", lambda compute: asked.append(1) or 9)
+    counted(1, long_run(), tmp_path / "run", True, set(), set())
+    assert len(asked) == 5  # after steps 1, 5, 10, 15 and 20
+    assert {e["peak_memory_bytes"] for e in events(tmp_path / "run", "train")} == {9}
 
 
 def test_only_a_gpu_and_an_update_that_it_can_leave_out_are_read_late():

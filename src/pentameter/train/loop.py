@@ -386,6 +386,7 @@ class _Loop:
             updates = read([step.update for step in steps])
         throughput.end_steps(len(steps))
         self.signals.nothing_to_lose = False
+        peak_bytes = run.compute.peak_memory_bytes()  # once: a GPU idles until the next step
         for step, update in zip(steps, updates, strict=True):
             state.step = step.number
             state.tokens += int(update.loss.n_targets)
@@ -398,7 +399,7 @@ class _Loop:
                 state.epoch.add(update.loss, throughput.step_seconds)
                 if settings.spike_factor is not None:
                     state.guard.add(update.loss.mean, float(update.grad_norm), settings.window)
-                self.hooks.call("on_step", run, self._step_metrics(step.rate, update))
+                self.hooks.call("on_step", run, self._step_metrics(step.rate, update, peak_bytes))
                 for metrics in _expert_metrics(run, update):
                     self.hooks.call("on_experts", run, metrics)
             has_rolled_back = not update.made and skip(run, self.checkpoints, self.hooks, update)
@@ -421,7 +422,7 @@ class _Loop:
             self.hooks.call("on_epoch", run, metrics)
         state.epoch = EpochSums()
 
-    def _step_metrics(self, rate: float, update: Update) -> StepMetrics:
+    def _step_metrics(self, rate: float, update: Update, peak_bytes: int) -> StepMetrics:
         run, state, throughput = self.run, self.run.state, self.throughput
         return StepMetrics(
             step=state.step,
@@ -433,7 +434,7 @@ class _Loop:
             step_seconds=throughput.step_seconds,
             tokens_per_second=throughput.tokens_per_second,
             mfu=throughput.mfu,
-            peak_memory_bytes=run.compute.peak_memory_bytes(),
+            peak_memory_bytes=peak_bytes,
             eta_seconds=throughput.eta_seconds(run.plan.steps - state.step),
         )
 
