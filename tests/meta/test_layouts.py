@@ -6,10 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from on_meta import config_of, read_by_experts, run_step
 
 from pentameter.config.fields import choices_of, leaves, values_of
 from pentameter.config.schema import Config
+from pentameter.model.gpu.forms import GpuForms
+from pentameter.parallel.context import ring_attention
+from pentameter.parallel.context.block_kernels import block_kernel
 from pentameter.planning.layouts.layout import layout_overrides
 
 EXPERTS = {"model.experts.count": 4, "model.experts.width": 8}
@@ -87,6 +91,18 @@ def test_the_last_rank_waits_for_experts_at_most(text, settings):
 @pytest.mark.parametrize(("text", "settings"), FIRST, ids=str)
 def test_the_first_rank_waits_nowhere(text, settings):
     assert run_step(config_on(text, settings), 0) == {}
+
+
+@pytest.mark.parametrize("settings", [{}, SHARED_HEADS], ids=str)
+@pytest.mark.parametrize("capability", [90, 70])
+def test_a_fused_ring_waits_nowhere(monkeypatch, capability, settings):
+    of_a_gpu = block_kernel("cuda", capability, torch.float16, 64)
+    assert of_a_gpu is not None
+    chosen = []
+    monkeypatch.setattr(ring_attention, "block_kernel", lambda *_: chosen.append(1) or of_a_gpu)
+    config = config_on("context=2", {**settings, "train.precision": "fp32"})
+    assert run_step(config, -1, forms=GpuForms(fused_ring=True)) == {}
+    assert chosen
 
 
 @pytest.mark.parametrize(("text", "settings"), AT_ONCE, ids=str)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pentameter.config.fields import choices_of, leaves
 from pentameter.data.batches.step import Batch
+from pentameter.model.gpu.forms import GpuForms
 from pentameter.parallel.sources.custom_model import OwnModel
 
 ROTARY = {"model.positions": "rotary"}
@@ -186,6 +187,13 @@ def test_experts_multiplied_at_once_wait_nowhere(monkeypatch, recomputed):
 def test_a_loss_in_chunks_waits_nowhere(monkeypatch):
     monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 64)
     assert run_step(config_of({"model.logit_softcap": 15.0})) == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precise_sums_wait_nowhere(precision):
+    numbers = {"numbers": 1} if precision == "fp16" else {}
+    config = config_of({"train.precision": precision})
+    assert run_step(config, forms=GpuForms(precise_sums=True)) == numbers
 
 
 @pytest.mark.parametrize("counted", [0.5, 0.0], ids=["answers alone", "no target at all"])
