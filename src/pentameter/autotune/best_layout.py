@@ -62,8 +62,8 @@ class BestLayout:
         if self.estimate.verdict == "tight":
             spare += (
                 f"; tight: {size(self.estimate.spare_bytes)} of memory to spare, and no layout "
+                "leaves more than a run may need beyond its plan"
             )
-            spare += "leaves more than a run may need beyond its plan"
         return (
             f"the best of {self.n_candidates:,} layouts is {plan.layout}, "
             f"{plan.micro_batch_size} sequences at a time: {self.estimate.time.seconds:.3g} s a "

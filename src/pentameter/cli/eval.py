@@ -112,10 +112,10 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
         stride=parsed.stride,
     )
     assert metrics is not None  # nothing asks it to stop
-    names = ("step", "split", "loss", "perplexity", "bits_per_byte", "tokens", "seconds")
     stride = parsed.stride or context_length
     counts, read = what_was_read(config.data, dataset, parsed.split)
-    values = {**{name: getattr(metrics, name) for name in names}, "stride": stride, **counts}
+    values = {**metrics.values(), "stride": stride, **counts}
+    del values["best"]
     line = (
         f"{metrics.split}: loss {metrics.loss:.4f} nats/token · perplexity "
         f"{metrics.perplexity:.4f} · {metrics.bits_per_byte:.4f} bits/byte · "

@@ -47,9 +47,8 @@ def layer_loads(events: Sequence[ExpertMetrics]) -> tuple[LayerLoads, ...]:
     of experts than their layer's first."""
     of_layer: dict[int, list[ExpertMetrics]] = defaultdict(list)
     for event in events:
-        if (
-            event.layer >= 0 and 0 < sum(event.loads) < np.inf and min(event.loads) >= 0
-        ):  # NaN is not
+        # NaN is not.
+        if event.layer >= 0 and 0 < sum(event.loads) < np.inf and min(event.loads) >= 0:
             of_layer[event.layer].append(event)
     found = []
     for layer, all_events in sorted(of_layer.items()):

@@ -200,12 +200,8 @@ def _recorded(files: _RunFiles, events: EventReader) -> RecordedRun:
     seconds = NAN if end is None else end.seconds  # a run that ended says so itself
     if not math.isfinite(seconds):
         seconds = elapsed.values[-1] if len(elapsed) else NAN
-    last_step = max(
-        *(each.step for each in (*train[-1:], *evaluations)),
-        0 if end is None else end.step,  # the lines of `train` may end before it
-        0,
-        0,
-    )
+    ends = [] if end is None else [end]  # the lines of `train` may end before it
+    last_step = max([0, *(each.step for each in (*train[-1:], *evaluations, *ends))])
     return RecordedRun(
         folder=folder,
         start=start,

@@ -117,6 +117,8 @@ def _transposed(tensor: LazyTensor) -> LazyTensor:
 def _interleaved(gate: LazyTensor, up: LazyTensor) -> LazyTensor:
     """Return one tensor (E, 2 n, …) in which the rows of `gate` and `up`, (E, n, …) each,
     alternate, gate's first."""
+    import torch
+
     n_experts, n, *others = gate.shape
 
     def fill(target: torch.Tensor, region: tuple[slice, ...]) -> None:
@@ -124,17 +126,10 @@ def _interleaved(gate: LazyTensor, up: LazyTensor) -> LazyTensor:
         pairs = slice(rows.start // 2, -(-rows.stop // 2))
         for number, expert in enumerate(_one_by_one(experts)):
             both = [each[expert, pairs, *rest] for each in (gate, up)]
-            together = _stack(both)  # (pairs · 2, …)
+            together = torch.stack(both, dim=2).flatten(1, 2)[0]  # (pairs · 2, …)
             target[number].copy_(together[rows.start - 2 * pairs.start :][: target.shape[1]])
 
     return LazyTensor((n_experts, 2 * n, *others), gate.dtype, fill)
-
-
-def _stack(both: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor (2 n, …) in which the rows of the two tensors (1, n, …) alternate."""
-    import torch
-
-    return torch.stack(both, dim=2).flatten(1, 2)[0]
 
 
 def _every_other(tensor: LazyTensor, *, first: int) -> LazyTensor:

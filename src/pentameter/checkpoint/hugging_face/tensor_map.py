@@ -216,20 +216,13 @@ def _strips(
     if family.projections.order == "latent":
         yield from _latent_strips(family, model, spec, module, prefix)
         return
-    K, order = model.head_channels, family.projections.order
+    K, n_heads = model.head_channels, model.attention.n_heads
+    names, order = family.projections.names, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
-        match order:
-            case "apart":
-                names, their_block = family.projections.names[part], head
-            case "parts":
-                names, their_block = (
-                    family.projections.names[0],
-                    part * model.attention.n_heads + head,
-                )
-            case "heads":
-                names, their_block = family.projections.names[0], 3 * head + part
+        block_in = {"apart": head, "parts": part * n_heads + head, "heads": 3 * head + part}
+        name, their_block = names[part if order == "apart" else 0], block_in[order]
         theirs = range(their_block * K, their_block * K + K)
-        yield Strip(spec.name, range(row * K, row * K + K), f"{prefix}{names}.{kind}", theirs)
+        yield Strip(spec.name, range(row * K, row * K + K), f"{prefix}{name}.{kind}", theirs)
 
 
 def _same_rows(spec: ParameterSpec, name: str) -> Strip:
@@ -250,13 +243,10 @@ def _latent_strips(
     family's tensor.
     """
     from_stream, from_latent, kv_down = family.projections.names
+    name, n_plain = kv_down, model.latent_channels
     if module == "latent_attention.q":
-        name, n_plain = (
-            from_stream if model.attention.q_rank is None else from_latent,
-            model.head_channels,
-        )
-    else:
-        name, n_plain = kv_down, model.latent_channels
+        name = from_stream if model.attention.q_rank is None else from_latent
+        n_plain = model.head_channels
     theirs, R = f"{prefix}{name}.{spec.name.rpartition('.')[2]}", model.rope_channels
     for start in range(0, spec.shape[0], n_plain + R):
         first, stop = start + n_plain, start + n_plain + R
