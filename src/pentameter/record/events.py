@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
+from operator import is_not
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -530,19 +531,11 @@ def _readers(kind: type[Any]) -> list[tuple[str, type | None, Callable[[Any], An
     for each in fields(kind):
         name, read = each.name, _READ[types[each.name]]
         if "missing" in each.metadata:
-            read = _integer_or_unknown
+            read = partial(_integer, otherwise=UNKNOWN)
         if each.default is True:
-            read = _not_false
+            read = partial(is_not, False)  # true where it is missing
         found.append((name, float if types[name] in (float, float | None) else None, read))
     return found
-
-
-def _not_false(value: object) -> bool:
-    return value is not False
-
-
-def _integer_or_unknown(value: object) -> int:
-    return _integer(value, UNKNOWN)
 
 
 @cache
