@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
+from pathlib import Path
 from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def packaged_table(path: str) -> dict[str, Any]:
     """Return the content of a TOML file in the package, by its path there:
     `data/corpora/file_kinds.toml`."""
-    return tomllib.loads((resources.files("pentameter") / path).read_text(encoding="utf-8"))
+    import tomllib  # `--help` needs no table, and would feel it
+
+    return tomllib.loads((_PACKAGE / path).read_text(encoding="utf-8"))
