@@ -71,35 +71,32 @@ class Replayed:
     weights: WeightsCompared | None
 
 
+@dataclass(eq=False)
 class Replay:
-    """An engine, built like the run's, that computes its steps again. Every method is collective.
+    """An engine, built like the run's, that computes its steps again. Every method is
+    collective."""
 
-    record, data: the run's. plan, compute: the layout and the kind of computation. base: the
-    checkpoint to begin with; None for the initial weights. schedules: step → the schedule by which
-    the run made it.
-    """
+    record: RunRecord
+    data: RunData
+    plan: Plan
+    """The layout and the kind of computation, with `compute`."""
+    compute: Compute
+    world: World
+    base: Checkpoint | None
+    """The checkpoint to begin with; None for the initial weights."""
+    schedules: Mapping[int, ScheduleConfig]
+    """Step → the schedule by which the run made it."""
 
-    def __init__(
-        self,
-        record: RunRecord,
-        data: RunData,
-        plan: Plan,
-        compute: Compute,
-        world: World,
-        base: Checkpoint | None,
-        schedules: Mapping[int, ScheduleConfig],
-    ) -> None:
-        self._record, self._data, self._plan, self._compute = record, data, plan, compute
-        self._world, self._base = world, base
-        self._engine, self._optimizer = build_engine(plan, compute, world, UserComponents())
-        refuse_wrong_graphs(self._engine, data.batches, 0)  # as the run did
-        self._schedules = schedules
+    def __post_init__(self) -> None:
+        built = build_engine(self.plan, self.compute, self.world, UserComponents())
+        self._engine, self._optimizer = built
+        refuse_wrong_graphs(self._engine, self.data.batches, 0)  # as the run did
 
     def highest_rows(self, step: int) -> HighestRows:
         """Return the rows with the highest loss in the batch of `step`, computed with the engine's
         present weights."""
-        tokenizer = self._data.dataset.tokenizer
-        return highest_rows(self._engine, self._data.batches, tokenizer, step)
+        tokenizer = self.data.dataset.tokenizer
+        return highest_rows(self._engine, self.data.batches, tokenizer, step)
 
     def run(
         self,
@@ -111,9 +108,9 @@ class Replay:
         that is given. `before_step` is called with the number of each step before it is made."""
         state = self._begin()
         guard = None
-        if self._plan.config.guard.spike_factor is not None:
+        if self.plan.config.guard.spike_factor is not None:
             device = self._engine.device if self._engine.host_waits else torch.device("cpu")
-            guard = Guard(self._plan.config.guard, state, device, halts=False)
+            guard = Guard(self.plan.config.guard, state, device, halts=False)
         before = {} if saved is None else self._weights()
         numbers = {}
         for step in steps:
@@ -121,32 +118,32 @@ class Replay:
             numbers[step] = self._make(step, state, guard)
         weights = None
         if saved is not None:
-            weights = _compared(self._engine, self._optimizer, saved, before, self._world)
+            weights = _compared(self._engine, self._optimizer, saved, before, self.world)
         return Replayed(numbers, weights)
 
     def _begin(self) -> TrainState:
         """Load the weights and the optimizer's state with which the replay begins. Return the rest
         of the training state."""
-        if self._base is not None:
-            load_tensors(self._engine, self._optimizer, self._base, self._world)
-            return saved_state(self._base)[0]
+        if self.base is not None:
+            load_tensors(self._engine, self._optimizer, self.base, self.world)
+            return saved_state(self.base)[0]
         optimizer = self._optimizer
         for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
             part.state.clear()
-        layout = self._plan.layout
-        stages = layout.stages_of(layout.coordinates(self._world.rank)["pipeline"])
+        layout = self.plan.layout
+        stages = layout.stages_of(layout.coordinates(self.world.rank)["pipeline"])
         models = dict(zip(stages, self._engine.models, strict=True))
-        self._engine.source.initialize(models, self._plan)
+        self._engine.source.initialize(models, self.plan)
         return TrainState()
 
     def _make(self, step: int, state: TrainState, guard: Guard | None) -> StepNumbers:
         """Make a step as the training loop does, and return its numbers."""
         engine, index = self._engine, step - 1
-        is_fp16 = self._compute.precision == "fp16"
+        is_fp16 = self.compute.precision == "fp16"
         scale = state.loss_scale.scale if is_fp16 else 1.0
-        batch = self._data.batches.batch(index, engine.rows)
+        batch = self.data.batches.batch(index, engine.rows)
         loss = engine.forward_backward(batch, index, loss_scale=scale)
-        clip_norm = self._plan.config.optimizer.clip_norm
+        clip_norm = self.plan.config.optimizer.clip_norm
         update = update_weights(
             engine, self._optimizer, loss, self._rate(step), scale, clip_norm, guard=guard
         )
@@ -157,11 +154,11 @@ class Replay:
 
     def _rate(self, step: int) -> float:
         """Return the step's learning rate. Raises ConfigError if the run recorded another one."""
-        rate = learning_rate(step - 1, self._plan.config.optimizer, self._schedules[step])
-        recorded = self._record.rates.get(step, rate)
+        rate = learning_rate(step - 1, self.plan.config.optimizer, self.schedules[step])
+        recorded = self.record.rates.get(step, rate)
         if rate != recorded:
             raise ConfigError(
-                f"step {step} of {self._record.folder} was made with the learning rate {recorded}, "
+                f"step {step} of {self.record.folder} was made with the learning rate {recorded}, "
                 f"and its configuration says {rate}: it had a schedule of its user, which only "
                 "their code knows"
             )

@@ -86,48 +86,44 @@ class _Memory:
         return [*self.keys, *self.values, *self.chosen]
 
 
+@dataclass(eq=False)
 class _Pass:
     """The cache object that the model's layers use during one pass: it writes the pass's tokens to
     slots and reads from them.
 
     A pass is of one of two kinds. A piece has T tokens of one text (`first` is given); otherwise it
-    has one token for each of B slots (`write_at` is given, T = B).
+    has one token for each of B slots (`write_at` is given, T = B)."""
 
-    slots: the B slots that are read. numbers: position (T,) of each token in its text's window.
-    n_seen: number S of stored positions that are read. first: position of the piece's first token.
-    write_at: position (B,) at which each slot's token is stored.
-    """
+    memory: _Memory
+    slots: slice
+    """The B slots that are read."""
+    numbers: Tensor
+    """Position (T,) of each token in its text's window."""
+    n_seen: int
+    """Number S of stored positions that are read."""
+    first: int | None = None
+    """Position of the piece's first token."""
+    write_at: Tensor | None = None
+    """Position (B,) at which each slot's token is stored."""
 
-    def __init__(
-        self,
-        memory: _Memory,
-        slots: slice,
-        numbers: Tensor,
-        n_seen: int,
-        *,
-        first: int | None = None,
-        write_at: Tensor | None = None,
-    ) -> None:
-        key = torch.arange(n_seen, device=numbers.device)
-        self.numbers = numbers
-        self._memory, self._slots, self._n_seen = memory, slots, n_seen
-        self._first, self._write_at = first, write_at
-        self._is_piece = first is not None
+    def __post_init__(self) -> None:
+        key = torch.arange(self.n_seen, device=self.numbers.device)
+        self._is_piece = self.first is not None
         self._masks: dict[int | None, Tensor] = {}
-        self._hidden_after = key > numbers[:, None]  # (T, S)
-        self._distance = numbers[:, None] - key
+        self._hidden_after = key > self.numbers[:, None]  # (T, S)
+        self._distance = self.numbers[:, None] - key
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, (1, G, T, K) each with K channels per head. Return
         all that the pass's slots hold, (B, G, S, K) each. Called by attention."""
-        memory = self._memory
+        memory = self.memory
         return self._stored(memory.keys[layer], k), self._stored(memory.values[layer], v)
 
     def number_choices(self, layer: int, chosen: Tensor, n_experts: int) -> Tensor:
         """Store the experts (1, T, k) that the new tokens chose in a layer. Return, as (1, T, k),
         the number of each choice among all choices of the same expert in its text (see
         `model.cache.Cache`). Called by experts with a capacity."""
-        seen = self._stored(self._memory.chosen[layer], chosen[:, None])[:, 0]  # (B, S, k)
+        seen = self._stored(self.memory.chosen[layer], chosen[:, None])[:, 0]  # (B, S, k)
         distance = self._distance[:1] if self._is_piece else self._distance  # (B, S)
         before = seen.masked_fill((distance <= 0)[..., None], n_experts).flatten(1)
         of_texts = chosen if self._is_piece else chosen.transpose(0, 1)  # (B, T, k)
@@ -136,14 +132,14 @@ class _Pass:
     def _stored(self, stored: Tensor, new: Tensor) -> Tensor:
         """Write `new` (1, G, T, K) into `stored` (n_slots, G, S_max, K), the tensor of all slots.
         Return what the pass reads of it, (B, G, S, K)."""
-        of_pass = stored[self._slots]
-        if self._first is not None:
-            of_pass[:, :, self._first : self._first + new.shape[2]] = new
+        of_pass = stored[self.slots]
+        if self.first is not None:
+            of_pass[:, :, self.first : self.first + new.shape[2]] = new
         else:
-            assert self._write_at is not None
+            assert self.write_at is not None
             rows = torch.arange(len(of_pass), device=new.device)
-            of_pass[rows, :, self._write_at] = new[0].transpose(0, 1)
-        return of_pass[:, :, : self._n_seen]
+            of_pass[rows, :, self.write_at] = new[0].transpose(0, 1)
+        return of_pass[:, :, : self.n_seen]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
         """Return attention's output (1, H, T, K) for queries (1, H, T, K) and keys and values (B,
