@@ -18,7 +18,8 @@ def whole(value: int | None) -> str:
 
 
 def count(value: float) -> str:
-    """Format 10,788,929 as "10.8M"; NaN and infinity as "–"."""
+    """Format a large number with a suffix and three significant digits: 10,788,929 is "10.8M". NaN
+    and infinity are "–"."""
     if not math.isfinite(value):
         return "–"
     scaled, letter = _scaled(value, COUNTS)

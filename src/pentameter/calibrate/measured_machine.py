@@ -280,13 +280,15 @@ def _within_steps(device: Device, best: str) -> Device:
 
 
 def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, float]:
-    """Time steps in one precision, fused or not. Return `step_share` (the same operations' isolated
-    ÷ in-step time) and `kernel_seconds` (minimum seconds per operation). Raises ConfigError if the
-    machine is too busy to measure.
+    """Time whole training steps of a small model in one precision, with the fused kernels if
+    `fused`, else with PyTorch's own. Return two numbers by name: `step_share`, the time that the
+    step's operations take when each is timed by itself ÷ the time of the whole step, and
+    `kernel_seconds`, the least seconds that any operation takes, however small.
 
-    A step's passes take (o + n · k) / s: o is the isolated operations' time without k, n
-    their number, k the minimum seconds per operation and s the share. Steps with two sizes
-    determine k and s.
+    Two batch sizes give two equations for the two unknowns: a step's forward and backward passes
+    take (o + n · k) / s seconds, where s is `step_share`, k is `kernel_seconds`, n the number of
+    operations, and o the seconds that `device` predicts for them if k is 0. Raises ConfigError if
+    the results are implausible, as when other programs keep the machine busy.
     """
     configs, step = [], packaged_table("calibrate/step.toml")
     for size in STEP_ROWS:

@@ -94,8 +94,9 @@ class Router(nn.Module):
         its squared logits."""
 
     def forward(self, x: Tensor, numbers: Numbers = choice_numbers) -> Routing:
-        """Return the Routing of the tokens in x (B, T, D): `route` of their logits, with `numbers`
-        as there."""
+        """Choose experts for the tokens in x (B, T, D), and return the Routing: which experts each
+        token goes to, with which weights. `numbers` is passed on to `route`; it counts the earlier
+        choices of an expert, which decide whether a token still finds room there."""
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         with torch.autocast(x.device.type, enabled=False):

@@ -24,9 +24,10 @@ def finish(work: dist.Work | None, collective: str, group: dist.ProcessGroup | N
 
 
 class Arriving(NamedTuple):
-    """An exchange with both neighbours in a group that is still under way; `pass_on` starts it.
-    While it lasts the caller computes something else, then calls `wait` for the tensor that
-    arrives. `received` must not be read, nor `sent` freed or written, before that."""
+    """A message to the next rank in a group and one from the previous rank, both under way;
+    `pass_on` starts them. The caller computes something else meanwhile, then calls `wait` for the
+    tensor that arrives. Before that, `received` must not be read, and `sent` neither freed nor
+    written."""
 
     received: Tensor
     sent: Tensor
@@ -34,7 +35,8 @@ class Arriving(NamedTuple):
     group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
-        """Wait for both messages, and return the received tensor, now complete."""
+        """Wait until this rank's message has been sent and the previous rank's has arrived; return
+        the tensor received from it."""
         for each in self.work:
             finish(each, "messages", self.group)
         return self.received

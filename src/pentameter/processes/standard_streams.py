@@ -31,8 +31,9 @@ def open_standard_streams() -> None:
 
 
 class StandardStream:
-    """A text stream whose errors name it. If it `lasts`, it raises none: `failure` then holds the
-    reason, and what is written is lost, also what children and C++ code write."""
+    """A text stream in place of stdout or stderr, whose errors name the stream. While it `lasts` it
+    raises no errors: `failure` then holds the first one's reason, and later output is lost, also
+    that of child processes and C++ code."""
 
     def __init__(self, stream: TextIO, name: str, *, lasts: bool = False) -> None:
         self._stream, self.name, self.lasts = stream, name, lasts
@@ -50,7 +51,7 @@ class StandardStream:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write out the text that is buffered."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:

@@ -288,9 +288,11 @@ class _Loop:
             tokens.waiting = lambda: run.world.activity.note(AWAITING_TOKENS, run.state.step + 1)
 
     def _new_guard(self) -> Guard | None:
-        """Return a guard that begins with the run's state, or None if none is needed: spikes are
-        not looked for, and the host sees a number that is not finite before it launches another
-        step, or never rolls back."""
+        """Return an object that decides on the device whether each update is left out, with the
+        history of losses in the run's state; or None if the host can decide that by itself. It is
+        needed if `guard.spike_factor` is set (spikes are judged by the history), and if the run may
+        roll back and the host launches steps before it knows the losses of earlier ones
+        (`late`)."""
         run, settings = self.run, self.run.config.guard
         rolls_back = settings.rollback_interval is not None
         if settings.spike_factor is None and not (self.late and rolls_back):

@@ -67,8 +67,8 @@ class Ahead(Source):
         self._error: Exception | None = None
 
     def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background until all together hold `n_tokens` training tokens,
-        or the text has ended; return at once."""
+        """Start to tokenize more text in the background, until the shards on disk hold `n_tokens`
+        training tokens in all or the text has ended. Return at once."""
         self._n_wanted = max(self._n_wanted, n_tokens)
         if self._thread is None or not self._thread.is_alive():
             failure_file(self._folder).unlink(missing_ok=True)
@@ -76,9 +76,9 @@ class Ahead(Source):
             self._thread.start()
 
     def wait(self, n_tokens: int) -> None:
-        """Have parts written until they hold `n_tokens` training tokens (`prepare`), and sleep for
-        POLL_SECONDS; the caller then looks whether they are there. Raises the error with which
-        writing failed."""
+        """Have more text tokenized in the background, as `prepare` does, and sleep for
+        POLL_SECONDS. The caller then looks whether `n_tokens` training tokens are on disk, and
+        calls again if not. Raises the error with which the background work failed."""
         if self._error is not None:
             raise self._error
         self.prepare(n_tokens)
@@ -147,8 +147,9 @@ class Follower(Source):
         self._before = self._written_at()  # by an earlier run
 
     def wait(self, n_tokens: int) -> None:
-        """Sleep for POLL_SECONDS, whatever `n_tokens`. Raises the error that the other process has
-        recorded, if it failed since this object was made."""
+        """Sleep for POLL_SECONDS, while another process tokenizes the text; `n_tokens` is not read.
+        Raises the error that the other process has recorded, if it failed since this object was
+        made."""
         if (at := self._written_at()) is not None and at != self._before:
             failure = read_json(self._file)
             raise _ERRORS.get(str(failure.get("error")), StorageError)(str(failure.get("message")))

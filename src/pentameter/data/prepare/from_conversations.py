@@ -247,7 +247,8 @@ class ConversationContents(Contents):
         return {**super().key, "chat": chat, "special": special, **split, **ENCODED_WHOLE}
 
     def count(self) -> dict[str, int]:
-        """Return the number of documents."""
+        """Return the corpus's size as a dict with one entry: the unit's name and the number of
+        conversations or documents."""
         return {"conversations": len(self.splits)}
 
     def documents(self) -> Iterator[Document]:

@@ -83,7 +83,8 @@ class Contents(ABC):
 
     @abstractmethod
     def count(self) -> dict[str, int]:
-        """Return the corpus's size in its own unit: {"characters": …} or {"conversations": …}."""
+        """Return the corpus's size as a dict with one entry, whose key names the unit:
+        {"characters": n} for text, {"conversations": n} for conversations."""
 
     def description(self) -> dict[str, Any]:
         """Return hashes and sizes as JSON values, for the shards' header."""
@@ -273,10 +274,14 @@ def known_by(tokenizer: str | Tokenizer) -> str:
 
 
 def holds_tokenizer(folder: Path, setting: str, tokenizer: str | Tokenizer) -> bool:
-    """Return whether the shards in `folder` were encoded by `tokenizer`, a trained model's, so that
-    they can be read in place of new ones. `setting` is the `data.tokenizer` to which the folder
-    belongs. False if that makes no tokenizer from text, if `tokenizer` is itself a setting, or if
-    the folder holds no tokenizer."""
+    """Return True if the prepared tokens in `folder` were made with the same tokenizer as
+    `tokenizer`, by its hash, so that they can be read instead of tokenizing the text again.
+
+    setting: the value of `data.tokenizer` for which `folder` was prepared. Only a tokenizer that is
+        made from the text ("char", "word", "bpe:N") is stored in the folder; for any other setting the
+        result is False.
+    tokenizer: that of a trained model. The result is False if it is a setting (str) instead.
+    """
     if isinstance(tokenizer, str) or not is_made_from_text(setting):
         return False
     file = folder / TOKENIZER_FILE

@@ -73,8 +73,8 @@ class TokenSequence:
         return None
 
     def prepare(self, n_tokens: int) -> None:
-        """Do nothing, as all tokens exist. A `TokenStream` starts tokenizing in the background
-        until there are `n_tokens`."""
+        """Do nothing: all of this split's tokens exist. A `TokenStream`, whose text is still being
+        tokenized, starts to make `n_tokens` tokens here."""
 
     def close(self) -> None:
         """Do nothing. A `TokenStream` stops tokenizing in the background."""
@@ -147,8 +147,9 @@ class AssistantRanges:
         return inside
 
     def count(self, starts: Int64, stops: Int64) -> Int64:
-        """Return the number of assistant tokens (n,) in each window [start, stop), whose bounds are
-        given as two arrays (n,)."""
+        """Return, for each window of tokens [start, stop), the number of its tokens that belong to
+        an assistant's answers. `starts` and `stops` (n,) hold the windows' bounds as positions in
+        the data set; the result is (n,)."""
         lengths = self.bounds[:, 1] - self.bounds[:, 0]
         before = np.append(0, np.cumsum(lengths))  # tokens in earlier ranges
 

@@ -74,13 +74,13 @@ class Source:
         self._folder = folder
 
     def prepare(self, n_tokens: int) -> None:
-        """Start writing parts in the background until they hold `n_tokens` training tokens in all;
-        return at once. Does nothing in a class that writes no parts, as this one."""
+        """Start to tokenize more text in the background until `n_tokens` training tokens exist;
+        return at once. This base class tokenizes nothing, so here it does nothing."""
 
     def wait(self, n_tokens: int) -> None:
-        """Sleep for a moment; the caller then looks whether `n_tokens` training tokens are written,
-        and if not calls again. Raises CorruptError if nobody writes them, or the error with which
-        writing failed."""
+        """Sleep for a moment, in a loop of the caller that waits until `n_tokens` training tokens
+        exist. Raises CorruptError if no process makes them, or the error with which making them
+        failed."""
         raise CorruptError(
             f"{self._folder} lacks some of the first {n_tokens:,} tokens. The command that trained "
             "on them prepares them again from the same text"

@@ -236,9 +236,14 @@ class _RankMemory:
     other mesh dimension; holds everything that follows from its parameters alone."""
 
     def __init__(self, step: Step, coordinate: int) -> None:
-        """coordinate: the rank's `pipeline` coordinate. The object can be reused for another
-        micro-batch size, as long as both have several micro-batches or both have one: nothing else
-        of `step`'s micro-batches is read."""
+        """Prepare to compute the memory of one rank.
+
+        step: what is planned for one training step.
+        coordinate: the rank's index along the pipeline.
+
+        The object can be used again for a `step` with another micro-batch size, unless one of the
+        two has a single micro-batch and the other several.
+        """
         self.step = step
         config, layout = step.config, step.layout
         self.has_tied_head = config.model.tied_head

@@ -74,12 +74,20 @@ class ExpertFeedForward(Function):
         kind: str,
         *up: Tensor,
     ) -> Tensor:
-        """Return (B, T, D) in x's dtype for x (B, T, D) and the router's weights (N, k).
+        """Apply each token's k chosen experts to x (B, T, D), normalised but for the norm's weight,
+        and return the sum of their results by the router's weights, (B, T, D) in x's dtype. N = B ·
+        T tokens, E experts with n hidden channels, m rows in their first matrices together (2n with
+        a gate, else n).
 
-        places: of the rows, from the same routing. scale: the preceding norm's weight (D,). bias:
-        the first matrices' (E, m), the gate's beside `up`'s, or None. down, down_bias: (E, D, n),
-        and (E, D) or None. kind: the activation's name. up: the weights (gate, up), or up alone,
-        (E, n, D) each.
+        weights: the router's weights (N, k).
+        places: from the same routing: which row belongs to which token and expert.
+        scale: the preceding norm's weight (D,).
+        bias: biases (E, m) of the experts' first matrices, the gate's before the other's; None
+            without.
+        down, down_bias: weights (E, D, n) and biases (E, D) of the experts' last matrices; the
+            biases are None without.
+        kind: the activation's name.
+        up: weights (E, n, D) of the first matrices: (gate, up), or up alone if there is no gate.
         """
         low_up, low_down = fold(up, scale, x.dtype), fold((down,), None, x.dtype)
         ends = places.ends

@@ -77,8 +77,9 @@ class _RouterLogits(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-        """Return (B, T, E) in fp32 for x (B, T, D) in fp32 or bf16, `scale` (D,) and `weight`
-        (E, D) in fp32."""
+        """Return the router's logits (B, T, E) in fp32: x (B, T, D), in fp32 or bf16, normalised
+        and scaled by the norm's weight `scale` (D,), times the router's `weight` (E, D). Both
+        weights are fp32."""
         ctx.save_for_backward(x, scale, weight)
         logits = weight.new_empty(*x.shape[:-1], len(weight))
         job = _logits_job(x, scale, weight)
@@ -112,8 +113,9 @@ class _ChosenExperts(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts, int64 (B, T, k), the best first, of equal ones the lower, and
-        their weights, fp32 (B, T, k), for logits (B, T, E) in fp32. `router` says how."""
+        """Return each token's k chosen experts, int64 (B, T, k), and their weights, fp32 (B, T, k),
+        for `logits` (B, T, E) in fp32. The best expert comes first; of equal ones the one with the
+        lower number. `router` holds k and the rules by which it chooses and weighs."""
         logits = logits.contiguous()
         weights = logits.new_empty(*logits.shape[:-1], router.config.experts.n_chosen)
         experts, sums = torch.empty_like(weights, dtype=torch.int64), logits.new_empty(2)

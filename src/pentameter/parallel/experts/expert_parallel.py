@@ -361,7 +361,7 @@ class Transfer:
         return exchange_rows(rows, *sizes, self.group_name, self._number)
 
     def wait(self) -> None:
-        """Wait for the exchange that is under way, if there is one."""
+        """Wait until the exchange of rows between ranks is done, if one is under way."""
         work, self.work = self.work, None
         if work is not None:
             finish(work, "all-to-all", group_named(self.group_name))

@@ -191,8 +191,9 @@ class Grid(TensorContext):
         return x, targets
 
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Set attributes of the slice, in place, so that dropout and positions number channels and
-        heads as in the whole model: this rank's first channel and head. `run` is not read."""
+        """Tell the modules of `model`, this rank's shard of the network, in place, with which
+        channel and head of the whole model their own begin, so that dropout masks and positions are
+        those of the whole model. `run` is not read."""
         D, tensor_rank = model.config.d_model, self.coordinates["tensor"]
         (width,) = self.sharding.local_shape((D,), ("embed",))
         model.stream_channels = slice(tensor_rank * width, (tensor_rank + 1) * width)

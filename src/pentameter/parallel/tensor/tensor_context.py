@@ -75,8 +75,9 @@ class TensorContext(ABC):
 
     @abstractmethod
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Set the slice's attributes that depend on this rank's shards, such as its first head's
-        number, in place. `run` lists the slice's operations in order."""
+        """Set attributes of `model`, this rank's slice of the network, that depend on this rank's
+        shards, in place; for example the whole model's number of its first head. `run` lists the
+        operations that the slice computes, in order."""
 
     def widest(self, n: int) -> int:
         """Return the largest shard's size, over all ranks, when the dimension `columns` shards n

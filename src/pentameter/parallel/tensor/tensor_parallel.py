@@ -218,10 +218,11 @@ class TensorParallelContext(TensorContext):
         return gather_stream(x, matmul_dtype(x), *self.tokens()), self.reorder(targets)
 
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Change a slice in place: sub-layers multiply the stream with all their column-parallel
-        matrices at once, dropout numbers heads as in the whole model, and, with `sequence`, the
-        residual stream between matrices is sharded along the sequence, (B, T / n, D). `run` lists
-        the slice's operations."""
+        """Change `model`, this rank's slice of the network, in place, for tensor parallelism. A
+        sub-layer then multiplies the stream with all its column-parallel matrices in one product,
+        and dropout numbers heads as in the whole model. With `sequence`, the residual stream
+        between sub-layers is sharded by token, (B, T / n, D) on each of n ranks. `run` lists the
+        operations that the slice computes."""
         for op in run:
             if op.role == "column_parallel":
                 sub_layer: Any = model.get_submodule(op.name.rpartition(".")[0])

@@ -331,7 +331,9 @@ def _placement_of_experts(
 
 
 def _placement_in_a_grid(layout: Layout, axes: tuple[Axis, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return a Placement's `sharded_by` in a tensor mode of several dimensions."""
+    """Return, for each axis of a tensor, the mesh dimensions along which it is sharded, in a
+    tensor-parallel mode of two or three dimensions (2d, 2.5d, 3d). `axes` names the tensor's axes;
+    one that is not sharded gets (). The result is a Placement's `sharded_by`."""
     if layout.is_3d:
         dimensions = ["tensor" if axis == "embed" else "row" for axis in axes]
     else:

@@ -39,7 +39,8 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """A process's latest action: its name (`training`, `saving`), its step and its timeout."""
+    """What a process does now, as a launcher reads it: the action's name (`training`, `saving`),
+    the step, and the seconds after which it counts as hung."""
 
     doing: str = STARTING
     step: int = 0
@@ -55,12 +56,12 @@ class Note:
 
 
 class Activity:
-    """Records this process's latest Note, and writes it to the file `path`, if given, for the
-    launcher.
+    """Records this process's latest Note (its action, step and timeout), and writes it to the file
+    `path`, if given, so that the launcher can tell a hung process.
 
     timeout_seconds: limit for an action that was never timed before. Later ones get 3 times the
-        longest that an action with this name took, at least LEAST_TIMEOUT_SECONDS.
-    dump_stacks: print the stacks of all threads on stderr if nothing was noted for
+        longest time that an action of this name took, at least LEAST_TIMEOUT_SECONDS.
+    dump_stacks: True to print the stacks of all threads on stderr if nothing was noted for
         `timeout_seconds`.
     """
 
@@ -84,10 +85,13 @@ class Activity:
                 self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def note(self, doing: str, step: int, *, nothing_to_lose: bool = False) -> None:
-        """Record that the process begins the action `doing` (training, saving, …) in `step`.
+        """Record that this process begins the action `doing` (training, saving, …) in `step`. The
+        action before it ends with this call, and its duration sets the timeout of later ones of
+        that name.
 
-        With `nothing_to_lose`, the action's timeout is LEAST_TIMEOUT_SECONDS unless it was timed
-        before, and its time is not taken as a measurement: a first step compiles.
+        nothing_to_lose: True for an action of unusual length that loses nothing if it is killed,
+            such as a first step, which compiles. Its timeout is LEAST_TIMEOUT_SECONDS unless one of
+            its name was timed before, and its own duration is not kept.
         """
         before, now = self.latest, time.monotonic()
         if self._is_timed:
@@ -107,9 +111,9 @@ class Activity:
             faulthandler.dump_traceback_later(self._timeout_seconds, file=sys.__stderr__)
 
     def took(self, doing: str, seconds: float) -> None:
-        """Record that an action `doing` took so many seconds, for the timeout of later ones with
-        that name; `note` does so for actions that follow one another, this is for overlapped
-        ones."""
+        """Record that an action named `doing` took `seconds`, which sets the timeout of later ones.
+        `note` does so by itself for actions that follow one another; call this for one that ran at
+        the same time as others, such as a save while training goes on."""
         self._longest[doing] = max(self._longest.get(doing, 0.0), seconds)
 
     def close(self) -> None:
@@ -133,11 +137,11 @@ def read_activity(folder: Path, rank: int) -> Note:
 
 
 class Watchdog:
-    """The launcher's view of how long each worker has noted nothing new. `folder` is the launch
-    folder, to which workers write their notes.
+    """The launcher's record of how long each worker process has reported no new action. `folder` is
+    the launch folder, to which the workers write their actions (Note).
 
-    Times are the launcher's own, from the moment it saw a note change; workers' clocks play no
-    part.
+    Times are on the launcher's clock, from the moment at which it saw a note change; workers'
+    clocks play no role.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -210,12 +214,12 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
 
 
 def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
-    """Return those of `ranks` that the others seem to wait for. shown: rank → stacks, as returned
-    by `stacks`.
+    """Return those of `ranks` for which the other ranks seem to wait, judged by stack traces.
+    `shown` maps a rank to its stacks as text, as `stacks` returns them.
 
-    These are the ranks without stacks. If all have some, they are the ranks whose innermost frames
-    are outside torch.distributed, autograd and `World`, where a rank waits for others. If there are
-    none either, all ranks are returned.
+    They are the ranks that gave no stacks. If all gave some, they are the ranks whose innermost
+    frames are outside torch.distributed, autograd and `World`, the code in which a rank waits for
+    others. If there are none of these either, all ranks are returned.
     """
     mute = [rank for rank in ranks if rank not in shown]
     at_work = []

@@ -57,8 +57,9 @@ _MOST_RANKS_NAMED = 8
 
 
 class LostProcessError(TrainingFailedError):
-    """Another process of the run ended or no longer responds. Only that process knows why. `wait`
-    says where this process waited for it; None if that is not known."""
+    """Raised when another process of the run has ended or no longer responds, for a reason that
+    only that process knows. `wait` says in which collective this process noticed it; None if that
+    is not known."""
 
     def __init__(self, message: str, wait: Wait | None = None) -> None:
         super().__init__(message)
@@ -133,19 +134,21 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def at_least_one_of(ranks: Sequence[int]) -> str:
-    """Return ranks in words, of which not all need be lost: one lost rank may keep others from
-    noticing."""
+    """Return a phrase that names `ranks` as suspects: "at least one of ranks …". Not all of them
+    need be lost, as one lost rank may keep others from answering."""
     return spelled(ranks) if len(ranks) == 1 else f"at least one of {spelled(ranks)}"
 
 
 def unanswered(
     absent: Sequence[int], waits: Mapping[int, Wait], timeout_seconds: float, doing: str
 ) -> str:
-    """Return a sentence that says that the ranks `absent`, or if there are none some process, did
-    not answer in time, and where others wait for them.
+    """Return a sentence for an error message: some ranks did not answer in time, and where the
+    others wait for them.
 
-    waits: rank → where it waits, as far as that is known. doing: what one of those who wait does,
-    with its step.
+    absent: the ranks that did not answer; empty if they are not known.
+    waits: rank → the collective in which it waits, for those ranks of which that is known.
+    timeout_seconds: how long the others waited.
+    doing: what a waiting rank was doing, with its step, in words.
     """
     earliest = first_wait(list(waits.values()), absent)
     where = ""
@@ -160,8 +163,9 @@ def unanswered(
 
 
 def went_away(absent: Sequence[int], waits: Mapping[int, Wait], doing: str) -> str:
-    """Return a sentence that says that one of the ranks `absent`, or if there are none some
-    process, ended before others were done waiting. `waits` and `doing` are as for `unanswered`."""
+    """Return a sentence for an error message: one of the ranks `absent` ended while others were
+    waiting for it (some process, if `absent` is empty). `waits` and `doing` are as for
+    `unanswered`."""
     earliest = first_wait(list(waits.values()), absent)
     before = "" if earliest is None else f", before {earliest}"
     who = at_least_one_of(absent) if absent else "another process of the run"
@@ -288,9 +292,11 @@ def failure_ends_process() -> Iterator[None]:
 
 
 def _print_after_others(error: BaseException, failure: Failure, *, debug: bool) -> None:
-    """Print `failure` on stderr, or give it to torchrun to print, for launchers that collect no
-    reports. Another rank's failure may be the first: wait HOLD_BACK_SECONDS for an expected error
-    on a rank other than 0, twice as long for a lost connection."""
+    """Print `failure`, whose exception is `error`, on stderr, or hand it to torchrun to print. Used
+    under launchers that do not collect failures, where each rank prints its own: one that is
+    probably a consequence waits first, so that the cause is printed before it. That is
+    HOLD_BACK_SECONDS for an expected error on a rank other than 0, twice as long for a lost
+    connection. With `debug`, print the traceback, too."""
     if failure.consequence:
         time.sleep(2 * HOLD_BACK_SECONDS)
     elif failure.expected and failure.rank:

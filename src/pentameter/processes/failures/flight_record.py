@@ -39,16 +39,17 @@ _BACKWARD = {"_engine_run_backward", "backward", "pre_backward", "post_backward"
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """A rank's record: the first of its collectives that is not done (None if all are), and the
-    time that it may take."""
+    """What NCCL's flight recorder in PyTorch has written for one rank: the first collective that is
+    not done (None if all are), and the timeout of collectives."""
 
     wait: Wait | None = None
     timeout_seconds: float = 0.0
 
 
 def recorder_variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which ranks leave their records in the launch folder,
-    without those that `environ` sets, which are the user's."""
+    """Return environment variables that make PyTorch write each rank's record of NCCL collectives
+    to the launch folder when a collective times out. Variables that `environ` already sets are the
+    user's, and are left out."""
     ours = {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / _PREFIX),
@@ -59,13 +60,14 @@ def recorder_variables(folder: Path, environ: Mapping[str, str]) -> dict[str, st
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Return the path in the launch folder of the file with the record that `rank` leaves."""
+    """Return the path of the file in the launch folder to which PyTorch writes the record of
+    `rank`."""
     return folder / f"{_PREFIX}{rank}"
 
 
 def read_flight_record(folder: Path, rank: int) -> FlightRecord | None:
-    """Return the record that `rank` left in the launch folder. None if there is none, if it is
-    incomplete, or if a release of PyTorch writes another format."""
+    """Return the record of NCCL collectives that PyTorch wrote for `rank` in the launch folder.
+    Return None if there is none, if it is incomplete, or if its format is unknown."""
     with (
         suppress(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
         suppress(pickle.UnpicklingError),
@@ -84,18 +86,19 @@ def read_flight_record(folder: Path, rank: int) -> FlightRecord | None:
 
 
 def waits_on_nccl(folder: Path, ranks: Iterable[int]) -> dict[int, Wait]:
-    """Return where those of `ranks` wait that wait on NCCL by their records in the launch
-    folder."""
+    """Return rank → the NCCL collective in which it waits, for those of `ranks` that wait in one by
+    their records in the launch folder."""
     records = ((rank, read_flight_record(folder, rank)) for rank in ranks)
     return {rank: record.wait for rank, record in records if record is not None and record.wait}
 
 
 def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> str | None:
-    """Return a sentence that names the ranks that others wait for, by the records in the launch
-    folder; None if no rank waits on NCCL.
+    """Return a sentence that names the ranks for which others wait in an NCCL collective, by the
+    records in the launch folder; None if no rank waits in one.
 
-    hanging: ranks that were seen to hang; if there are none, those are named that are in the group
-    of the first collective that is not done, and wait for none themselves.
+    hanging: ranks that were seen to hang, which are then named. If it is empty, those are named
+        that belong to the group of the earliest unfinished collective and do not wait in one
+        themselves.
     """
     waits = waits_on_nccl(folder, range(world_size))
     absent = hanging or [rank for rank in range(world_size) if rank not in waits]
@@ -113,17 +116,17 @@ def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> st
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what PyTorch's pickler writes of dictionaries, lists, strings and numbers. It imports
-    nothing, so that no file has it run code."""
+    """Unpickler for files that PyTorch has written, of dictionaries, lists, strings and numbers
+    only. It refuses to import anything, so that no file can have it run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise UnpicklingError."""
+        """Raise UnpicklingError, whatever class or function a file names."""
         raise pickle.UnpicklingError(f"{module}.{name} in a flight record")
 
 
 def _wait(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Wait:
-    """Return what an entry of the record says of the collective in which its rank waits. groups:
-    name of a process group → its description and ranks."""
+    """Return a Wait that describes the collective in `entry`, one item of a rank's record. groups:
+    process group's name → its description and ranks."""
     name, dimension = entry["process_group"]
     along = "" if dimension in _NO_DIMENSION else dimension.removeprefix("mesh_")
     of_all = dimension == "default_pg" or name not in groups
@@ -143,7 +146,8 @@ def _wait(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Wait:
 
 
 def _in_words(name: str, *, is_message: bool) -> str:
-    """Return a collective in words: `all-gather` for `nccl:_all_gather_base`."""
+    """Return a collective's name for people: `all-gather` for `nccl:_all_gather_base`. `is_message`
+    says that it is a send or receive between two ranks."""
     found = None if is_message else _COLLECTIVE.search(name)
     if found is None:
         return "messages" if is_message or re.search("send|recv", name) else "collective"

@@ -34,12 +34,13 @@ _INNERMOST_CALLS = 12
 
 
 class Naming:
-    """Names for the objects in a frame's local variables, for messages. This base class knows no
-    model and names nothing; `Names` in `parallel/` does."""
+    """Names for the modules, gradients and process groups that a stack frame's local variables
+    hold, for error messages about a lost rank. This base class names nothing; `Names` in
+    `parallel/` knows the model."""
 
     def of(self, local: object) -> str | None:
-        """Return the name of what a local variable holds: a module, FSDP's unit, or a pipeline's
-        stages. None for anything else."""
+        """Return the name of the module, FSDP unit or pipeline stage that a frame's local variable
+        holds; None if it is anything else."""
         return None
 
     def of_gradient(self, local: object) -> str | None:
@@ -57,9 +58,8 @@ class Naming:
         return "", dist.get_process_group_ranks(local)
 
     def summed(self) -> tuple[str, str, list[int]] | None:
-        """Describe the gradients whose all-reduce was begun in the backward pass and is not done:
-        return them in words, with the mesh dimension and the ranks of their group. None if there
-        are none."""
+        """Return the first gradients whose all-reduce has begun and is not done, as (their name in
+        words, mesh dimension of the group, its ranks); None if there are none."""
         return None
 
 
@@ -135,9 +135,9 @@ def wait_behind(error: BaseException, naming: Naming, seconds: float) -> Wait | 
 
 
 def calls_in_words(calls: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
-    """Return (the innermost call outside libraries with its place in the source, the calls outside
-    libraries as `Wait.stack` has them). calls: (file, line, function), innermost first, at least
-    one; if all are in libraries, they are what is returned."""
+    """Return two texts about a stack of calls: the innermost call outside libraries, with file and
+    line, and all calls outside libraries. `calls` lists (file, line, function), the innermost
+    first, at least one; if all are in libraries, the texts are about these."""
     own = [each for each in calls if not any(part in each[0] for part in _LIBRARIES)]
     shown = [
         f"{_short(path)}:{line} in {function}"
@@ -165,8 +165,9 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _collective(inward: Sequence[FrameType], naming: Naming) -> tuple[str, Any]:
-    """Return (name, group) of the collective in these frames, innermost first. The name is in
-    words, "" if it is not known; the group is as from `Naming.group`, None for all ranks."""
+    """Return (name, group) of the collective that the stack frames `inward`, innermost first, are
+    in. The name is in words, "" if it is not known. The group is (mesh dimension, ranks), or None
+    if it has all ranks."""
     found, start = "", 0
     for index, frame in enumerate(inward):
         name, path = frame.f_code.co_name, _path(frame)

@@ -206,12 +206,12 @@ def joined_world(
 
 
 def loss_behind(error: Exception, world: World) -> LostProcessError | None:
-    """Return the LostProcessError to raise instead of `error`, if `error` (from gloo, nccl or a
-    store) only says that another process in `world` is missing; its message names the missing
-    ranks. Return None if this process itself failed.
+    """Return the LostProcessError to raise in place of `error` (from gloo, NCCL or a store), if
+    that only means that another process in `world` is missing; its message names the missing ranks.
+    Return None if this process itself failed.
 
-    Call it before anything slow: the other ranks take one that does not report within some seconds
-    for the missing one.
+    Call it before anything slow: the other ranks take a rank that does not call it within some
+    seconds for the missing one.
     """
     how = lost_process(error) if isinstance(error, RuntimeError) else None
     if how is None or world.store is None:
@@ -294,9 +294,10 @@ def set_threads(world: World) -> int:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Processes that have met in `store`; `launched` is this one's rank among them. If only some of
-    them train, since no layout can use all, the others are spares: they wait for the end, because
-    torchrun and srun take a process that ends for one whose work is done."""
+    """Processes that have found each other through a key-value `store`; `launched` has this one's
+    rank among them. If a layout cannot use all of them, the rest are spares: they wait until the
+    others have ended, because torchrun and srun take a process that ends early for one whose work
+    is done."""
 
     launched: LaunchedRank
     store: Store
@@ -384,15 +385,14 @@ def open_store(launched: LaunchedRank, timeout_seconds: float) -> Store:
 def absent_ranks(
     store: Store, rank: int, world_size: int, timeout_seconds: float, wait: Wait | None = None
 ) -> tuple[list[int], dict[int, Wait]]:
-    """Report in the store that `rank` has lost another process, and find the ranks that do not
-    report the same within `timeout_seconds`: they are dead, or hang. Every process that lost
-    another one calls this.
+    """Tell the other ranks, through the store, that `rank` has lost a process, and wait up to
+    `timeout_seconds` for them to tell the same. Those that do not are dead or hang. Every process
+    that lost another one calls this.
 
     wait: where this rank waits, to be told to the others; None if that is not known.
 
-    Return the absent ranks, and for each reporting rank where it waits, if known. Both are empty if
-    the store itself is gone. Raises TimeoutError if the store does not respond: the network to it
-    is cut.
+    Return (absent ranks, reporting rank → where it waits, if known). Both are empty if the store
+    itself is gone. Raises TimeoutError if the store does not respond: the network to it is cut.
     """
     others = [other for other in range(world_size) if other != rank]
     told = "1" if wait is None else wait.to_json()
@@ -476,12 +476,12 @@ def _reach(launched: LaunchedRank, timeout_seconds: float) -> Store:
 
 
 def _agree(store: Store, launched: LaunchedRank, where: str, deadline: float) -> str:
-    """Wait until all processes of this attempt have arrived, and return a name for the rendezvous
-    that no earlier attempt had. Collective. Raises LostProcessError after `deadline`, in
+    """Wait until all processes of this attempt have arrived, and return a random name for their
+    meeting, which no earlier attempt had. Collective. Raises LostProcessError after `deadline`, in
     monotonic seconds.
 
-    Each rank writes a random token under its rank. Rank 0 proposes the tokens that it finds, until
-    every rank has confirmed that its own token, and not a dead process's, is among them.
+    Each rank writes a random token to the store. Rank 0 proposes the tokens that it finds there,
+    until every rank has confirmed that its own token, and not a dead process's, is among them.
     """
     come = _propose if launched.rank == 0 else _confirm
     mine = uuid.uuid4().hex
@@ -506,9 +506,9 @@ def _agree(store: Store, launched: LaunchedRank, where: str, deadline: float) ->
 
 
 def _propose(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | None, list[int]]:
-    """Take one turn as rank 0: propose the tokens found, `mine` among them. Return the rendezvous's
-    name and [] once all have confirmed, else None and the ranks that have not arrived or
-    confirmed."""
+    """Make one attempt, on rank 0, at the agreement that `_agree` describes: propose the tokens
+    found in the store, `mine` among them. Return (the meeting's name, []) once all ranks have
+    confirmed, else (None, the ranks that have not arrived or confirmed)."""
     others = range(1, launched.world_size)
     read = _reader(store)
     words = [mine, *(read(f"came/{rank}") for rank in others)]
@@ -527,9 +527,9 @@ def _propose(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | Non
 
 
 def _confirm(store: Store, launched: LaunchedRank, mine: str) -> tuple[str | None, list[int]]:
-    """Take one turn as another rank: confirm a proposal that has this rank's token `mine`.
-    Return the rendezvous's name and [] once rank 0 says that all agree, else None and [0], the
-    rank waited for."""
+    """Make one attempt, on a rank other than 0, at the agreement that `_agree` describes: confirm a
+    proposal that has this rank's token `mine`. Return (the meeting's name, []) once rank 0 says
+    that all agree, else (None, [0]), as rank 0 is waited for."""
     read = _reader(store)
     proposal = read("proposal")
     words = json.loads(proposal) if proposal else []

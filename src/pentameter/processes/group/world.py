@@ -34,7 +34,7 @@ class OtherRankError(Exception):
 
 
 class _LeftError(Exception):
-    """Raised in a thread whose result nobody waits for any more, to end it."""
+    """Raised in a worker thread to end it, when nobody waits for its result any more."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class World:
         self.all_reduce_max(0)
 
     def await_main(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
-        """Return once `is_busy`, called on rank 0 every PAUSE_SECONDS, returns False. Use it for
-        work on rank 0 that may take longer than others may wait in a collective. `doing` and `step`
-        are noted as every rank's activity meanwhile. Collective."""
+        """Wait on every rank until `is_busy`, called on rank 0 every PAUSE_SECONDS, returns False.
+        Use it while rank 0 works for longer than the others may wait in a collective. Meanwhile
+        `doing` and `step` are noted as every rank's activity. Collective."""
         self._await_all(lambda: self.is_main and is_busy(), doing, step)
 
     def _await_all(self, is_busy: Callable[[], bool], doing: str, step: int) -> None:
@@ -118,14 +118,14 @@ class World:
             time.sleep(next(pauses))
 
     def patiently(self, work: Callable[[Callable[[], None]], T], doing: str, step: int) -> list[T]:
-        """Run `work` on every rank, and return all results, ordered by rank, on every rank, as
-        `gathered` does. Collective. Use it where a disk or a network may hold up one rank for
-        longer than the others may wait in a collective: `work` runs in a thread, while the ranks
-        tell each other that they are there.
+        """Run `work` on every rank in a thread, and return all ranks' results, ordered by rank, on
+        every rank. Errors are raised as by `gathered`. Use it where a disk or a network may hold up
+        one rank for longer than the others may wait in a collective: meanwhile the ranks keep
+        telling each other that they are alive. Collective.
 
-        work: called with a function that it should call now and then. That function raises an
-            exception, which ends the work, once nobody waits any more (after a signal, or a lost
-            rank).
+        work: called with a function that it should call now and then, which raises an exception
+            once nobody waits for the result any more (after a signal, or a lost rank), and so ends
+            the work.
         doing, step: noted as this rank's activity meanwhile.
         """
         if self.size == 1:
@@ -172,9 +172,9 @@ class World:
         return self._exchanged(_attempted(work))
 
     def _exchanged(self, outcome: tuple[T | None, BaseException | None]) -> list[T]:
-        """Return the results of all ranks, or raise the first error, the same on every rank.
-        `outcome` is this rank's result and error, one of them None. An error of this rank keeps its
-        traceback. Collective."""
+        """Send this rank's outcome to all, and return the results of all ranks, or raise the first
+        error, the same on every rank. `outcome` is (result, error), one of them None. An error of
+        this rank keeps its traceback. Collective."""
         own = outcome[1]
         outcomes = self.all_gather((outcome[0], _sendable(own)))
         failures = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]

@@ -100,13 +100,14 @@ def respawn(
     may_shrink: bool,
     progress: Callable[[], object],
 ) -> None:
-    """Call `start` with `n_processes`, and again after each lost process, until it returns. After
+    """Call `start(n_processes, False)`, and again after each lost process, until it returns. After
     `n_restarts` losses without progress between them, raise the last WorkerFailedError.
 
-    start: runs so many processes to the end; its second argument is True after a loss. A
-        WorkerFailedError whose failure is no loss (`is_loss`) is raised at once.
-    may_shrink: after a second loss without progress use one process less, after the next one less
-        again; after progress, all.
+    start: runs the given number of processes to their end; its second argument is True after a
+        loss. A WorkerFailedError that another try would not cure (`is_loss` is False) is raised at
+        once.
+    may_shrink: True to use one process less after a second loss without progress, and one less
+        again after each further one; after progress, all.
     progress: returns a value that changes with every checkpoint.
     """
     n, n_lost, before = n_processes, 0, progress()
@@ -264,10 +265,10 @@ class Workers:
             self._kill()
 
     def _end_silent(self) -> list[Failure]:
-        """Kill all running processes if a stop signal came and each has since exceeded its action's
-        timeout; before that, print the stacks of those that hang. Return one failure that names the
-        ranks that hang, or an empty list if nothing was done. All processes are silent then,
-        because one that hangs makes the others wait."""
+        """After a stop signal, if every running process has exceeded its action's timeout, print
+        the stacks of those that seem to hang, and kill all. Return a list with one failure that
+        names the hanging ranks; an empty list if nothing was done. All processes are silent in that
+        case, since those that do not hang wait for one that does."""
         if not self._running or not self.received or self._ended_by_us:
             return []
         self._watchdog.look(self._running)
@@ -380,19 +381,20 @@ def _started(
 
 
 def handling_ctrl_z(workers: Callable[[], Workers | None]) -> AbstractContextManager[None]:
-    """Return a context manager: while the block runs in a launcher, Ctrl-Z (SIGTSTP) does what
-    `_Suspension` says. Main thread only."""
+    """Return a context manager for a launcher: while its block runs, Ctrl-Z (SIGTSTP) suspends the
+    processes that `workers` returns, then the launcher, and resuming it resumes them. Main thread
+    only."""
     return handling({signal.SIGTSTP: _Suspension(workers).on_signal})
 
 
 class _Suspension:
-    """The handling of Ctrl-Z in a launcher: suspend all that `workers` returns (None if there are
-    none), then the launcher, and resume them when it is resumed. By themselves they would go on,
-    since they are in sessions of their own.
+    """Handler of Ctrl-Z in a launcher: suspend the processes in `workers()` (None if there are
+    none), then the launcher itself, and resume them when it is resumed. The processes need this, as
+    they are in sessions of their own, which the terminal does not suspend.
 
-    The workers are asked first, and pause between two steps, where none waits for another.
-    Suspended elsewhere, a rank that waits would find on resuming that its timeout is over. A second
-    Ctrl-Z suspends at once.
+    The first Ctrl-Z asks the processes to pause between two steps, where none waits for another. A
+    rank suspended while it waits would find on resuming that its timeout is over. A second Ctrl-Z
+    suspends at once.
     """
 
     def __init__(self, workers: Callable[[], Workers | None]) -> None:
@@ -433,9 +435,10 @@ class _Suspension:
 
 
 def _unreported(rank: int, code: int, folder: Path) -> Failure:
-    """Return the failure of a process that ended with exit code `code` (negative: the signal that
-    ended it) and left no report. If NCCL's watchdog ended it, since another process did not come to
-    a collective or went away, that is a consequence; its record in the launch folder shows it."""
+    """Return a Failure for a process that ended with exit code `code` (negative: the signal that
+    ended it) without a report of its own. If NCCL's watchdog ended it because another process did
+    not come to a collective, the Failure says so, with what the process's record in the launch
+    folder tells."""
     latest = read_activity(folder, rank)
     record = read_flight_record(folder, rank) if -code == signal.SIGABRT else None
     if record is not None:
@@ -456,8 +459,8 @@ def _unreported(rank: int, code: int, folder: Path) -> Failure:
 
 
 def _with_wait(failure: Failure, failures: Sequence[Failure]) -> Failure:
-    """Return `failure` with the collective that its process did not reach, if it ended without a
-    report. The collective is taken from those in `failures` that lost the process there."""
+    """Return `failure` with a further clause, if its process ended without a report: the collective
+    in which the other processes, by their `failures`, waited for it in vain."""
     waited = next((each.waited for each in failures if each.waited), "")
     if failure.consequence or failure.traceback or not failure.message or not waited:
         return failure

@@ -84,8 +84,9 @@ def run_on_nodes(
 
 
 class _Launcher:
-    """This machine's launcher for a run on several nodes. Its loop calls `is_done` again and again
-    until it returns True."""
+    """The launcher of one machine in a run on several: it starts and watches this machine's
+    processes, and agrees with the other machines' launchers on who takes part. Call `is_done` again
+    and again until it returns True."""
 
     def __init__(
         self,
@@ -112,8 +113,9 @@ class _Launcher:
         self._changed_at = time.monotonic()
 
     def is_done(self) -> bool:
-        """Decide, if it is this node's turn to, and follow the attempt. Return True once the run is
-        complete. Raises RunFailedError, StorageError and InterruptedRunError."""
+        """Do what is due: decide on the next attempt, if this is the node that decides, and start,
+        watch or end this machine's processes as the present attempt says. Return True once the run
+        is complete. Raises RunFailedError, StorageError and InterruptedRunError."""
         before = {name: (node.reaches, node.state) for name, node in self._present.items()}
         self._present = self._roll.present()
         if before != {name: (node.reaches, node.state) for name, node in self._present.items()}:
@@ -145,7 +147,8 @@ class _Launcher:
         return False
 
     def _is_folder_there(self) -> bool:
-        """Return False while the run folder is away; raise StorageError if it stays so."""
+        """Return True if the run folder can be seen, False while it cannot; raise StorageError if
+        that lasts."""
         try:
             self._roll.check_folder()
         except StorageError:
@@ -157,8 +160,9 @@ class _Launcher:
         return True
 
     def _decided(self, now: Attempt) -> Attempt:
-        """Return the attempt that follows `now`, after writing it for all nodes. If an earlier
-        command ended the run, begin anew."""
+        """Return the attempt (the nodes that train together) that follows `now`, and write it to
+        the run folder for all nodes. If `now` is the end of a run by an earlier command, begin
+        again."""
         if now.is_final:
             if now != self._before:
                 return now
@@ -200,7 +204,8 @@ class _Launcher:
         workers.start(self._program, ours)
 
     def _follow(self, workers: Workers, now: Attempt) -> None:
-        """Look at this node's processes: end them as the attempt says, and note how they ended."""
+        """Look at this node's processes in the attempt `now`: end them if the attempt is over or
+        stopping, and record in this node's file how they ended."""
         is_other = (now.number, now.members) != (self._mine.number, self._mine.members)
         is_over = is_other or now.state in ("over", "failed")
         if is_over or any(failure.killed for failure in workers.failures):
@@ -258,9 +263,9 @@ def _print(words: str) -> None:
 
 
 def _holder_at_work(now: Attempt, silent_hosts: set[str], run_folder: Path) -> Owner | None:
-    """Return the process that holds the run folder's lock and trains, although no launcher of the
-    attempt `now` shows signs of life; None if there is none. Such a launcher is frozen, and will
-    take others in when it goes on. silent_hosts: hosts of launchers that may be frozen."""
+    """Return the process that holds the run folder's lock and still trains, although no launcher of
+    the attempt `now` answers; None if there is none. Such a launcher is frozen, and will take in
+    other nodes when it goes on. silent_hosts: machines whose launcher may be frozen."""
     if now.state not in ("running", "stopping"):
         return None
     owner = owner_of(run_folder / "run.lock")

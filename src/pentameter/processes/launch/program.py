@@ -27,8 +27,8 @@ def python_command(*arguments: str) -> list[str]:
 
 
 class Program(Protocol):
-    """Protocol of what a launcher starts once for each rank: a command, or a function in a forked
-    process."""
+    """Protocol of a program that a launcher starts once for each rank: a command, or a function in
+    a forked process."""
 
     def start(
         self, environment: Mapping[str, str], folder: Path, output: int | None
@@ -95,9 +95,9 @@ class Preloaded:
 
 @dataclass(frozen=True)
 class Launched:
-    """A process that a launcher starts: its rank, and how many the run has (`world_size`) and this
-    machine (`local_size`). `local_rank` and `local_size` are None if the whole run is on this
-    machine."""
+    """The number of one process among those that are started together: its `rank` among
+    `world_size` in the run, and its `local_rank` among `local_size` on this machine. The last two
+    are None if the whole run is on this machine."""
 
     rank: int
     world_size: int
@@ -111,10 +111,10 @@ class Launched:
 def worker_environment(
     process: Launched, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables for a process: `environ`, torch.distributed's rank
-    variables, the launch folder `folder`, the thread count, what has NCCL's ranks leave their
-    records there, and for processes of this machine alone the loopback interface for gloo and
-    NCCL."""
+    """Return the environment variables of a worker process: `environ`, and on top of it
+    torch.distributed's rank variables, the launch folder, the thread count and the settings of
+    NCCL's flight recorder. If all processes are on this machine, gloo and NCCL are told to use the
+    loopback interface."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     local_rank = process.rank if process.local_rank is None else process.local_rank
     local_size = process.local_size or process.world_size

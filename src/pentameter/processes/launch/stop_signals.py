@@ -23,8 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def minded_stop_signals() -> list[signal.Signals]:
-    """Return the STOP_SIGNALS that this process handles: all but those that it was started to
-    ignore, as SIGHUP under `nohup`."""
+    """Return the STOP_SIGNALS that this process should handle: all but those that it was told to
+    ignore when it was started, such as SIGHUP under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -58,8 +58,8 @@ def handling_suspension(handler: Callable[[bool], None]) -> AbstractContextManag
 
 
 def stop_at_once() -> None:
-    """From now on, exit with code 75 on a stop signal, without saving. A launcher replaces this
-    handler while it has workers, and a training run while it trains, to save first."""
+    """From now on, exit with code 75 on a stop signal, without saving. A launcher with workers and
+    a training run replace this by handlers that save first."""
     for number in minded_stop_signals():
         signal.signal(number, _stop)
 

@@ -32,7 +32,8 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Launch:
-    """Processes to start on this machine."""
+    """What `train` starts on this machine, if it runs in several processes: the program, its
+    arguments, and the rules for starting it again."""
 
     program: Preloaded
     """The function that trains as one rank, for processes that may be started again. It is closed
@@ -52,9 +53,9 @@ class Launch:
     """Whether to refuse a run that exceeds the memory; False with --force."""
 
     def here(self, chosen: Callable[[int], Config]) -> None:
-        """Train in processes of this machine alone, and start them again after a loss, up to
-        `restarts` times. `chosen` returns the configuration for a number of processes; with
-        --layout best it is called again after a loss."""
+        """Train in processes on this machine alone. After a lost process start them again, at most
+        `restarts` times without progress. `chosen` returns the configuration for a number of
+        processes; with --layout best it is called again after each loss."""
         if not self.restarts:
             arguments, n_processes = self._fitted(self.n_processes, self.config, self.resume)
             run_local(Command(python_command("train", *arguments)), n_processes)
@@ -119,15 +120,16 @@ class Launch:
             )
 
     def _resume(self, *, has_checkpoint: bool) -> str:
-        """Return `--resume` for processes that follow others: once the run has had a checkpoint it
-        never begins anew, whatever is found at its folder's path."""
+        """Return the value of `--resume` for processes that are started after earlier ones have
+        ended: once the run has had a checkpoint they must resume from one, so that the run never
+        begins again from step 0."""
         if self.resume == "extend":  # needs one as well
             return "extend"
         return "must" if has_checkpoint else "auto" if self.resume == "never" else self.resume
 
     def _fitted(self, n_processes: int, config: Config, resume: str) -> tuple[list[str], int]:
-        """Return the arguments of `train` for each process, and their number. It is `n_processes`,
-        or less if a best layout cannot use all."""
+        """Return (arguments of `train` for each process, number of processes). The number is
+        `n_processes`, or less if the best layout cannot use all."""
         if self.layout == BEST:
             n_processes = make_layout(config.parallel).world_size
         self._check(config, n_processes)
@@ -157,7 +159,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 class _SeenFolder:
-    """The run folder at `path`, as a launcher sees it while its processes train there."""
+    """A launcher's view of the run folder at `path` while its processes train there: whether it is
+    still the same folder, and its newest checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.newest = ""

@@ -35,9 +35,10 @@ def watch_launcher() -> None:
 
 
 def become_rank(environment: Mapping[str, str]) -> None:
-    """From now on, be the rank that the environment variables describe; they replace this
-    process's. Called in a process forked by a server that has finished its imports. Stop signals
-    then end it with exit code 75, and it writes all stacks to a file on the launcher's signal."""
+    """Make this process the rank that the environment variables in `environment` describe; they
+    replace its present ones. For a process just forked from a server. From then on stop signals end
+    it with exit code 75, and on the launcher's signal it writes the stacks of all threads to a
+    file."""
     stop_at_once()
     os.environ.clear()
     os.environ.update(environment)

@@ -17,7 +17,8 @@ from pentameter.processes.nodes.roll import ATTEMPT, Node, names, reachable_grou
 
 @dataclass(frozen=True)
 class Attempt:
-    """Nodes that train together until one is lost, one comes or the run is complete."""
+    """The nodes that train together for a time, until one of them is lost, a new one comes or the
+    run is complete. A frozen record, kept in a file in the run folder that all nodes read."""
 
     number: int = 0
     state: str = "over"
@@ -54,8 +55,8 @@ class Rules:
 
 
 def read_attempt(folder: Path, before: Attempt | None = None) -> Attempt:
-    """Return the attempt recorded in the nodes' folder. If there is none, or it cannot be read at
-    the moment, return `before`, the last one read; without that, a finished attempt numbered 0."""
+    """Return the attempt recorded in the nodes' folder. If it is missing or cannot be read at the
+    moment, return `before`, the last one read; if that is None, a finished attempt numbered 0."""
     return read_record(folder / f"{ATTEMPT}.json", Attempt) or before or Attempt()
 
 
@@ -67,11 +68,13 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 def next_attempt(
     now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled: bool, progress: str
 ) -> Attempt:
-    """Return the attempt that follows `now`, or `now` itself if nothing is to change.
+    """Decide what follows the attempt `now`: return a new attempt, or `now` with another state, or
+    `now` itself if nothing changes.
 
-    present: the nodes that are there, by name.
-    settled: True if no node has come or gone for a moment; nodes that start at the same time are
-        then all there.
+    present: the nodes that are alive, by name.
+    rules: how many nodes must and may train together.
+    settled: True if no node has come or gone for a moment, so that nodes started at the same time
+        are all there.
     progress: name of the newest checkpoint.
     """
     if now.state in ("running", "stopping"):
@@ -101,7 +104,9 @@ def next_attempt(
 
 
 def _judged(now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled: bool) -> Attempt:
-    """Return an attempt that runs or stops, with another state if it cannot go on."""
+    """Return the attempt `now`, which runs or is stopping, with the state that it should have:
+    "failed", "complete", "over" after a loss, "stopping" to take in a new node, or unchanged. The
+    arguments are as for `next_attempt`."""
     members = [present[name] for name in now.members if name in present]
     ours = [node for node in members if node.attempt == now.number]
     for node in ours:
@@ -124,8 +129,8 @@ def _judged(now: Attempt, present: Mapping[str, Node], rules: Rules, *, settled:
 
 
 def _loss(now: Attempt, members: list[Node]) -> str | None:
-    """Return in words which node an attempt has lost, or None. `members` are its nodes that are
-    there."""
+    """Return a phrase that says which node the attempt `now` has lost; None if it has lost none.
+    `members` are its nodes that are still alive."""
     for node in members:
         if node.attempt == now.number and node.state == "lost":
             return f"{node.host} ({node.address}): {node.message}"
@@ -139,7 +144,7 @@ def _loss(now: Attempt, members: list[Node]) -> str | None:
 
 
 def _running(now: Attempt, present: Mapping[str, Node]) -> bool:
-    """Return True if a node that is there still has processes of the attempt."""
+    """Return True if any node that is alive still runs processes of the attempt `now`."""
     return any(node.attempt == now.number and node.state == "running" for node in present.values())
 
 

@@ -42,7 +42,8 @@ FORGOTTEN_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Node:
-    """A machine that takes part in a run, as its launcher describes it in its file."""
+    """A machine that takes part in a run, as its launcher describes it in a file for the other
+    nodes."""
 
     name: str
     """A random name, new for each start of a launcher. Only who can read the run folder knows
@@ -71,14 +72,25 @@ class Node:
 
 
 class Roll:
-    """The nodes whose files are in `folder`, below the run folder, this one among them from
-    construction to `close`. A thread writes this node's file, reads the others', and sends and
-    answers pings. A file that cannot be read or written for a moment changes nothing: a node is
-    gone only by its silence, or when its launcher has removed its file."""
+    """The list of the nodes (machines) of a run, kept as one file for each node in `folder`, inside
+    the run folder. From construction to `close` this node is on it: a thread writes this node's
+    file, reads the others', and sends and answers pings over UDP.
+
+    A node is gone only when it is silent for GONE_SECONDS or its launcher has removed its file; a
+    file that cannot be read or written for a moment changes nothing.
+    """
 
     def __init__(self, folder: Path, address: str, n_processes: int) -> None:
-        """Raises StorageError if the folder cannot be written, ConfigError if `address` is not this
-        machine's."""
+        """Write this node's file, read the other nodes' files, and start the thread that keeps both
+        up to date.
+
+        folder: the folder of the nodes' files, inside the run folder.
+        address: this machine's network address, at which the other nodes reach it.
+        n_processes: number of processes that this node can run.
+
+        Raises StorageError if the folder cannot be written, ConfigError if `address` is not one of
+        this machine's addresses.
+        """
         self._folder = folder
         make_folder(folder)
         self._held = HeldFolder.at(folder.parent)
@@ -143,8 +155,8 @@ class Roll:
         return {name: node for name, node in sorted(there.items()) if name not in refused}
 
     def silent_hosts(self) -> set[str]:
-        """Return the hosts of nodes that have a file and are not present, but may still train:
-        their launcher may be frozen, since their machine does not say that it is gone."""
+        """Return the host names of nodes that have a file and do not answer, but may still be
+        training: no machine has said that the launcher is gone, so it may be frozen."""
         present = self.present()
         with self._lock:
             silent = [node for node, _, _ in self._seen.values() if node.name not in present]
@@ -152,8 +164,8 @@ class Roll:
         return {node.host for node in silent if node.name not in refused}
 
     def knows_all(self) -> bool:
-        """Return False while this node, which has just come, cannot tell of some file yet whether a
-        living node writes it."""
+        """Return True if it is known of every other node's file whether a living node writes it. It
+        takes this node some seconds after its start to find out."""
         now = self._heard_until()
         with self._lock:
             return all(
@@ -171,7 +183,8 @@ class Roll:
             ping.close()
 
     def _remove_files_of(self, name: str) -> None:
-        """Remove a node's file, and those that it was writing when it was killed."""
+        """Remove the file of the node `name`, and temporary files that it was writing when it was
+        killed."""
         with contextlib.suppress(OSError):
             for path in (self._path(name), *self._folder.glob(f"{name}.json.tmp-*")):
                 path.unlink(missing_ok=True)
@@ -184,13 +197,13 @@ class Roll:
         write_record(self._path(self._me.name), self._me)
 
     def _heard_until(self) -> float:
-        """Return the monotonic time until which this node has listened. It may have been frozen
-        itself since; the others were not silent then."""
+        """Return the monotonic time until which this node has certainly listened to the others. If
+        it was frozen since then, their silence means nothing."""
         return min(time.monotonic(), self._listened_at + BEAT_SECONDS)
 
     def _pass_over_own_silence(self, now: float) -> None:
-        """If the thread's latest turn was too long ago, leave the time since then out of every
-        node's silence."""
+        """If this node's thread did not run for a while before `now` (monotonic seconds), do not
+        count that time as silence of the other nodes."""
         if (seconds := now - self._heard_until()) > 0:
             with self._lock:
                 for name, (node, changed, is_beating) in self._seen.items():
@@ -216,7 +229,8 @@ class Roll:
         self._receive(min(self._next_beat, self._next_ping) - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Answer pings and take answers for so many seconds at most."""
+        """Answer other nodes' pings, and record their answers to this node's, for at most
+        `seconds`."""
         sockets = {each.socket: each for each in self._pings.values()}
         ready, _, _ = select.select([self._answering, *sockets], [], [], max(0.0, seconds))
         for each in ready:
@@ -260,7 +274,8 @@ class Roll:
 
 
 class _Ping:
-    """Pings from this machine's `address` to one other node, and when it last answered."""
+    """A UDP socket that pings one other node from this machine's `address`, with the time of its
+    last answer."""
 
     def __init__(self, address: str, node: Node) -> None:
         self.socket = _udp_socket(address)
@@ -312,8 +327,8 @@ def _is_removed(path: Path) -> bool:
 
 
 def reachable_group(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return nodes that all reach each other, ordered by name. Until they do, the node that fails
-    to reach most of the others is left out; of several, the one with the last name."""
+    """Return the nodes that can all reach each other, ordered by name. As long as some cannot, drop
+    the node that fails to reach the most others; of several such, the one with the last name."""
     group = dict(nodes)
     while True:
         missed = dict.fromkeys(group, 0)

@@ -33,8 +33,9 @@ FEW_LAYERS = 6
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """A layer's map, ready for the page's template: a row for each expert, steps from left to
-    right. A frozen record."""
+    """The picture of one layer's experts for a run's HTML page, as the values that its template
+    needs: a row for each expert, steps from left to right, a darker colour for a higher load. A
+    frozen record."""
 
     title: str
     detail: str

@@ -31,8 +31,8 @@ slow for as many before another one."""
 
 @dataclass(frozen=True)
 class OwnTime:
-    """Times of a rank, means over its latest `n_steps` steps, in seconds: its own time (see above)
-    and that of a whole step."""
+    """Mean times of one rank over its latest `n_steps` steps, in seconds: `own_seconds` without its
+    waits for other ranks, and `step_seconds` for a whole step."""
 
     own_seconds: float
     step_seconds: float

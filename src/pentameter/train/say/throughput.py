@@ -94,9 +94,9 @@ class Throughput:
         self._recent.extend([self.step_seconds] * n_steps)
 
     def take_own_time(self) -> OwnTime | None:
-        """Return this rank's mean times over the steps since the last call. None if there were
-        none, and where they are not measured: in a single process, and on a GPU, whose kernels wait
-        inside a collective."""
+        """Return the mean time per step that this rank itself worked, without its waits for other
+        ranks, over the steps since the last call. Return None if there were no such steps, in a run
+        of a single process, and on a GPU, where a wait for other ranks cannot be told from work."""
         n, own, whole = self._n_untold, self._own_seconds, self._all_seconds
         self._n_untold, self._own_seconds, self._all_seconds = 0, 0.0, 0.0
         return OwnTime(own / n, whole / n, n) if n and self._busy is not None else None
