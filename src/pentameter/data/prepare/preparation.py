@@ -278,7 +278,7 @@ def holds_tokenizer(folder: Path, setting: str, tokenizer: str | Tokenizer) -> b
     `tokenizer`, by its hash, so that they can be read instead of tokenizing the text again.
 
     setting: the value of `data.tokenizer` for which `folder` was prepared. Only a tokenizer that is
-        made from the text ("char", "word", "bpe:N") is stored in the folder; for any other setting the
+        made from the text (char, word, bpe:N) is stored in the folder; for any other setting the
         result is False.
     tokenizer: that of a trained model. The result is False if it is a setting (str) instead.
     """
