@@ -77,9 +77,8 @@ def of_hang(tell: Callable[..., None], device: Any, folder: Path) -> None:
         tell(
             hang=case,
             right=bool(
-                re.match(
-                    "pentameter: rank 1 did not answer within .* did not reach .* rank 0", last
-                )
+                re.match("pentameter: rank 1 did not answer within ", last)
+                and re.search("did not reach .*, where rank 0 waits", last)
                 and any("in oversleep" in line for line in said)
             ),
             exit=code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -19,9 +20,11 @@ from pentameter.processes.failures.flight_record import (
     record_path,
     recorder_variables,
     told_by_records,
+    waits_on_nccl,
 )
 
 LAUNCHED = Path(__file__).parents[1] / "launched.py"
+RECORD = Path(__file__).parent / "record-of-nccl.json"
 FRAMES = [
     {
         "filename": "/x/site-packages/torch/distributed/c10d_logger.py",
@@ -38,6 +41,8 @@ def entry(number=0, name="nccl:all_reduce", group=("3", "tensor"), **changed):
     return {
         "record_id": number,
         "process_group": group,
+        "collective_seq_id": number + 1,
+        "p2p_seq_id": 0,
         "profiling_name": name,
         "time_created_ns": time.time_ns() - 5 * 10**9 + number,
         "state": "started",
@@ -54,7 +59,11 @@ def leave(tmp_path):
     """A function that leaves the record of a rank with these entries; returns it as read."""
 
     def write(*entries, rank=0):
-        groups = {"3": {"name": "3", "desc": "tensor", "ranks": "[0, 1]"}, "4": {"ranks": "[1, 2]"}}
+        groups = {
+            "3": {"name": "3", "desc": "tensor", "ranks": "[0, 1]"},
+            "4": {"ranks": "[1, 2]"},
+            "5": {"ranks": "[0, 2]"},
+        }
         record = {"version": "2.10", "entries": list(entries), "pg_config": groups}
         record_path(tmp_path, rank).write_bytes(pickle.dumps(record, protocol=2))
         return read_flight_record(tmp_path, rank)
@@ -70,7 +79,7 @@ def test_the_first_collective_that_is_not_done_is_told(leave):
     )
     assert found.wait.stack == ("  train/loop.py:9 in run\n  parallel/linear.py:41 in forward")
     assert (found.wait.ranks, found.wait.timed_out, found.timeout_seconds) == ([0, 1], True, 3)
-    assert leave(done) == FlightRecord()
+    assert leave(done) == FlightRecord(begun={"3": 2}, end=done["time_created_ns"])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +126,50 @@ def test_ranks_that_wait_themselves_are_not_named(leave, tmp_path):
     )
     assert said.endswith("where rank 1 waits.")
     assert told_by_records(tmp_path, 2, [3]).startswith("rank 3 did not answer")
+
+
+def test_messages_of_a_batch_are_done_when_the_batch_is(leave, tmp_path):
+    """Theirs are entries without a state, in the rank that hangs, too."""
+    pair = [
+        entry(4, f"nccl:{name}", state="scheduled", is_p2p=True)
+        for name in ("send 0->1", "recv 0<-1")
+    ]
+    batch = entry(4, "nccl:coalesced", is_p2p=True, frames=[])
+    done = [*pair, batch | {"state": "completed", "retired": True}]
+    leave(*done, rank=1)
+    leave(*done, entry(5), rank=0)
+    said = told_by_records(tmp_path, 2, [])
+    assert said is not None
+    assert said.startswith("rank 1 did not answer")
+    assert "it did not reach the all-reduce along tensor" in said
+    assert said.endswith("where rank 0 waits.")
+    assert str(leave(*pair, batch).wait).startswith("the messages along tensor of forward")
+
+
+def test_who_hangs_ahead_of_its_device_lacks_what_others_wait_for(leave, tmp_path):
+    """Rank 1 has begun a collective with rank 2, which waits for rank 0, and that for rank 1."""
+    leave(entry(1, "nccl:broadcast", ("4", "data")), entry(0), rank=1)
+    leave(entry(4, group=("5", "context")), rank=2)
+    leave(entry(3), rank=0)
+    said = told_by_records(tmp_path, 3, [])
+    assert said is not None
+    assert said.startswith("rank 1 did not answer")
+    assert said.endswith("where rank 0 waits.")
+    leave(entry(1, "nccl:broadcast", ("4", "data")), entry(3), rank=1)  # all came to it
+    assert len(waits_on_nccl(tmp_path, range(2))) == 2
+
+
+def test_the_record_of_a_rank_on_a_gpu_is_read(tmp_path):
+    """Part of one that PyTorch 2.11 wrote of NCCL on an H200, in which rank 1 hung."""
+    record = json.loads(RECORD.read_text())
+    record_path(tmp_path, 0).write_bytes(pickle.dumps(record, protocol=2))
+    last = next(i for i, each in enumerate(record["entries"]) if not each["retired"])
+    record["entries"] = record["entries"][:last]
+    record_path(tmp_path, 1).write_bytes(pickle.dumps(record, protocol=2))
+    assert told_by_records(tmp_path, 2, []) == (
+        "rank 1 did not answer within 6 s (parallel.timeout_seconds) while starting: it did not "
+        "reach the all-reduce over all ranks of _sum (parallel/engine.py:504), where rank 0 waits."
+    )
 
 
 def test_a_collective_that_failed_before_its_time_lost_a_rank(leave, tmp_path):

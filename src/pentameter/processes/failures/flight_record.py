@@ -5,7 +5,11 @@ PyTorch's watchdog, a thread, sees that a collective takes too long, and ends th
 before Python learns of it. But first it tells all ranks, through the store, to write what PyTorch's
 flight recorder remembers: the last collectives, each with its state, its process group and the
 stack that called it. So a rank whose record has a collective that is not done waits for another
-one, and the one that hangs has none.
+one. The one that hangs has none; or it has one in another group, as it had gone ahead of its
+device: then the collective for which others wait is not in its record.
+
+The state of a batch of messages is in the entry `nccl:coalesced` behind them alone. Their own
+entries stay `scheduled`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ times as long."""
 _COLLECTIVE = re.compile(
     "(all_?gather|all_?reduce|all_?to_?all|barrier|broadcast|gather|reduce_?scatter|reduce|scatter)"
 )
+_BATCH = "nccl:coalesced"
 _HYPHENATED = {"allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all"}
 _NO_DIMENSION = ("", "default_pg", "undefined")  # PyTorch's descriptions of groups without one
 _BACKWARD = {"_engine_run_backward", "backward", "pre_backward", "post_backward"}
@@ -44,6 +49,21 @@ class FlightRecord:
 
     wait: Wait | None = None
     timeout_seconds: float = 0.0
+    group: str = ""
+    """The name of that collective's process group."""
+    number: int = 0
+    """How many collectives that group had begun with it; 0 for messages, which not all count."""
+    begun: Mapping[str, int] = field(default_factory=dict)
+    """How many each group had begun when the record ends, by the groups' names."""
+    end: int = 0
+    """When the last of them was begun, in nanoseconds since the epoch."""
+
+    def is_waited_for(self, rank: int, other: FlightRecord) -> bool:
+        """Return whether the rank of `other` waits for a collective that `rank`, whose record this
+        is, has not begun."""
+        assert other.wait is not None
+        is_member = not other.wait.ranks or rank in other.wait.ranks
+        return is_member and self.begun.get(other.group, 0) < other.number
 
 
 def recorder_variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,21 +95,38 @@ def read_flight_record(folder: Path, rank: int) -> FlightRecord | None:
     ):
         recorded = _PlainUnpickler(file).load()
         entries = sorted(recorded["entries"], key=lambda entry: entry["record_id"])
+        batches = {_turn(each): each for each in entries if each["profiling_name"] == _BATCH}
+        begun = {_turn(each)[0]: _turn(each)[1] for each in entries}
+        end = max((each["time_created_ns"] for each in entries), default=0)
         for entry in entries:
-            if not entry["retired"] and entry["state"] != "completed":
+            shown = batches.get(_turn(entry), entry)
+            if not shown["retired"] and shown["state"] != "completed":
                 timeout = entry["timeout_ms"] / 1000
                 wait = _wait(entry, recorded["pg_config"])
                 waited = os.fstat(file.fileno()).st_mtime - wait.seconds
-                return FlightRecord(replace(wait, timed_out=waited > timeout), timeout)
-        return FlightRecord()
+                wait = replace(wait, timed_out=waited > timeout)
+                group, number, _ = _turn(entry)
+                number = 0 if entry["is_p2p"] else number
+                return FlightRecord(wait, timeout, group, number, begun, end)
+        return FlightRecord(begun=begun, end=end)
     return None
 
 
 def waits_on_nccl(folder: Path, ranks: Iterable[int]) -> dict[int, Wait]:
     """Return rank → the NCCL collective in which it waits, for those of `ranks` that wait in one by
-    their records in the launch folder."""
-    records = ((rank, read_flight_record(folder, rank)) for rank in ranks)
-    return {rank: record.wait for rank, record in records if record is not None and record.wait}
+    their records in the launch folder. If all do, that one is left out whose record ends first
+    among those for which others wait."""
+    found = {rank: read_flight_record(folder, rank) for rank in ranks}
+    records = {rank: record for rank, record in found.items() if record and record.wait}
+    if len(records) == len(found):
+        late = [
+            rank
+            for rank, own in records.items()
+            if any(own.is_waited_for(rank, other) for other in records.values())
+        ]
+        if late:
+            del records[min(late, key=lambda rank: records[rank].end)]
+    return {rank: record.wait for rank, record in records.items() if record.wait}
 
 
 def told_by_records(folder: Path, world_size: int, hanging: Sequence[int]) -> str | None:
@@ -122,6 +159,12 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Raise UnpicklingError, whatever class or function a file names."""
         raise pickle.UnpicklingError(f"{module}.{name} in a flight record")
+
+
+def _turn(entry: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return the name of an entry's process group, and how many collectives and messages that had
+    begun with it: the same numbers for all of one batch."""
+    return entry["process_group"][0], entry["collective_seq_id"], entry["p2p_seq_id"]
 
 
 def _wait(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Wait:
