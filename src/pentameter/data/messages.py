@@ -24,8 +24,9 @@ _SPEAKERS = ("system", "developer", "user", "assistant")
 
 
 def normalized(messages: Any) -> list[dict[str, Any]]:
-    """Return a list of messages in the normalized form. Raises ConfigError, with the message's
-    number, for something that is no message, and for content parts that are not text."""
+    """Return a conversation's messages in one form, whichever of the usual forms they came in: see
+    the head of this file. Raises ConfigError, with the message's number, for something that is no
+    message, and for content parts that are not text."""
     if not isinstance(messages, list):
         raise ConfigError(f"'messages' is {type(messages).__name__}, not a list")
     return [_message(each, f"message {number}") for number, each in enumerate(messages)]
@@ -53,7 +54,7 @@ def normalized_variables(variables: Any) -> dict[str, Any]:
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    """Return one message in the normalized form; `name` is how errors call it."""
+    """Return one message in the normalized form. `name` is what error messages call it."""
     if isinstance(message, Mapping) and "role" not in message and "from" in message:  # ShareGPT's
         spoken = {"role": _SHARE_GPT.get(message["from"], message["from"])}
         message = {**spoken, "content": message.get("value"), **message}
@@ -105,8 +106,9 @@ def _is_part(part: Any) -> bool:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, and with the text that they came as under
-    ARGUMENTS_TEXT. A call whose arguments are no JSON object is returned as it is."""
+    """Return a tool call with its arguments as a JSON object, and with the text in which they came
+    under the key ARGUMENTS_TEXT. A call whose arguments are no JSON object is returned
+    unchanged."""
     if not isinstance(call, Mapping):
         return call
     call = {key: value for key, value in call.items() if value is not None}

@@ -51,17 +51,19 @@ def open_dataset(
     warnings: list[str] | None = None,
     kept: Collection[str] = (),
 ) -> Dataset:
-    """Open the data set that `data` describes. Text is first prepared into the cache, if it is not
+    """Open the data set that `data` describes. Text is first tokenized into the cache, if it is not
     there yet. Prepared shards, named by `data.path`, are opened with their own splits and
     tokenizer. Several `data.sources` are opened one by one and concatenated, all encoded by the
     first one's tokenizer.
 
     tokenizer: replaces `data.tokenizer`, as a trained model's does; prepared shards must have been
-    written with it. None takes the setting. verify: whether to check files against their hashes,
-    and to have a token stream's parts written; one process per machine must. progress: called with
-    a pass's name, the bytes done and the bytes in all. warnings: collects sentences for the user.
-    kept: names of folders in the cache that a resumed run has read; they are opened again though
-    this version would encode otherwise.
+        written with it. None: as configured.
+    verify: whether to check files against their hashes, and, for `data.order` = `streamed`, to
+        tokenize the text; one process per machine must.
+    progress: called with a pass's name, the bytes done and the bytes in all.
+    warnings: collects sentences for the user.
+    kept: names of folders in the cache that a resumed run has read; they are opened again even if
+        this version would tokenize the text in another way.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
     vocabulary, another tokenizer than the shards', …), CorruptError (damaged shards, a file that is
@@ -221,12 +223,14 @@ def needs_no_download(data: DataConfig) -> bool:
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> list[str]:
-    """Raise ConfigError if settings in `data`, or the `wanted` tokenizer, contradict prepared
-    shards. Return a warning if `wanted` only begins documents with other tokens than `found`, the
-    shards' tokenizer, else [].
+    """Check that prepared shards suit the settings in `data` and the `wanted` tokenizer. `found` is
+    the tokenizer that the shards were written with. Raises ConfigError if they do not. Returns a
+    list with a warning if the tokenizers differ only in the tokens that begin a document, else an
+    empty list.
 
-    `wanted` may be a setting. `char`, the default, contradicts no tokenizer; others must have the
-    shards' kind, and at least their vocabulary size if they give one.
+    `wanted` may be a setting. `char`, the default, suits any tokenizer; other settings must name
+    the shards' kind of tokenizer, and at least its vocabulary size if they give one, as a short
+    text gives fewer tokens than were asked for.
     """
     absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
     for key, usual in {**absent, **NOT_OF_SHARDS}.items():

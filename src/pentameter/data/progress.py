@@ -25,7 +25,7 @@ AWAITING_A_RANK = "awaiting a rank"  # which may be of the same run
 
 
 def no_progress(name: str, done: int, total: int) -> None:
-    """Ignore all progress: the default `Progress`."""
+    """Do nothing: the default where a function is to be called with progress."""
 
 
 LINE_SECONDS = 10.0
@@ -95,8 +95,9 @@ class ProgressLines:
 
 
 class ProgressBars:
-    """A `Progress` callback that draws a bar per pass, with the tokens per second on the last one,
-    while the Progress of rich, `bars`, is shown."""
+    """A `Progress` callback that draws one bar for each pass over the data on a terminal, the last
+    one with the tokens per second. `bars` is the Progress object of the package rich, which must be
+    shown meanwhile."""
 
     def __init__(self, bars: BarsOfRich) -> None:
         self._bars = bars

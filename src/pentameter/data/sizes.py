@@ -16,8 +16,9 @@ from pentameter.planning.plan import UNKNOWN_EPOCH, needs_data
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Vocabulary size and batch rows per epoch of a data set, as `make_plan`, `make_estimate` and
-    `search` take them; None if the configuration does not need the number."""
+    """Two sizes of a data set that a plan needs: the entries of the vocabulary, and the batch rows
+    per epoch. Each is None if the configuration does not need it, or if it is not known
+    (`unknown`)."""
 
     vocab_size: int | None
     rows_per_epoch: int | None

@@ -40,19 +40,21 @@ def assemble(
     experts_at_once: bool = False,
     forms: GpuForms = PLAIN_FORMS,
 ) -> Engine:
-    """Build this rank's Engine for `plan` on `device`: the model from `source`, by default the
-    built-in GPT, with the initial weights that follow from the configuration's seed.
+    """Build this rank's Engine for `plan` on `device`, with the initial weights that follow from
+    the configuration's seed. Collective over the world.
 
-    precision: a resolved `train.precision`, not `auto`. compiled: False trains eagerly. True trains
-    on a CPU by the hand-fused operations of `fused_cpu/` if they support the plan, and otherwise by
-    `torch.compile`. world: this process's rank and the world's size; None for a single process.
-    drops_by_blocks: drop attention weights in GPU kernels. experts_at_once: multiply all experts'
-    rows at once. forms: faster forms of operations. Pass of each only what `choose_compute` found
-    to work.
+    precision: a resolved `train.precision`, not `auto`.
+    compiled: False trains eagerly. True trains on a CPU by the hand-fused operations of
+        `fused_cpu/` if they support the plan, and otherwise by `torch.compile`.
+    world: this process's rank and the world's size; None for a single process.
+    source: builds the model; by default the built-in GPT.
+    drops_by_blocks: apply attention dropout in GPU kernels.
+    experts_at_once: multiply all experts' rows in one operation.
+    forms: which operations use faster kernels. For these three, pass only what `choose_compute`
+        found to work.
 
     Each pipeline stage is built on `meta`, sharded by tensor parallelism, then by data parallelism,
-    and only then gets memory: no rank ever holds more than its own shard. Collective over the
-    world.
+    and only then gets memory: no rank ever holds more than its own shard.
     """
     world = world or World()
     set_matmul_precision(plan.config.train.matmul_precision, precision)

@@ -97,9 +97,9 @@ def _dimensions(
 def _touched(
     parameters: Sequence[nn.Parameter], module: nn.Module, inputs: object, y: Tensor
 ) -> Tensor:
-    """Forward hook: connect the output y (any shape) to every parameter in the autograd graph, so
-    that the backward pass reaches each. Returns the connected y, or y itself where gradients are
-    off."""
+    """Forward hook that connects a module's output y (any shape) to every one of `parameters` in
+    the autograd graph, so that the backward pass reaches each. Returns the connected y; y itself
+    where gradients are off."""
     return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
 
 
@@ -136,8 +136,8 @@ def shard_state(module: StageModule, mesh: Mesh, plan: Plan, *, offload: bool) -
         return
 
     def shard(unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Shard a unit's parameters, except those that FSDP has sharded already; `policy` says the
-        dtypes in which it gathers and reduces."""
+        """Shard the parameters of `unit` by FSDP, except those that it has sharded already;
+        `policy` gives the dtypes in which weights are gathered and gradients reduced."""
         (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions[:1]
         fully_shard(unit, mesh=mesh.along(*along), mp_policy=policy, **options)
 

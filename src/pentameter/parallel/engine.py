@@ -477,8 +477,8 @@ class BatchShard:
 
     @property
     def _counts_loss(self) -> bool:
-        """Whether this rank's losses enter a sum over all ranks. Ranks that shard the vocabulary
-        hold the same loss, and only the one at coordinate 0 counts."""
+        """True if this rank's loss is added to the sum over all ranks. Ranks that shard the
+        vocabulary all compute the same loss, so only the one at coordinate 0 counts."""
         return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_replicas)
 
     def gather_rows(self, own: Tensor) -> np.ndarray:
@@ -517,8 +517,9 @@ def _rounded_weights(modules: Sequence[StageModule], plan: Plan) -> RoundedWeigh
 
 
 def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
-    """Truncate a batch of tokens (B, T) after the last unmasked target. `row_length` maps the
-    number of tokens that are needed to the number to keep."""
+    """Truncate a batch of token rows (B, T) after the last target that counts in the loss, as
+    nothing after it is needed. `row_length` maps the number of tokens that are needed to the number
+    that the model computes."""
     counted = np.flatnonzero((batch.targets != IGNORED_TARGET).any(0))
     T = row_length(int(counted.max(initial=0)) + 1)
     return replace(batch, inputs=batch.inputs[:, :T], targets=batch.targets[:, :T])

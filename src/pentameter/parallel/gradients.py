@@ -73,11 +73,15 @@ def replicas_to_sum(
     *,
     by_dtensor: bool,
 ) -> list[tuple[dist.ProcessGroup, list[Parameter]]]:
-    """List the parameters whose gradients must be all-reduced after the backward pass, as the
-    plan's placements say, each list with this rank's process group along a mesh dimension, which is
-    that of `along(dimension)`. `named` are this rank's (name, parameter) pairs. If `by_dtensor`,
-    modules compute with DTensors, whose backward pass sums along the parameter's own mesh; such
-    parameters are left out."""
+    """Return what must be all-reduced after the backward pass, as pairs (this rank's process group
+    along a mesh dimension, the parameters whose gradients are summed over it), by the placements in
+    `plan`.
+
+    named: this rank's (name, parameter) pairs.
+    along: maps a mesh dimension to the DeviceMesh with its group.
+    by_dtensor: True if modules compute with DTensors, whose backward pass already sums along the
+        parameter's own mesh; such parameters are left out.
+    """
     dimensions = dict.fromkeys((*PARAMETER_DIMENSIONS, *EXPERT_DIMENSIONS))
     found = {
         dimension: [
@@ -119,8 +123,8 @@ def _placements(parameter: Tensor) -> list[tuple[str, Placement]]:
 
 
 def norm_here(parameters: Iterable[Parameter]) -> Tensor:
-    """Compute the Euclidean norm over the gradients of these parameters, 0-dim, without
-    communication. A parameter without a gradient counts as 0."""
+    """Return the Euclidean norm, 0-dim, of the gradients that this rank holds for these parameters,
+    without communication. A parameter without a gradient counts as 0."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 

@@ -28,13 +28,13 @@ Forward = Callable[..., Tensor]
 def install_forwards(
     model: nn.Module, matmul: Matmul, forwards: Mapping[nn.Module, Forward]
 ) -> None:
-    """Replace `forward` in the model's modules, in place. Parameters, hooks and names in
-    `state_dict()` stay.
+    """Replace the `forward` methods of the model's modules, in place, by those that the run's
+    layout and precision need. Parameters, hooks and the names in `state_dict()` stay.
 
-    A module that is a key in `forwards` gets the entry's function. Any other linear layer, experts'
-    linear, tied head or head loss gets a forward that multiplies by `matmul`; with the plain matmul
-    it keeps its own, which does the same, as do all but the head loss with PRECISE_SUMS. A linear
-    layer without an entry but with an adapter then gets a forward that adds the adapter's output.
+    A module that is a key in `forwards` gets the function there. Any other linear layer, experts'
+    linear, tied head or head loss gets a forward that multiplies by `matmul`; if that is PyTorch's
+    plain matmul, it keeps its own forward, except the head loss with PRECISE_SUMS. A linear layer
+    without an entry but with an adapter (LoRA) then gets a forward that adds the adapter's output.
     """
     in_layers = matmul is not PLAIN and matmul is not PRECISE_SUMS
     for module in model.modules():

@@ -44,8 +44,9 @@ class Mesh:
         return tuple(mesh for mesh in (self.parameters, self.experts) if mesh is not None)
 
     def along(self, *dimensions: str) -> DeviceMesh:
-        """Return the sub-mesh with these dimensions, which are all in PARAMETER_DIMENSIONS or all
-        in EXPERT_DIMENSIONS. Raises KeyError if there is no such DeviceMesh."""
+        """Return the sub-mesh with these mesh dimensions, all of which must belong to the same
+        DeviceMesh: to PARAMETER_DIMENSIONS or to EXPERT_DIMENSIONS. Raises KeyError if there is
+        none."""
         for mesh in self.all_parameters:
             if set(dimensions) <= set(mesh.mesh_dim_names or ()):
                 return mesh[dimensions]

@@ -21,12 +21,12 @@ MOST_NODES = 200
 
 
 class Names(Naming):
-    """The Naming of one engine: `processes/failures/waiting.py` asks it what the objects in a
-    traceback's local variables are called.
+    """Finds the names of one engine's objects, for error messages about a rank that waits:
+    `processes/failures/waiting.py` asks it what the local variables in a traceback hold.
 
     Modules and parameters have the full model's names, process groups those of their mesh
-    dimensions. `stages` maps stage numbers to this rank's slices. They are held by weak references,
-    so that a World that outlives its engine does not keep the model in memory.
+    dimensions. `stages` maps stage numbers to this rank's slices of the model. They are held by
+    weak references, so that a World that outlives its engine does not keep the model in memory.
     """
 
     def __init__(self, stages: Mapping[int, StageModule], mesh: Mesh) -> None:
@@ -107,7 +107,7 @@ class Names(Naming):
         return next((name for name, module in named if name and id(module) in wanted), None)
 
     def _of_parameters(self, parameters: Sequence[Tensor]) -> str | None:
-        """Return the names of parameters as `A`, or `A to B` for the first and the last of several;
+        """Return `A to B` with the names of the first and the last of `parameters`, or `A` for one;
         None if this rank's slices have neither."""
         names = [name for each in (parameters[0], parameters[-1]) if (name := self._name(each))]
         return " to ".join(dict.fromkeys(names)) or None

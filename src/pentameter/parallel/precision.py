@@ -28,7 +28,8 @@ call."""
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A run's dtypes, its matmul and its kernels, passed to every module that multiplies."""
+    """How a run computes: the dtypes of weights and matmuls, the matmul function and the kernels.
+    Passed to every module that multiplies."""
 
     precision: str
     """The `train.precision` value. Custom operations, which take no objects, get this string and
@@ -64,8 +65,13 @@ def arithmetic(
     experts_at_once: bool = False,
     forms: GpuForms = PLAIN_FORMS,
 ) -> Arithmetic:
-    """Return the Arithmetic for a `train.precision`. Raises ConfigError for an unknown one, and for
-    `auto`, which must be resolved before."""
+    """Return the Arithmetic (dtypes, matmul and kernels) for a `train.precision`. Raises
+    ConfigError for an unknown one, and for `auto`, which must be resolved before.
+
+    drops_by_blocks: apply attention dropout in GPU kernels.
+    experts_at_once: multiply all experts' rows in one operation.
+    forms: which operations use faster kernels.
+    """
     numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
     weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
     matmul = forms.matmul(MATMULS[precision])

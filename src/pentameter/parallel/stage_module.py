@@ -189,12 +189,13 @@ class StageModule(nn.Module):
         return result
 
     def run_plain(self) -> None:
-        """Train eagerly from now on."""
+        """From now on, train eagerly, by PyTorch's own operations."""
         self._train, self.has_graph = self._plain, False
 
     @contextlib.contextmanager
     def plainly(self) -> Iterator[None]:
-        """Context manager: training is eager inside it."""
+        """Context manager: inside it training is eager, even if this module was compiled or runs
+        fused operations."""
         run, self._train = self._train, self._plain
         try:
             yield

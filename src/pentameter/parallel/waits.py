@@ -61,9 +61,9 @@ def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Arriving:
 
 
 class BucketSums:
-    """State of DDP's communication hook. Registered with `start` as the hook, it replaces DDP's
-    mean by a sum: each bucket of gradients is all-reduced over `group` and not divided. It also
-    remembers which all-reduces are not done, for a message about a rank that waits."""
+    """Communication hook for DDP that sums gradients where DDP would take their mean: pass `start`
+    as the hook, and each bucket is all-reduced over `group` and not divided. It remembers which
+    all-reduces are not done yet, for an error message about a rank that waits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -25,9 +25,10 @@ from pentameter.train.signals import PROMPT_SECONDS, StopSignals
 
 @dataclass
 class Boundary:
-    """The actions between two steps: evaluate, sample, end, save, test. Call the methods in this
-    order; all are collective. `checkpoints` saves the run, `hooks` are called with the results, and
-    `signals` says whether a stop signal came to any rank."""
+    """What the training loop does between two steps, if it is due: check the run folder, evaluate,
+    sample, end, save, test. Call the methods in this order; all are collective. `checkpoints` saves
+    the run, `hooks` are called with the results, and `signals` says whether a stop signal came to
+    any rank."""
 
     run: TrainingRun
     checkpoints: RunCheckpoints
@@ -42,8 +43,9 @@ class Boundary:
     """Time at which the run folder's lock was last checked, in monotonic seconds."""
 
     def check_ours_if_due(self) -> None:
-        """Check on rank 0, as often as the lock's time stamp is renewed, that no other process has
-        taken over the run folder. Raises RunFolderInUseError if one has."""
+        """Check from time to time, on rank 0, that no other process has taken over the run folder;
+        it is due as often as the lock's time stamp is renewed. Raises RunFolderInUseError if one
+        has."""
         now = time.monotonic()
         if self.run.world.is_main and now >= self._looked_at + BEAT_SECONDS:
             self._looked_at = now
@@ -154,7 +156,8 @@ class Boundary:
         self._last_saved = self.checkpoints.last_step
 
     def finish_copies(self) -> str | None:
-        """Wait for copies in `checkpoint.copy_to`; return what is not copied, None if all is."""
+        """Wait for copies of checkpoints that are still on their way to `checkpoint.copy_to`.
+        Return a clause that says what could not be copied; None if everything was."""
         signals = self.signals
         not_copied = self.run.copies.finish(
             self.run.world, lambda: bool(signals.agreed or signals.received), self.run.console.say
@@ -164,8 +167,8 @@ class Boundary:
         return not_copied
 
     def tell_of_copies(self) -> None:
-        """Call `on_copy` hooks for the copies that were made, or have failed, since the last
-        call; and print a line about a store that fails."""
+        """Call the `on_copy` hooks for each checkpoint that was copied to `checkpoint.copy_to`, or
+        could not be, since the last call. Print a line if the store there fails."""
         if (word := self.run.copies.take_word()) is not None:
             self.run.console.say(word)
         for metrics in self.run.copies.take_done():
@@ -183,9 +186,9 @@ class Boundary:
             raise StorageError(f"{failure}; {self.checkpoints}")
 
     def test(self) -> None:
-        """Evaluate the test split with the best checkpoint's weights (the last ones without a
-        best), and call `on_eval` hooks. Do nothing if no test split is held out, evaluation is off,
-        or a stop signal comes."""
+        """Evaluate the test split with the weights of the best checkpoint (the last weights if
+        there is none), and call `on_eval` hooks. Do nothing if no test split is held out,
+        evaluation is off, or a stop signal comes."""
         metrics = evaluate_test(self.run, self._is_stopping)
         if metrics is not None:
             self.hooks.call("on_eval", self.run, metrics)

@@ -208,9 +208,9 @@ def _choose_compile(
 def _choose_kernels(
     plan: Plan, precision: str, capabilities: Capabilities, world: World
 ) -> tuple[str, tuple[native.Name, ...]]:
-    """Load the native kernels for a compiled step on a CPU, and prove all that is compiled. Return
-    a phrase to append to the reason for compiling, and the names of the loaded kernels. Collective:
-    all ranks use a kernel, or none does."""
+    """Load the C++ kernels for a compiled step on a CPU, and check each compiled part against
+    PyTorch's own results. Return (a phrase to append to the reason for compiling, the names of the
+    loaded kernels). Collective: all ranks use a kernel, or none does."""
     if (obstacle := plan.fused_obstacle) is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
     products, model = arithmetic(precision).products, plan.config.model
@@ -241,8 +241,9 @@ def _choose_kernels(
 def _choose_gpu_forms(
     plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
 ) -> dict[str, Any]:
-    """Return a Compute's fields about what this GPU computes in other ways than the plain ones, and
-    why not in others, for a GPT. Collective: all ranks do, or none does."""
+    """Decide which operations of a GPT this GPU computes by faster kernels than PyTorch's plain
+    ones. Return the fields of a Compute that hold the choices, and the reasons where a faster
+    kernel is not used. Collective: all ranks use one, or none does."""
     chosen: dict[str, Any] = {}
     if plan.config.model.attention.dropout:
         obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
@@ -291,8 +292,9 @@ def _experts_obstacle(
 def _try_forms(
     plan: Plan, device: torch.device, precision: str, world: World
 ) -> tuple[GpuForms, dict[str, str]]:
-    """Try each faster form that a GPT's step on a GPU would use. Return those that are right, and
-    by name the reasons why others are not. Collective: all ranks take a form, or none does."""
+    """Try each faster kernel that a step of a GPT could use on this GPU. Return (the kernels whose
+    results are right, name → reason for each that is not used). Collective: all ranks use one, or
+    none does."""
     model, products = plan.config.model, arithmetic(precision).products
     trials: dict[str, Callable[[], str | None]] = {}
     if products.itemsize == 2:
@@ -311,10 +313,10 @@ def _try_forms(
 
 
 def fit_micro_batches(plan: Plan, compute: Compute, world: World) -> Plan:
-    """Return the Plan with the largest micro-batches that fit this GPU, if the configuration leaves
-    their size open: the step is the same up to rounding. On a CPU, whose kernels were chosen for
-    the Plan's own, and for a custom model, whose activations are not known, it returns the Plan.
-    Collective: all ranks take what the one with the least memory does."""
+    """Return `plan` with the largest micro-batches that fit this GPU's memory, if the configuration
+    leaves their size open. The steps' results change by rounding only. Return `plan` itself on a
+    CPU, whose kernels were chosen for its micro-batches, and for a custom model, whose activations
+    are not known. Collective: all ranks take the size that fits the one with the least memory."""
     device, is_open = compute.device, plan.asked_micro_batch_size is None
     if device.type != "cuda" or plan.built_by is not None or not is_open:
         return plan
@@ -370,8 +372,9 @@ gives back seconds later."""
 
 
 def _held(device: torch.device, most: int) -> int:
-    """Return the bytes of a GPU that other programs hold: once they are at most `most`, or
-    RELEASE_SECONDS are over."""
+    """Return how many bytes of a GPU's memory other programs hold. Waits until they are at most
+    `most`, but no longer than RELEASE_SECONDS, as a program that has just ended frees its memory
+    late."""
     for _ in range(RELEASE_SECONDS):
         held = held_by_others(device)
         if held <= most:

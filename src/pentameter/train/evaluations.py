@@ -136,7 +136,8 @@ def _evaluate(
 
 def _last_and_best(run: TrainingRun) -> tuple[Checkpoint | None, Checkpoint | None]:
     """Return two checkpoints: the one saved at the run's current step, and the one with the best
-    validation loss, else the newest. Either is None if it is missing or incomplete."""
+    validation loss (the newest one if no loss was recorded). Each is None if it is missing or
+    incomplete."""
     store, last, best = run.folder.store, None, None
     with suppress(CorruptError):
         last = store.at(run.state.step)

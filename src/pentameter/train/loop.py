@@ -263,11 +263,12 @@ class _Step:
 
 @dataclass(eq=False)
 class _Loop:
-    """The loop of one run. `rate` maps the step, 0-based, to its learning rate.
+    """The training loop of one run. `rate` maps a step, 0-based, to its learning rate.
 
-    late: True to launch several steps before the host copies their losses and norms from the device
-        (`_must_read` says when it does). The device then leaves out bad updates by itself, which
-        `reads_late` must allow. Nothing else (log, evaluate, save) is done between those steps.
+    late: True to launch several steps on the device before the host reads their losses and norms
+        (`_must_read` says when it does). The device must then be able to leave out bad updates by
+        itself (`reads_late`). Nothing else, such as a log line, an evaluation or a save, is done
+        between these steps.
     """
 
     run: TrainingRun
@@ -442,8 +443,9 @@ class _Loop:
 
 
 def _expert_metrics(run: TrainingRun, update: Update) -> list[ExpertMetrics]:
-    """Return the metrics of each layer with experts, for an `update` whose numbers are on the host.
-    The list is empty if the update has no loads; a layer without any load is left out."""
+    """Return the metrics of each layer that has experts, from the counts of tokens in `update`,
+    which must be on the host. Layers whose router counted nothing are left out; the list is empty
+    if nothing was counted at all."""
     if not isinstance(update.loads, list):
         return []
     rows = zip(run.engine.expert_loads.layers, update.loads, strict=True)

@@ -90,8 +90,9 @@ shows. A model with 48 layers of 128 experts takes some 50 kB each time."""
 
 
 def records_loads(step: int, config: Config) -> bool:
-    """Return True if the experts' loads are recorded at step `step`, counted from 1: at the logged
-    steps, or in a long run at evenly spaced ones of them, always with the first and the last."""
+    """Return True if the experts' loads are recorded at `step`, counted from 1. That is so at every
+    logged step, or in a long run at some of them, evenly spaced, the first and the last
+    included."""
     if config.model.experts.count is None or not is_logged(step, config):
         return False
     n_steps, interval = config.train.steps, config.log.interval

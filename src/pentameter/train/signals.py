@@ -29,8 +29,9 @@ _HAS_WORD, _SIGNALS_FROM = 1, 2  # codes between ranks (0: nothing): a reason, a
 
 
 class _StopNow(BaseException):
-    """Raised by the signal handler, with the signal's name. Not an Exception, so that no library's
-    catch-all swallows it. On other ranks a collective may raise it."""
+    """Raised in the main thread by the signal handler, with the signal's name, to end the program's
+    block at once. It derives from BaseException, so that no library's `except Exception` swallows
+    it."""
 
 
 class StopSignals:

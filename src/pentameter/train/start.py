@@ -143,8 +143,9 @@ def _as_begun(
     dataset: Dataset,
     folder: RunFolder,
 ) -> TrainingBatches | CustomBatches:
-    """Return the batches in the order in which the run in the folder began to read them: an earlier
-    version drew from a mixture in another way."""
+    """Return the batches in the order in which the run in `folder` has read them so far: an earlier
+    version of this program drew rows from a mixture of data sets in another order, and such a run
+    keeps it."""
     if folder.own_keys or not (isinstance(batches, TrainingBatches) and batches.mixture):
         return batches
     return training_batches(request.config, dataset.split("train"), own_keys=False)
@@ -227,9 +228,9 @@ def build_engine(
 def _build(
     request: RunRequest, plan: Plan, compute: Compute, folder: RunFolder
 ) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """Build the engine and the optimizer, and load the checkpoint to resume from, or the initial
-    weights. Return both, and the saved state; a new one without a checkpoint. Each rank reads its
-    own shards, whichever layout wrote the checkpoint. Collective."""
+    """Build the engine and the optimizer, and load the checkpoint to resume from, or set the
+    initial weights. Return (engine, optimizer, state): the run's state as the checkpoint has it, or
+    a new one. Each rank reads its own shards, whichever layout wrote the checkpoint. Collective."""
     world, supplied, checkpoint = request.world, request.supplied, folder.checkpoint
     if checkpoint is not None:
         start_step = plan.config.schedule.start_step

@@ -42,9 +42,9 @@ class EpochSums:
 
 @dataclass
 class GuardState:
-    """The guard's memory of earlier steps, so that a resumed run decides as an undisturbed one (see
-    `guard.py` and `skipping.py`). `losses` and `norms` stay empty without `guard.spike_factor`, the
-    rest without `guard.rollback_interval`."""
+    """What the guard remembers of earlier steps, kept in checkpoints so that a resumed run decides
+    as one that never stopped (see `guard.py` and `skipping.py`). `losses` and `norms` are kept only
+    with `guard.spike_factor`, the other fields only with `guard.rollback_interval`."""
 
     losses: list[Finite] = field(default_factory=list)
     """Loss of each of the last `guard.window` updates, oldest first."""
@@ -66,11 +66,11 @@ class GuardState:
 @dataclass
 class TrainState:
     """All that a run keeps from step to step besides tensors (weights and optimizer state); a
-    resume restores both. Steps are counts of completed steps, -1 for never.
+    checkpoint has both. Steps are counts of completed steps; -1 means never.
 
-    `best_step` and `best_loss` belong to the lowest validation loss, None before the first
-    evaluation. `evals_without_best` counts the evaluations since then, `consecutive_skips` the
-    latest steps in a row without an update.
+    `best_step` and `best_loss` belong to the lowest validation loss and are None before the first
+    evaluation. `evals_without_best` is the number of evaluations since then, `consecutive_skips`
+    the number of latest steps in a row whose update was left out.
     """
 
     step: NonNegative = 0

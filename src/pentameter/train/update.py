@@ -19,8 +19,9 @@ from pentameter.train.faults.guard import Guard
 
 @dataclass(frozen=True)
 class Update:
-    """A step's loss, summed over all ranks, its gradient's norm before clipping, and its experts'
-    loads. They may be tensors on the device; `read` makes them numbers. The same on every rank."""
+    """What came of one step: its loss, summed over all ranks, its gradient's norm before clipping,
+    the loads of its experts, and whether the update was left out. The numbers may be tensors on the
+    device; `read` copies them to the host. The same on every rank."""
 
     loss: LossSum
     grad_norm: Tensor | float
@@ -32,9 +33,9 @@ class Update:
 
     @property
     def made(self) -> bool:
-        """False if loss or gradient norm is not finite, or the guard left the update out; weights
-        and optimizer state are unchanged then. Waits for the device, unless the update was copied
-        to the host (`read`)."""
+        """True if the weights were updated. False if loss or gradient norm is not finite or the
+        guard left the update out; weights and optimizer state are then unchanged. Waits for the
+        device, unless the numbers are on the host (`read`)."""
         return self.is_finite and not self.left_out
 
     @property
@@ -72,8 +73,9 @@ def read(updates: Sequence[Update]) -> list[Update]:
 
 
 def _from_host(values: Iterator[float], tensor: Tensor) -> Any:
-    """Take the next numbers from `values`, as many as `tensor` has: one number for a 0-dim tensor,
-    a list of rows for a matrix."""
+    """Take as many numbers from `values` as `tensor` has elements, and return them in its shape: a
+    number for a 0-dim tensor, a list of rows for a matrix. `values` are all updates' numbers in
+    turn, copied to the host at once."""
     if tensor.ndim == 0:
         return next(values)
     n_rows, n_columns = tensor.shape

@@ -33,8 +33,8 @@ not the run's steps."""
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A batch row's data set, and its token spans (`row`, a list of start and stop) in that set's
-    `split`."""
+    """Where the tokens of one batch row of a mixture come from: the data set's number, its `split`,
+    and the token spans in it (`row`, a list of (start, stop))."""
 
     source: int
     """Index of the data set in `data.sources`; 0 for a single one."""
@@ -82,13 +82,14 @@ class Mixture:
         return float(np.dot(fractions, self._counts)) / BLOCK_ROWS
 
     def counts(self, n_rows: int) -> list[int]:
-        """Return, for each data set, how many rows it has at most among the first `n_rows` of the
-        run: its rows in as many whole blocks as hold them."""
+        """Return, for each data set, an upper bound on how many of the run's first `n_rows` rows
+        come from it: its rows in as many whole blocks (BLOCK_ROWS rows) as hold `n_rows`."""
         n_blocks = -(-n_rows // BLOCK_ROWS)
         return (n_blocks * self._counts).tolist()
 
     def passes(self, n_rows: int) -> list[float]:
-        """Return, for each data set, how many passes over it `n_rows` rows of the mixture make."""
+        """Return, for each data set, how often it is read in the first `n_rows` rows of the run;
+        1.5 means one and a half times."""
         return [
             n_rows * count / BLOCK_ROWS / order.rows_per_epoch
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
@@ -110,8 +111,8 @@ class Mixture:
         return [found[index] for index in range(len(numbers))]
 
     def assign(self, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return, for rows with indices `numbers` (B,) counted through all steps, the data set's
-        index and the row's index in it, both (B,)."""
+        """For rows with the numbers `numbers` (B,), counted through all steps of the run, return
+        (index of the data set, number of the row within that data set's own order), both (B,)."""
         sources, indices = np.empty_like(numbers), np.empty_like(numbers)
         blocks, offsets = np.divmod(numbers, BLOCK_ROWS)
         for block in np.unique(blocks).tolist():
@@ -138,8 +139,8 @@ class Mixture:
 
 
 def apportion(weights: Sequence[float], n_rows: int) -> list[int]:
-    """Return whole numbers in proportion to `weights` that sum to `n_rows`, rounded by the largest
-    remainders."""
+    """Return whole numbers that are in proportion to `weights` and sum to `n_rows`, rounded by the
+    method of largest remainders; one for each weight."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [weight * n_rows / sum(exact) for weight in exact]
     counts = [int(quota) for quota in quotas]

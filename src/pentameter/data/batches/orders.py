@@ -75,8 +75,8 @@ class Order(ABC):
         return keyed.make_key(name, self.seed, *numbers, *of_source)
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Return, for the rows with indices `numbers` (B,) in a step, each one's epoch and its
-        index within that epoch, (B,) each. A step may begin in one epoch and end in the next."""
+        """Return (epoch, index within that epoch), both (B,), for the rows with indices `numbers`
+        (B,) in a step's global batch. A step may begin in one epoch and end in the next."""
         return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
@@ -226,11 +226,11 @@ class Columns(Order):
 
 
 class DocumentRows(Order):
-    """One document per row, permuted anew each epoch. A longer document is cut to its first
-    context_length + 1 tokens.
+    """Reading order with one document per batch row, permuted anew each epoch. A document longer
+    than context_length + 1 tokens is truncated to its first ones.
 
-    Documents with a single token are left out, as they predict nothing; so are conversations whose
-    first answer begins after the cut.
+    Left out are documents with a single token, as they predict nothing, and conversations whose
+    first answer begins after the truncation.
     """
 
     def __post_init__(self) -> None:
@@ -310,8 +310,9 @@ class PackedDocuments(Sequential):
         return [span for span in row if span[0] < span[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """Return (order, ends) of an epoch's text, which is all documents in permuted order: the
-        documents' indices, and where each ends in that text, (n_documents,) each."""
+        """Return (order, ends), both (n_documents,), for the text of an epoch, which is all
+        documents one after another in a random order: the documents' indices in that order, and the
+        token at which each one ends in that text."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             key = self._key("epoch", epoch)

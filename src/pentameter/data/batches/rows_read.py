@@ -37,8 +37,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of a row, decoded: ordinary ones, or a single special one. Either all or
-    none are targets that count in the loss (`counts`)."""
+    """Consecutive tokens of a batch row as decoded text: either ordinary tokens or a single special
+    token. `counts` says whether these tokens count as targets in the loss."""
 
     text: str
     is_special: bool
@@ -122,8 +122,9 @@ def _span(document_starts: Int64, start: int, stop: int) -> Span:
 def _stretches(
     ids: npt.NDArray[Any], counts: npt.NDArray[np.bool_], tokenizer: Tokenizer
 ) -> Iterator[Stretch]:
-    """Yield a row's text in stretches, each of consecutive tokens that count in the loss (`counts`
-    (n,)) or do not. Each special token is a stretch by itself."""
+    """Yield a row's text as stretches: maximal runs of tokens that all count in the loss, or all do
+    not, by `counts` (n,). A special token is a stretch by itself. `ids` (n,) are the row's token
+    ids."""
     special = {number: text for text, number in tokenizer.special_tokens.items()}
     if (end := tokenizer.end_of_text) is not None:
         special.setdefault(end, tokenizer.decode([end]))

@@ -71,12 +71,12 @@ class Batch:
 
 
 def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """Return the rows of an evaluation batch that `rank` computes.
+    """Return those rows of an evaluation batch that `rank` computes.
 
-    Every rank gets equally many: ⌈batch rows ÷ (batch shards × pipeline)⌉ × pipeline, so that a
-    pipeline can run that many micro-batches. If that takes more rows than there are, the others are
-    copies of the first row with masked targets. Raises ConfigError if such rows are needed and the
-    targets are not integers, which cannot be masked.
+    Every rank gets the same number of rows: ⌈batch rows ÷ (batch shards × pipeline)⌉ × pipeline, so
+    that a pipeline can run one micro-batch for each of its ranks. Where the batch has too few rows,
+    copies of its first row with masked targets are added. Raises ConfigError if rows must be added
+    and the targets are not integers, which cannot be masked.
     """
     n_parts = layout.n_batch_shards * layout.pipeline
     n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline
@@ -137,13 +137,17 @@ def masked_tokens(split: TokenSplit, spans: Row) -> MaskedTokens:
 
 
 class TrainingBatches:
-    """The batches of a training split, each a pure function of its step.
+    """The batches of a training split. Each is a pure function of its step.
 
-    order: a `data.order`, a key of `orders.ORDERS`; with `packing`, `documents` fills rows with one
-    document after another. batch_size: rows in a step, over all devices. weights: for a split with
-    several parts, which are mixed, one number per part. own_keys: whether each part draws by its
-    own keys; False as in earlier versions, where parts of equal length were read alike. Raises
-    ConfigError for a split that is too short, an unknown order, or one that does not suit the data.
+    order: the `data.order`, a key of `orders.ORDERS`.
+    batch_size: rows in a step, over all devices.
+    packing: with the order `documents`, fill rows with one document after another.
+    weights: for a mixture, a split with several parts: one number for each part.
+    own_keys: whether each part of a mixture draws with random keys of its own. False for runs begun
+        by earlier versions, where parts of equal length were read in the same order.
+
+    Raises ConfigError for a split that is too short, an unknown order, or one that does not suit
+    the data.
     """
 
     are_tokens = True
@@ -252,13 +256,13 @@ class TrainingBatches:
 
 
 def suited_to(split: TokenSplit, config: Config) -> Config:
-    """Return `config` with a `data.order` that suits the split. It changes only if the split has
-    conversations and the order reads windows.
+    """Return `config` with a `data.order` that suits the split. It differs from the given one only
+    if the split has conversations and the order reads fixed windows, which would cut them.
 
-    Conversations are read whole, so the order becomes `documents`. They are packed, as rows with
-    one short conversation each are mostly padding, if every data set has more than context_length
-    tokens, and its conversations have at most context_length tokens on average: windows of longer
-    ones could be all question.
+    Conversations are read whole, so the order becomes `documents`. They are also packed, several in
+    a row, if every data set has more than context_length tokens and its conversations have at most
+    context_length tokens on average. Without packing, short conversations would leave rows mostly
+    padding; with it, longer ones could leave a row without an answer.
     """
     if split.assistant is None:
         return config

@@ -31,7 +31,8 @@ _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
 
 @dataclass
 class _Header:
-    """A file's header: its name, size in bytes, and type as a byte of tar's."""
+    """Header of one file in a tar archive: its name, its size in bytes, and its type, the byte that
+    tar uses."""
 
     name: str
     size: int

@@ -115,7 +115,8 @@ def _gunzipped(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd() -> Any:
-    """Return Python's module for Zstandard; ConfigError if it is not installed."""
+    """Return Python's module for Zstandard compression. Raises ConfigError if it is not
+    installed."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return importlib.import_module(name)

@@ -117,10 +117,14 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _chat(messages: Any, given: list[Any], record: Mapping[str, Any], where: str) -> Chat:
-    """Check messages, and return them as a Chat: first the `given` ones, a prompt's, which are not
-    learned, then `messages`. In these the assistant's are learned, unless their `weight` is 0 or
-    their `train` false. `record`, from which they come, has tools and further variables of the
-    template. Raises CorruptError, at `where`, for invalid messages, or if none is learned."""
+    """Check the messages of a conversation, and return them as a Chat. Raises CorruptError, naming
+    `where`, for invalid messages, or if a model would learn none of them.
+
+    messages: the conversation's own messages. A model learns the assistant's, unless their `weight`
+        is 0 or their `train` is false.
+    given: messages before these, a prompt's, which are never learned.
+    record: the record that they come from, with tools and further variables of the template.
+    """
     tools = record.get("tools")
     if tools is None and isinstance(functions := record.get("functions"), list):  # the older form
         tools = [{"type": "function", "function": each} for each in functions]

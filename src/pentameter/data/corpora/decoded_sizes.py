@@ -23,9 +23,9 @@ _VIEW_BYTES = 16  # of which the first four are the text's length
 
 
 def cut_rows(batch: Any, most_rows: int, most_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Yield the rows of a valid record batch (pyarrow) as consecutive slices, each with its decoded
-    bytes. A slice has at most `most_rows` rows, and at most `most_bytes` unless it is a single
-    row."""
+    """Yield the rows of a valid pyarrow record batch as consecutive slices, each with an estimate
+    of its size once decoded, in bytes. A slice has at most `most_rows` rows, and at most
+    `most_bytes` bytes unless it is a single row."""
     n_rows = batch.num_rows
     for start in range(0, n_rows, most_rows):
         waiting = [(start, min(most_rows, n_rows - start))]
@@ -40,9 +40,9 @@ def cut_rows(batch: Any, most_rows: int, most_bytes: int) -> Iterator[tuple[Any,
 
 
 def decoded_bytes(array: Any) -> int:
-    """Return about how many bytes the values of a valid array (pyarrow) have as JSON; some number
-    above EXACT_BYTES if they have more than that. Takes little time and memory, however often the
-    array repeats values."""
+    """Return about how many bytes the values of a valid pyarrow array take as JSON; if they take
+    more than EXACT_BYTES, some number above that. This takes little time and memory, however often
+    the array repeats the same values."""
     n_bytes = _LEAST_BYTES * len(array)
     if 0 < n_bytes <= EXACT_BYTES:
         for part in _parts(array):
@@ -53,8 +53,8 @@ def decoded_bytes(array: Any) -> int:
 
 
 def _parts(array: Any) -> Iterator[int]:
-    """Yield numbers that sum to the decoded bytes of a non-empty array, one for each component
-    (names, texts, children)."""
+    """Yield numbers that sum to the decoded bytes of a non-empty pyarrow array: one for each
+    component, such as field names, texts and child arrays."""
     n, kind = len(array), array.type
     match type(array).__name__.removesuffix("Array"):
         case "String" | "Binary" | "LargeString" | "LargeBinary" | "StringView" | "BinaryView":
@@ -107,8 +107,9 @@ def _scattered(array: Any) -> Iterator[Any]:
 def _repeated(
     values: Any, numbers: npt.NDArray[Any], times: npt.NDArray[np.int64]
 ) -> Iterator[int]:
-    """Yield decoded bytes of selected values of an array: those with the indices `numbers` (n,),
-    each counted `times` (n,) times. All texts are summed in one number."""
+    """Yield numbers that sum to the decoded bytes of some values of a pyarrow array: the values at
+    the indices `numbers` (n,), each counted as often as `times` (n,) says. Texts are summed in one
+    number."""
     if type(values).__name__.removesuffix("Array") in (*_OFFSETS, "StringView", "BinaryView"):
         lengths = _text_lengths(values, numbers) + _TEXT_BYTES
         yield int(lengths.astype(np.float64) @ times)

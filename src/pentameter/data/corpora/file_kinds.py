@@ -24,7 +24,8 @@ _LEAVE_OUT = "leave it out"  # so the remedies begin where a file has no text in
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file without plain text, and the remedy told to a user who named one as text."""
+    """A kind of file that holds no plain text, such as PDF, and the advice for a user who named
+    such a file as text to train on."""
 
     name: str
     remedy: str
@@ -64,9 +65,10 @@ def is_binary(start: bytes) -> bool:
 
 
 def lacks_text(start: bytes) -> bool:
-    """Return whether a file's first bytes, `start`, are those of a picture, a recording, a program
-    or unknown binary data, which a user would leave out of a corpus. False for text, for kinds that
-    hold text in another form (PDF, ZIP, …), and for UTF-16 and UTF-32 with their marks."""
+    """Return True if a file that begins with the bytes `start` is a picture, a recording, a program
+    or unknown binary data, which a user would leave out of a corpus. Return False for text (also
+    UTF-16 and UTF-32 with their byte order marks), and for kinds that hold text in another form
+    (PDF, ZIP, …)."""
     if (kind := detect_kind(start)) is not None:
         return kind.remedy.startswith(_LEAVE_OUT)
     return is_binary(start) and not any(map(start.startswith, MARKS.values()))

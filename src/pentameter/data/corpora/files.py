@@ -51,7 +51,8 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """Encoding and text field by which files are read."""
+    """How the files of a corpus are read: the text encoding, and the name of the field or column
+    with the text."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
     """The encoding of text and JSONL files, by its Python name."""
@@ -258,10 +259,14 @@ def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[st
 def _undecodable(
     file: str, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
-    """Return the CorruptError for bytes that cannot be decoded, with a hint at the likely encoding.
+    """Return the CorruptError for bytes that cannot be decoded as text, with a hint at the likely
+    encoding.
 
-    file, line: where they are; `line` is None but in JSONL. error: the decoder's. offset: where the
-    bytes given to the decoder begin in the file.
+    file: names the file in the message.
+    encoding: the one that was tried.
+    error: what the decoder raised.
+    offset: where in the file the bytes begin that were given to the decoder.
+    line: the line number in a JSONL file; None in any other.
     """
     name = codecs.lookup(encoding).name
     position, hint = str(error), _ENCODING_HINT

@@ -43,7 +43,8 @@ CHUNK_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A unifilar hidden Markov source: state and emitted character decide the next state."""
+    """A hidden Markov source of random text (unifilar: a state and the character emitted in it
+    determine the next state)."""
 
     alphabet: str
     tickets: npt.NDArray[np.int64]
@@ -186,8 +187,9 @@ def _radical(n: int) -> int:
 
 
 def _urn(draws: list[int]) -> list[int]:
-    """Return each character's tickets in one state's urn with 4096: an eighth dealt evenly, the
-    rest in proportion to draw⁴. `draws` has a random number below 65,536 for each character.
+    """Return how many of the 4096 tickets in one state's urn each character gets: an eighth of them
+    evenly, the rest in proportion to draw⁴. `draws` has a random number below 65,536 for each
+    character. The tickets are the character's probability in that state.
 
     The fourth power makes a few characters likely in each state: text with a structure to learn.
     The even part lets a small alphabet still surprise, and makes every character frequent enough

@@ -43,7 +43,8 @@ _ABOUT = frozenset(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files of text or of conversations, in order: those to read, and held-out ones by split."""
+    """The files that a user's paths stand for, in order: those to read, and files held out for
+    validation or test, by split."""
 
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)

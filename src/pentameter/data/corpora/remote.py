@@ -263,8 +263,8 @@ def _refuse_page(file: RemoteFile, stream: Any, start: bytes) -> None:
 
 
 def _opened(partial: Path, n_bytes: int) -> BinaryIO:
-    """Open `partial` for writing after its first `n_bytes`, truncated there, created if absent;
-    StorageError if that fails."""
+    """Open the file `partial` for writing at its byte `n_bytes`; what it has after that is dropped,
+    and the file is created if it does not exist. Raises StorageError if that fails."""
     with storage_errors(partial, "write"):
         copy = partial.open("r+b" if partial.exists() else "wb", buffering=0)
         copy.truncate(n_bytes)

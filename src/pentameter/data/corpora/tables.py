@@ -58,8 +58,9 @@ def is_table(file: PurePath | str) -> bool:
 
 
 def split_of(path: PurePosixPath) -> str | None:
-    """Return the split (`train`, `val`, `test`) that a table's path names: that of its last part
-    with such a word; None if no part has one."""
+    """Return the split (`train`, `val`, `test`) that the path of a table names, by a word in a
+    folder's or the file's name; if several parts of the path have such a word, the last one
+    decides. None if none has."""
     found = (split_in(part) for part in reversed(path.parts))
     return next((split for split in found if split is not None), None)
 
@@ -276,7 +277,7 @@ def _pyarrow(file: Path) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """Return a copy of a JSON value without the null values in its objects."""
+    """Return a copy of a JSON value in which objects lack the keys whose value is null."""
     if isinstance(value, dict):
         return {key: _present(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

@@ -22,8 +22,8 @@ document is asked for."""
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files with one kind of data (text or conversations) before tokenizing, and corpora held out
-    as other splits."""
+    """Files of one kind of data, text or conversations, before tokenizing; and corpora that are
+    held out as validation or test splits."""
 
     name: str
     """A valid data set name (`config/naming.py`), which names the prepared files."""
@@ -77,8 +77,8 @@ class Text(Corpus):
 
     @property
     def _own_identity(self) -> str | None:
-        """The identity without held-out texts and `max_bytes`; None if only reading tells the
-        content."""
+        """A string that identifies the content of this text's own files, without held-out texts and
+        before `max_bytes` truncates it; None if only reading the files can tell."""
         keys = [file.key for file in self.files]
         if None in keys:
             return None

@@ -42,19 +42,20 @@ _ERRORS: Mapping[str, type[PentameterError]] = {
 
 
 def failure_file(folder: Path) -> Path:
-    """Return the path, in a token stream's folder, of the file for the error with which writing its
-    parts failed. Waiting processes of the same run read it. Its name depends on the run, as other
-    runs may write the same stream, and fail or are stopped for reasons of their own."""
+    """Return the path of the file, in the folder of a text that is tokenized during training, to
+    which the writing process writes its error, for the other processes of the run to read. Its name
+    contains the run's, as other runs may write the same text and fail for reasons of their own."""
     run = "\0".join(os.environ.get(name, "") for name in _RUN)
     return folder / f"failed-{hashlib.sha256(run.encode()).hexdigest()[:12]}.json"
 
 
 class Ahead(Source):
-    """The `Source` of a token stream in the leading process on a machine: it has the parts written
-    in the background, by a child process that ends with this one.
+    """The `Source` that makes the tokens of a text while training goes on, in the leading process
+    of a machine: a child process, which ends with this one, writes them in the background, part
+    after part.
 
-    origin: the text with its tokenizer and splits. folder: the stream's folder. `wait` raises the
-    child's errors.
+    origin: the text with its tokenizer and splits.
+    folder: the folder in the cache for the parts.
     """
 
     def __init__(self, origin: Origin, folder: Path) -> None:
@@ -96,9 +97,9 @@ class Ahead(Source):
             self._child = None
 
     def _run(self) -> None:
-        """Write parts, in the background thread, until they hold the tokens wanted or the text has
-        ended. An error is kept for `wait`; a PentameterError is also written to `failure_file`, for
-        other processes."""
+        """Body of the background thread: have parts written until they hold the tokens asked for or
+        the text has ended. An error is kept for `wait`, and a PentameterError also written to
+        `failure_file`, for other processes."""
         n_ready = number = 0
         try:
             while True:
@@ -138,8 +139,8 @@ class Ahead(Source):
 
 
 class Follower(Source):
-    """The `Source` of a token stream in the other processes on a machine: it writes nothing, and
-    waits for the parts that the leading process writes into `folder`."""
+    """The `Source` for a machine's other processes while a text is tokenized during training: it
+    writes nothing, and waits for the parts that the leading process writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -40,9 +40,9 @@ BATCHES_AHEAD = 2  # per process: one at work, one waiting
 def batches(
     items: Iterable[Item], most_characters: int, n_characters: Callable[[Item], int]
 ) -> Iterator[list[Item]]:
-    """Yield items in lists. A list ends with the item that brings the sum of `n_characters(item)`
-    to `most_characters`. If reading the next item raises an error, the items before it are yielded
-    first."""
+    """Group `items` into lists, and yield them. A list ends with the item that brings the sum of
+    `n_characters(item)` to `most_characters` or more. If reading the next item raises an error, the
+    items before it are yielded first."""
     batch: list[Item] = []
     held = 0
     try:
@@ -60,7 +60,8 @@ def batches(
 
 
 def _counted(passage: Passage) -> int:
-    """Return the characters of a passage plus 16, so that many tiny passages fill a batch, too."""
+    """Return the size at which a passage counts in a batch: its characters plus 16, so that a batch
+    of very short passages does not get too many."""
     return len(passage.text) + 16
 
 
@@ -78,10 +79,10 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
 def encoded_passages(
     passages: Iterable[Passage], tokenizer: Tokenizer, n_bytes: int
 ) -> Iterator[Encoded]:
-    """Yield the passages in batches, each with a list of its passages' ids (n_tokens,), in order,
-    encoded by as many processes as `processes_for` gives for a text with `n_bytes` UTF-8 bytes. For
-    a character tokenizer each batch is one passage. Raises any error from the tokenizer,
-    StorageError if a process cannot be started or ends early."""
+    """Tokenize passages of text, in as many processes as `processes_for` gives for `n_bytes` of
+    UTF-8. Yield, batch after batch and in order, the batch's passages and a list with each one's
+    ids (n_tokens,). For a character tokenizer each batch is one passage. Raises any error from the
+    tokenizer, StorageError if a process cannot be started or ends early."""
     # A passage alone where a character may be unknown, so that it is known which.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
     cut = batches(passages, size, _counted)
@@ -91,9 +92,9 @@ def encoded_passages(
 def encoded(
     batches: Iterable[Passages], tokenizer: Tokenizer, n_processes: int
 ) -> Iterator[Encoded]:
-    """Yield each batch with a list of its passages' ids (n_tokens,), in order; at most
-    BATCHES_AHEAD batches per process are held at a time. `n_processes` child processes encode, or
-    this one if it is 0.
+    """Tokenize batches of passages. Yield, in order, each batch and a list with each passage's ids
+    (n_tokens,). `n_processes` child processes do it, or this process if that is 0. At most
+    BATCHES_AHEAD batches per process are held in memory.
 
     Raises any error from the tokenizer, StorageError if a process cannot be started or ends early.
     """

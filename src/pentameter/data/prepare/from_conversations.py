@@ -58,7 +58,8 @@ Records = Iterator[tuple[Conversation, str]]
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation as text, in segments that a model either learns or only reads."""
+    """The text of a conversation, or of a part of it, as a list of segments; a model either learns
+    a segment or only reads it."""
 
     segments: Sequence[Segment]
     is_rendered: bool
@@ -77,8 +78,8 @@ class Document:
 
 
 class Remarks:
-    """Collects warnings about a chat template that leaves out parts of conversations, or writes
-    answers without the generation prompt with which it asks for them."""
+    """Collects warnings about a chat template: that it leaves out parts of conversations, or that
+    the answers in its text do not begin with the prompt by which it asks a model for an answer."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -87,11 +88,14 @@ class Remarks:
     def add(
         self, chat: Chat, documents: Sequence[Document], where: str, rendering: Rendering, date: str
     ) -> None:
-        """Compare a chat with the `documents` that the template made of it, and count what is
+        """Compare a chat with the text that its template made of it, and count the parts that are
         missing.
 
-        where: the chat's file and line, for the warnings. rendering: renders by the template. date:
-        the day that the template is told.
+        chat: the chat.
+        documents: what the template made of it.
+        where: its file and line, for the warnings.
+        rendering: renders by the template.
+        date: the day that the template is told.
         """
         learned = "".join(
             text for each in documents for text, is_target in each.segments if is_target
@@ -114,8 +118,9 @@ class Remarks:
             self._note(prompt, [prompt], around, where)
 
     def _note(self, what: str, texts: Sequence[str], written: str, where: str) -> None:
-        """Count that the template left `what` out if `texts` is not empty and none of them is in
-        `written`."""
+        """Count one case in which the template left something out: `texts`, parts of the chat at
+        `where`, is not empty and none of them occurs in `written`, the text that the template made.
+        `what` names the parts in the warning."""
         if texts and not any(text in written for text in texts):
             first, n = self._found.get(what, (where, 0))
             self._found[what] = first, n + 1
@@ -336,8 +341,9 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
 
 
 def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
-    """Return a rendered chat's documents; CorruptError if the template refused it, or left no
-    answer. `where` is its file and line."""
+    """Return the documents that a template made of a chat. Raises CorruptError if the template
+    refused the chat, or left none of its answers in the text. `where` is the chat's file and
+    line."""
     if isinstance(documents, TemplateRefusalError):
         raise CorruptError(f"{where}: {documents}") from documents
     for segments in documents:

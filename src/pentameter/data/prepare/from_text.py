@@ -148,7 +148,8 @@ class TextPreparation(Preparation):
 
 
 def _note_characters(chunk: str, seen: npt.NDArray[np.bool_]) -> None:
-    """Set `seen` (code points,) to True for the characters in `chunk`."""
+    """Set `seen` to True, in place, at the code point of each character in `chunk`. `seen` has an
+    element for every code point of Unicode."""
     points = code_points(chunk)
     if chunk.isascii():  # bytes are rid of the known ones faster than looked up
         known = np.flatnonzero(seen[:128]).astype(np.uint8).tobytes()

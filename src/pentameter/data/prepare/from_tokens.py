@@ -82,12 +82,13 @@ class TokenFile:
 
 
 def token_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the token files that the paths name; [] unless every path names some.
+    """Return the files with token ids that `paths` name; an empty list unless every path names at
+    least one.
 
-    A file is one by its suffix, `.bin` or Megatron's `.idx`. A folder stands for its `.bin` files,
-    unless it holds text or prepared shards, too (nanoGPT's `data/openwebtext` with its scripts
-    passes). Hidden files in it, such as macOS puts beside each file of an archive (`._train.bin`),
-    are left out.
+    A file is one by its suffix, `.bin` or Megatron's `.idx`. A folder stands for its `.bin` files;
+    it names none if it also holds text or prepared shards (nanoGPT's `data/openwebtext` with its
+    scripts is accepted). Hidden files in it, such as macOS puts beside each file of an archive
+    (`._train.bin`), are left out.
     """
     found: list[Path] = []
     for path in paths:

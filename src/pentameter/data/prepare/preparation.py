@@ -41,8 +41,8 @@ CACHE_VERSION = 2  # raise it when prepared data must change for the same text a
 
 @dataclass(frozen=True, kw_only=True)
 class Contents(ABC):
-    """Hash, sizes and distinct characters of a corpus, and the same for corpora held out as other
-    splits."""
+    """What the first pass over a corpus has found: its hash, its sizes and its distinct characters;
+    and the same for corpora held out as validation or test."""
 
     kind: ClassVar[str]
     """The kind of corpus: `text` or `conversations`."""
@@ -109,7 +109,8 @@ class Contents(ABC):
 
 @dataclass(frozen=True)
 class Preparation(ABC):
-    """A corpus, the tokenizer that encodes it, and how it is split, which decide its shards."""
+    """A corpus on its way to token shards: the corpus, the tokenizer that encodes it and the rule
+    that splits it, which together determine the shards."""
 
     corpus: Corpus
     tokenizer: str | Tokenizer
@@ -127,9 +128,9 @@ class Preparation(ABC):
 
     @cached_property
     def contents(self) -> Contents:
-        """Hashes, sizes and splits for the corpus and those held out beside it, each read once on
-        first access. Raises ConfigError if one is empty, CorruptError for a damaged file,
-        StorageError if reading fails."""
+        """What a pass over the corpus, and over those held out beside it, has found: hashes, sizes
+        and splits. Each is read once, at the first access. Raises ConfigError if one is empty,
+        CorruptError for a damaged file, StorageError if reading fails."""
         held_out, whole = self.corpus.held_out, Splitting(0.0)
         found = self._read(self.corpus, "train", whole if held_out else self.splitting)
         parts = {split: self._read(corpus, split, whole) for split, corpus in held_out.items()}
@@ -205,12 +206,17 @@ class Preparation(ABC):
         return build_tokenizer(setting, train_texts, special_texts=special, warnings=warnings)
 
     def open_cached(self, setting: str, *, verify: bool, warnings: list[str]) -> Dataset:
-        """Open the shards in the cache, written if absent. `setting` is `data.tokenizer`: if
-        `tokenizer` is a trained model's and equals the one that this setting made from the corpus,
-        the shards from that training are opened. `verify` checks the files against their hashes;
-        `warnings` collects sentences for the user. Raises CorruptError for damage, ConfigError for
-        an empty corpus or a character outside the vocabulary, StorageError if reading or writing
-        fails."""
+        """Open the shards of this corpus in the cache; write them first if they are not there.
+
+        setting: the value of `data.tokenizer`. If `tokenizer` is a trained model's and equals the
+            one that this setting made from the corpus, the shards that the model was trained on are
+            opened.
+        verify: whether to check the files against their hashes.
+        warnings: collects sentences for the user.
+
+        Raises CorruptError for damage, ConfigError for an empty corpus or a character outside the
+        vocabulary, StorageError if reading or writing fails.
+        """
         folder = self._cached_folder(setting)
         header = folder / f"{self.corpus.name}.json"
         if not header.exists():
@@ -268,8 +274,8 @@ def cached_folder(key: Mapping[str, Any]) -> Path:
 
 
 def known_by(tokenizer: str | Tokenizer) -> str:
-    """Return the text that stands for a tokenizer in the cache's keys: a setting itself, or a
-    tokenizer's hash."""
+    """Return the text that stands for a tokenizer in the names of cache folders: the setting
+    itself, or a tokenizer's hash."""
     return tokenizer if isinstance(tokenizer, str) else tokenizer.hash
 
 

@@ -52,10 +52,12 @@ class Splitting:
         return int((1 - held_out) * n), int((1 - test) * n), n
 
     def split_of(self, digest: bytes) -> int:
-        """Return the index in SPLITS for a document, from its text's digest (8 bytes or more).
+        """Return the index in SPLITS of the split to which a document belongs. `digest` is a hash
+        of its text, 8 bytes or more.
 
-        The first 8 bytes are read as a fraction of 1: below `test_fraction` is test, then val. The
-        text alone decides, and a larger fraction only adds documents.
+        The first 8 bytes are read as a fraction of 1: below `test_fraction` the document is test,
+        above that by less than the validation fraction it is val, else train. The text alone
+        decides, and a larger fraction only adds documents.
         """
         position = Fraction(int.from_bytes(digest[:8]), 1 << 64)
         test = Fraction(str(self.test_fraction))
@@ -107,8 +109,9 @@ def split_passages(
 def _segments(
     chunk: str, position: int, document: int, bounds: SplitBounds
 ) -> Iterator[tuple[str, str]]:
-    """Yield (split, text) for each part of a chunk that lies in one split, by `bounds`. The chunk
-    begins at character `position` of the text, in document number `document`."""
+    """Cut a chunk of text where a split ends, and yield (split, text) for each piece. The chunk
+    begins at character `position` of the whole text, in document number `document`; `bounds` says
+    where splits end."""
     # A text that has grown since the first pass is refused in the end, by its hash.
     if isinstance(bounds, bytes):
         yield SPLITS[bounds[document]] if document < len(bounds) else SPLITS[0], chunk

@@ -68,7 +68,8 @@ HASH_THREADS = 8  # files at once, as where shards are checked
 
 @dataclass(frozen=True)
 class Origin:
-    """Frozen record of everything that decides a token stream's tokens."""
+    """All that determines the tokens of a text that is tokenized during training: the text's files,
+    the tokenizer and the splits. A frozen record."""
 
     text: Text
     tokenizer: str | Tokenizer
@@ -135,16 +136,16 @@ def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> O
 
 
 def _known_by(file: InputFile) -> Any:
-    """Return JSON values that identify a file's content: its key, known without reading it, else
-    its sha256 in hex."""
+    """Return JSON values that identify a file's content: its `key` if that is known without reading
+    it, else its sha256 in hex."""
     return file.key or file.sha256()
 
 
 @dataclass(frozen=True)
 class Position:
-    """Frozen record of how far a token stream has been written. Each part's header has one, so that
-    any later process can continue there. It counts passages: pieces of a document's text that are
-    encoded by themselves."""
+    """How far a text has been tokenized: counts of passages, the pieces of a document's text that
+    are encoded by themselves, and of what they hold. A frozen record in the header of each part,
+    from which any later process can go on."""
 
     file: int = 0
     """Index, in `Origin.files`, of the file with the last passage written."""
@@ -164,8 +165,9 @@ class _NothingLeftError(Exception):
 
 
 class Parts:
-    """Writes the parts of the token stream of `origin` into `folder`, one with each call of
-    `write_next`. Each part is a folder with shards."""
+    """Writes the tokens of a text part by part, while a run trains on earlier parts: each call of
+    `write_next` writes one folder of shards into `folder`. `origin` has the text, the tokenizer and
+    the splits."""
 
     def __init__(self, origin: Origin, folder: Path) -> None:
         self._origin, self._folder, self._hash = origin, folder, origin.hash
@@ -207,8 +209,8 @@ class Parts:
         return True
 
     def _begin(self, number: int) -> None:
-        """Prepare to write part `number`: set `_encoded` and `_written` to continue at the position
-        that the header of the part before records."""
+        """Prepare to write part `number`: set `_encoded` and `_written`, so that tokenizing goes on
+        where the part before it ended, as its header records."""
         if number:
             header = part_header(self._folder, number - 1)
             tokenizer = load_tokenizer(header.parent / TOKENIZER_FILE)
@@ -263,12 +265,13 @@ class Parts:
             bytes_before += n_bytes if split == "train" else 0
 
     def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
-        """Yield the text's passages with their split set: val first, then test, then train. A
-        passage that reaches over a split's end may be cut.
+        """Yield the text's passages, each with its split set: the text's beginning is val, what
+        follows is test, the rest train. A passage that reaches over a split's end may be cut in
+        two.
 
         A held-out split has its fraction of the text, or up to MOST_OVER more, and at most
-        MOST_HELD_OUT_BYTES. It is empty here if it is a separate text. n_bytes: UTF-8 bytes of the
-        text before the first passage.
+        MOST_HELD_OUT_BYTES. It gets nothing here if it is a separate text. n_bytes: UTF-8 bytes of
+        the text before the first passage.
         """
         text, splitting = self._origin.text, self._origin.splitting
         fractions = (splitting.validation_fraction, splitting.test_fraction)

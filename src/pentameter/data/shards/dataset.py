@@ -64,7 +64,8 @@ class TokenSequence:
         return self._arrays[0].dtype
 
     def up_to(self, n_tokens: int) -> int:
-        """Return how many of the first `n_tokens` exist. A `TokenStream` first waits for them."""
+        """Return how many of the first `n_tokens` tokens exist: `n_tokens`, or all if there are
+        fewer. A `TokenStream`, whose text is still being tokenized, first waits for them."""
         return min(n_tokens, len(self))
 
     def hash_of(self, n_tokens: int) -> str | None:
@@ -126,7 +127,8 @@ class TokenSequence:
 
 @dataclass(frozen=True, eq=False)
 class AssistantRanges:
-    """The assistant tokens in a split of conversations, as ranges; a model learns only these."""
+    """The tokens of the assistant's answers in a split of conversations, as ranges of positions. A
+    model learns only these."""
 
     bounds: npt.NDArray[np.int64]
     """(n_ranges, 2): start and stop of each range, relative to the split, in order, without
@@ -188,8 +190,8 @@ class TokenSplit:
 
     @property
     def first_prompt(self) -> npt.NDArray[np.int64]:
-        """Token ids (n_tokens,) from the start of the first conversation up to its first answer;
-        empty without a conversation, or if an answer comes first."""
+        """Token ids (n_tokens,) of the split's first conversation up to its first answer; an empty
+        array if the split has no conversations, or begins with an answer."""
         for split in self.parts or (self,):
             if split.assistant is not None and len(split.assistant.bounds):
                 answer = int(split.assistant.bounds[0, 0])
@@ -493,7 +495,8 @@ def _check_tokens(
     dtype, stopped = DTYPES[header["dtype"]], Event()
 
     def check(path: Path, n_tokens: int, expected: str) -> None:
-        """Check a file of tokens; return early once `stopped` is set."""
+        """Check one file of `n_tokens` tokens whose hash should be `expected`. Return early once
+        `stopped` is set, when another file was found wrong."""
         digest = hashlib.sha256()
         # Read rather than mapped: a check of a large file must not fill this process's memory.
         buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)

@@ -55,9 +55,9 @@ def header_hash(header: Mapping[str, Any]) -> str:
 
 
 def data_hash(header: Mapping[str, Any]) -> str:
-    """Return the sha256, in hex, by which runs identify the data that a header describes. It covers
-    what `header_hash` does without the entry ENCODED_WHOLE, since the tokens may be the same
-    without it."""
+    """Return the sha256, in hex, by which runs know whether data are the same. It is computed from
+    a data set's `header` as `header_hash` does, but without the entry ENCODED_WHOLE: data prepared
+    with and without it may have the same tokens."""
     content = {key: value for key, value in header.items() if key not in ENCODED_WHOLE}
     return header_hash(content)
 
@@ -128,8 +128,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _check_header(header: Mapping[str, Any], name: str) -> None:
-    """Raise CorruptError (or a lookup error) unless a parsed header is complete and consistent;
-    `name` is the file's stem."""
+    """Raise CorruptError unless a parsed header is complete and consistent; a missing entry may
+    also raise a LookupError. `name` is the header file's name without suffix."""
     if header.get("format") != FORMAT:
         raise CorruptError(f'"format" is not {FORMAT!r}')
     if header.get("version") not in (1, VERSION, VERSION_WITH_LOSS_MASK):

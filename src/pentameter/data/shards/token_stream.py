@@ -32,7 +32,8 @@ _HASHED = ("tokenizer", "splits", "files", "documents")  # what a part's header 
 
 
 def part_header(folder: Path, number: int) -> Path:
-    """Return the path to the header of part `number`, counted from 0, in a stream's folder."""
+    """Return the path of the header of part `number`, counted from 0. A token stream is text
+    tokenized in parts, each a data set in a folder of its own below `folder`."""
     return folder / f"{PART_NAME}-{number:05d}" / f"{PART_NAME}.json"
 
 
@@ -67,8 +68,9 @@ def tokens_for(n_rows: int, context_length: int) -> int:
 
 
 class Source:
-    """Base class of the objects that a `TokenStream` asks for further parts. This one asks nobody:
-    its stream has only the parts that are in `folder`."""
+    """Base class of the objects that make more tokens for a `TokenStream`, or wait until another
+    process has. This base class does neither: its stream has only the parts that are in `folder`
+    already."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,12 +93,13 @@ class Source:
 
 
 class TokenStream(TokenSequence):
-    """The training tokens of the stream in `folder`, as far as its parts are written. `up_to` waits
-    for more.
+    """The training tokens of a text that may still be being tokenized: those in the parts that are
+    written into `folder` so far. `up_to` waits for more.
 
-    The constructor opens all parts that are there, and waits for the first. source: writes the
-    parts, or waits for another process that does. verify: whether to check each part's hashes, with
-    calls to `progress`.
+    The constructor opens all parts that are there, and waits for the first one.
+
+    source: writes the parts, or waits for another process that does.
+    verify: whether to check each part's hashes, with calls to `progress`.
     """
 
     def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
@@ -159,8 +162,8 @@ class TokenStream(TokenSequence):
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self) -> TokenSplit:
-        """Return the training split. It grows with the stream, but its document starts and bytes
-        are those of the parts opened so far."""
+        """Return the training split. Its tokens grow while the text is tokenized; its documents and
+        its size in bytes are those of the parts that are open when this is called."""
         starts, n_tokens, n_bytes = [], 0, 0
         for part in self._parts:
             train = part.split("train")

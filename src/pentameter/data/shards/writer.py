@@ -31,8 +31,9 @@ SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 
 
 class _Split:
-    """A split while it is written: its token files, its files of positions, and its counts for the
-    header. `kinds` are the position files to write (`documents`, `answers`)."""
+    """One split (train, val or test) while it is written: its token files, its files of positions
+    in the tokens, and its counts for the header. `kinds` names the position files to write:
+    `documents` (where each begins), `answers` (where each begins and ends)."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], kinds: Sequence[str]) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype

@@ -63,8 +63,8 @@ class Tokenizer(ABC):
 
     @property
     def byte_ids(self) -> Collection[int]:
-        """The ids that decode to text only together with their neighbors: tokens for single bytes,
-        a run of which is valid UTF-8 as a whole or not at all. Ids without a token are among
+        """The ids whose tokens are text only together with their neighbours: tokens for single
+        bytes, of which several in a row form a character in UTF-8. Ids that no token has are among
         them."""
         return ()
 
@@ -82,13 +82,16 @@ class Tokenizer(ABC):
 
     @classmethod
     def from_tokenizer_json(cls, content: Content, end: End, warnings: list[str]) -> Self | None:
-        """Build a tokenizer from `content`, a parsed `tokenizer.json` (as Hugging Face's libraries
-        write it) whose `model.vocab` is an object; None if this class cannot encode alike, so that
-        another is tried.
+        """Build a tokenizer of this class from a `tokenizer.json`, as Hugging Face's libraries
+        write it. Return None if this class would encode text to other ids; the caller then tries
+        another class.
 
-        `end` is (token, id) for the end of a document, each None if not known; only a
-        LibraryTokenizer takes it, the token before the id. `warnings` gets a line for added tokens
-        that text never becomes. Raises CorruptError or ConfigError if the content is invalid.
+        content: the parsed file; its `model.vocab` is an object.
+        end: (token, id) for the end of a document, each None if not known. Only a LibraryTokenizer
+            uses it: the token, or the id if the vocabulary lacks the token.
+        warnings: gets a line that names added tokens to which no text is ever encoded.
+
+        Raises CorruptError or ConfigError if the content is invalid.
         """
         return None
 
@@ -197,9 +200,9 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, encoding: Any, start: int = 0, *, has_offsets: bool = True) -> Self:
-        """Return an `Encoding` of the `tokenizers` library as an Encoded. `start` is the character
-        at which the encoded part begins in the whole text, and is added to offsets. Without
-        `has_offsets`, there are none: (0, 2)."""
+        """Return the tokens in an `Encoding` of the `tokenizers` library as an Encoded. `start` is
+        the character at which the encoded text begins in the whole text, and is added to the
+        offsets. Without `has_offsets` there are none: an array of shape (0, 2)."""
         offsets = chain.from_iterable(encoding.offsets if has_offsets else ())
         ids = encoding.ids
         return cls(
@@ -209,7 +212,7 @@ class Encoded(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the consecutive parts of a text as one Encoded."""
+        """Return one Encoded for a text, from those of its consecutive parts."""
         if len(parts) == 1:
             return parts[0]
         offsets = np.concatenate([np.empty((0, 2), np.int64), *(part.offsets for part in parts)])

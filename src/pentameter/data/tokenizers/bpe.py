@@ -246,9 +246,9 @@ class BpeTokenizer(LibraryBacked):
 def _joined(
     pieces: Sequence[str | int], encoded: Iterator[Encoded], lengths: Mapping[int, int]
 ) -> Encoded:
-    """Return a text's tokens from its `pieces`, in order: ids of special tokens, and the texts
-    between them. `encoded` yields the tokens of each such text; `lengths` maps a special token's id
-    to its number of characters."""
+    """Return the tokens of a text as one Encoded. `pieces` are the text in order: an id for each
+    special token, and the texts between them. `encoded` yields the tokens of each of these texts;
+    `lengths` maps a special token's id to its number of characters."""
     parts, start = [], 0
     for piece in pieces:
         n_characters = len(piece) if isinstance(piece, str) else lengths[piece]

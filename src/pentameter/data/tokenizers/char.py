@@ -135,10 +135,13 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """Return a sentence, for the user, that advises `bpe:N` in place of `char`; None if characters
-    do well. There is advice if a text has at least MANY_CHARACTERS distinct characters, which occur
-    less than SELDOM times on average. vocab_size: the number of distinct ones. n_tokens: the text's
-    length in characters."""
+    """Return a sentence that advises the user to set `data.tokenizer` to `bpe:N` in place of
+    `char`; None if characters do well. It is given for a text with at least MANY_CHARACTERS
+    distinct characters which occur less than SELDOM times on average.
+
+    vocab_size: number of distinct characters.
+    n_tokens: the text's length in characters.
+    """
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))

@@ -66,8 +66,8 @@ Segment = tuple[str, bool]
 
 
 class MarkedText(str):
-    """A str with APART marks in its special tokens (`escaped`). Its `repr` keeps the marks, so that
-    they survive where a template prints a list or an object that contains the text."""
+    """A str in which special tokens are broken up by marks (APART, see `escaped`). Its `repr` keeps
+    the marks, so that they survive where a template prints a list or an object with the text."""
 
     __slots__ = ()
 
@@ -171,8 +171,9 @@ def escaped(value: Any, special_tokens: Collection[str], n_levels: int = 0) -> A
 
 
 def _escaped_text(text: str, special_tokens: Collection[str]) -> str:
-    """Return a text with a mark after the first character of each special token in it, of
-    overlapping ones too. Raises TemplateRefusalError if the text contains a mark already."""
+    """Return `text` with a mark (APART) after the first character of each special token in it, also
+    of those that overlap, so that none of them is read as a special token. Raises
+    TemplateRefusalError if the text contains a mark already."""
     if found := _MARKS.search(text):
         raise TemplateRefusalError(
             f"a message holds U+{ord(found[0]):04X}, a noncharacter, which marks answers here; "
@@ -190,8 +191,9 @@ def unescaped(text: str) -> str:
 
 
 def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
-    """Split a rendered text into its special tokens' ids and the texts between them, in order and
-    unescaped; `special_tokens` maps text to id."""
+    """Split a text that a chat template wrote at its special tokens: return a list with each
+    special token's id and each text between them, in order. Marks of escaped special tokens are
+    removed from the texts. `special_tokens` maps a token's text to its id."""
     if not special_tokens:
         return [unescaped(text)] if text else []
     longest_first = sorted(special_tokens, key=len, reverse=True)

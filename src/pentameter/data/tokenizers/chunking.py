@@ -50,11 +50,12 @@ def last_boundary(text: str) -> int:
 
 
 class Chunker:
-    """Buffers a document's text and splits it into texts that a tokenizer can encode one by one:
-    call `feed` with each chunk, then `rest`. The same object then serves the next document.
+    """Cuts a document's text, as it comes in chunks, into pieces that a tokenizer can encode one by
+    one: call `feed` with each chunk, then `rest` at the document's end. The same object then serves
+    the next document.
 
-    `kind` is the tokenizer's (`char`, `word`, `bpe`, `library`). A text in which no boundary comes
-    within `longest` characters is split there.
+    `kind` is the tokenizer's (`char`, `word`, `bpe`, `library`). Pieces end at boundaries between
+    words; a text without one within `longest` characters is cut there.
     """
 
     def __init__(self, kind: str, longest: int = LONGEST_CHUNK) -> None:

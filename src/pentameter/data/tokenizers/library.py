@@ -44,12 +44,12 @@ _MAY_BE_EMPTY = re.compile(r"[*?|^$(]|\\[bBAzZGK]|\{0?,|\{0\}|^$")
 
 
 class Growth:
-    """Upper bound on the characters that a normalizer or decoder (`steps`, a part of a parsed
-    `tokenizer.json`) makes of a text.
+    """Upper bound on how many characters a tokenizer's normalizer or decoder makes of a text.
+    `steps` is that part of a parsed `tokenizer.json`.
 
     Each character has a weight: the most characters that it can become. Weights are computed from
-    the last step back to the first. At a replacement, the weight of the new text is shared among
-    the characters of the old one.
+    the last step back to the first. At a replacement, the weight of the new text is distributed
+    over the characters of the old one.
     """
 
     def __init__(self, steps: Any) -> None:
@@ -73,7 +73,8 @@ class Growth:
         return sum(n * self._weights.get(each, self._others) for each, n in counts.items())
 
     def _go_before(self, step: Any) -> None:
-        """Turn weights that hold after `step` into those that hold before it."""
+        """Update the weights, in place, from those that hold for a character after `step` to those
+        that hold before it."""
         match step:
             case {"type": "Replace", "content": str(new), "pattern": {"String": str(old)}} if old:
                 share = self._weight(new) / len(old)
@@ -277,7 +278,7 @@ class LibraryTokenizer(LibraryBacked):
 
     @cached_property
     def _spelled(self) -> dict[int, str]:
-        """Maps each reserved id to its token."""
+        """Maps the id of each token that no text becomes (`_reserved`) to the token's text."""
         tokens = {number: self.token(number) for number in self._reserved}
         return {number: token for number, token in tokens.items() if token is not None}
 

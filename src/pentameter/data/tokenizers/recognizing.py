@@ -69,12 +69,12 @@ def without_tokens(content: Mapping[str, Any], texts: Collection[str]) -> dict[s
 
 
 class Recognizer:
-    """Encodes texts that a chat template wrote, by a parsed `tokenizer.json` (`content`), as
-    transformers does: special tokens are recognized anywhere in the text, with the white space that
-    they absorb.
+    """Encodes texts that a chat template wrote, with the tokenizer of a parsed `tokenizer.json`
+    (`content`), as transformers does: special tokens are recognized anywhere in the text, with the
+    white space that they absorb.
 
-    special: maps text to id for the special tokens. reserved: maps id to text for the tokens that
-    no message's text may become.
+    special: maps text to id for the special tokens.
+    reserved: maps id to text for the tokens that no message's text may become.
     """
 
     def __init__(

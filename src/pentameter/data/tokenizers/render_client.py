@@ -79,9 +79,9 @@ class Rendering:
         return self._ask("documents", asked)
 
     def _ask(self, what: str, asked: Sequence[RenderRequest]) -> list[Any]:
-        """Have the process render all requests, to texts (`what` is "text") or to documents
-        ("documents"). Errors have the template's origin in their messages. Raises ConfigError for
-        an invalid template, TemplateBoundsError if the process is ended by its limits."""
+        """Have the child process render all requests: to texts if `what` is "text", to documents if
+        it is "documents". Error messages name the template's origin. Raises ConfigError for an
+        invalid template, TemplateBoundsError if the process is ended by its limits."""
         template, bound = self._template, MemoryBound(self._child.pid, MEMORY_BYTES)
         try:
             with bound:
@@ -176,8 +176,9 @@ def prompt_remark(template: ChatTemplate, prompt: str, what: str) -> str:
 def unlike_its_prompt(
     template: ChatTemplate, render_by: Callable[[RenderRequest], str]
 ) -> str | None:
-    """Return a warning (`prompt_remark`) if a template asks for an answer with a text that it does
-    not write before a plain answer; None if it does write it, or takes other messages."""
+    """Return a warning if a template asks for an answer with a text that it does not write before a
+    plain answer, so that a model would never have learned to answer after it. None if it does write
+    it, or refuses the messages of this test."""
     prompt = prompt_of_answers(render_by, RenderRequest([QUESTION]))
     with suppress(ConfigError):
         answered = RenderRequest([QUESTION, {"role": "assistant", "content": _ANSWER}])

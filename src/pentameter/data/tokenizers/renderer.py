@@ -101,8 +101,8 @@ sources by name, the texts of special tokens by key, and the messages to render.
 
 
 def renderer() -> Callable[[Question], list[Any]]:
-    """Limit this process's memory to MEMORY_BYTES; return the function that answers its
-    questions."""
+    """Limit this process's memory to MEMORY_BYTES, and return the function that the process serves:
+    it answers one question, a list of messages to render."""
     with suppress(ValueError, OSError):  # macOS knows no such bound: the parent minds it
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
@@ -203,7 +203,8 @@ def _keeps_no_state(tree: Any) -> bool:
 
 @dataclass
 class _Reading:
-    """Record of how a template reads messages while it writes a text; `_Watched` keeps it."""
+    """Record of which messages a chat template has read while it writes a text, kept by
+    `_Watched`."""
 
     n_written: int = 0
     """Characters that the template has written so far; `_render` counts them."""
@@ -214,18 +215,19 @@ class _Reading:
     """Whether all messages so far were asked for in order."""
 
     def refused(self) -> TypeError:
-        """Record that a message was asked for out of order, and return the error to raise."""
+        """Record that the template read a message in an order that is not allowed, and return the
+        error to raise."""
         self.is_in_order = False
         return TypeError("this template reads messages out of order")
 
 
 class _Watched:
-    """List of messages, as a template sees it, that records in `reading` when each is read.
+    """A list of messages for a template, which records in `reading` when each one is read.
 
-    A template may go through it once, from index `first` on, and look again at messages that it has
-    read, and at the first. Anything else raises the TypeError of `_Reading.refused`. If a template
-    keeps to that, and keeps no state, then for fewer messages it writes the same text, up to where
-    it asks for the next one.
+    A template may go through the list once, from index `first` on, and look again at messages that
+    it has read and at the first. Anything else raises the TypeError of `_Reading.refused`. If a
+    template keeps to that, and keeps no state, then with fewer messages it would write the same
+    text up to where it reads the next one; so one rendering shows where each message begins.
     """
 
     def __init__(
@@ -333,9 +335,9 @@ class _Rendered:
         return spans if prompted.startswith(whole[: ends[-1]]) else None
 
     def _before(self, number: int, text: str) -> int:
-        """Return at which character of `text` its last message begins: the answer with index
-        `number`. Raises TemplateRefusalError if the template writes the messages before it
-        differently once it follows."""
+        """Return the index in `text` at which its last message begins, the answer number `number`.
+        Raises TemplateRefusalError if the template writes the messages before the answer
+        differently when the answer follows."""
         found = self._before_all(text) if number == 0 else self._length(number, text)
         if found is None:
             raise TemplateRefusalError(
@@ -346,9 +348,9 @@ class _Rendered:
         return found
 
     def _length(self, number: int, text: str) -> int | None:
-        """Return the length of the text for the first `number` messages, with the beginning of an
-        answer (generation prompt) if `text` starts with that too; None if `text` starts with
-        neither."""
+        """Return how many characters of `text` are taken by the first `number` messages. If `text`
+        goes on with the generation prompt, with which an answer begins, that is included. None if
+        `text` does not begin with these messages."""
         for asks in (True, False):
             before = without_marks(self._render(self.asked.messages[:number], asks=asks))
             if text.startswith(before):
@@ -356,9 +358,9 @@ class _Rendered:
         return None
 
     def _before_all(self, text: str) -> int:
-        """Return at which character of `text` the answer begins if it is the only message: the
-        length of the template's preamble. It is found by rendering the answer behind a question,
-        too."""
+        """Return the index in `text` at which the answer begins if it is the only message, that is,
+        the length of what the template writes before any message. To find it, the answer is also
+        rendered after a question."""
         answer = self.asked.messages[0]
         asked = _Rendered(
             self.template,

@@ -33,7 +33,8 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of messages that one chat template expects."""
+    """Which of the usual forms of a message one chat template expects: content as a text or as a
+    list of parts, a call's arguments as an object or as text."""
 
     parts: frozenset[str]
     """Roles whose content the template takes as a list of parts; for other roles parts are joined
@@ -111,7 +112,8 @@ def _is_list_of_parts(content: Any) -> bool:
 
 
 def _apart(text: str) -> str:
-    """Return a text with a mark (APART) after its last visible character."""
+    """Return a text with a mark (APART) after its last visible character, so that no special token
+    arises where the next text begins."""
     return MarkedText(_LAST_VISIBLE.sub(APART, text))
 
 

@@ -26,7 +26,8 @@ ROWS = 192
 
 @dataclass(frozen=True)
 class GpuForms:
-    """Which forms a run takes. By default all are plain, as on a CPU."""
+    """Which operations of a GPT run in another form than PyTorch's plain one on a GPU, because that
+    is faster and its results were found right. By default none, as on a CPU."""
 
     precise_sums: bool = False
     """The head's weight gradient is added up in fp32 by its matmul, not by operations behind it."""

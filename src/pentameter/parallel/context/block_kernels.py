@@ -46,7 +46,8 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockKernel(NamedTuple):
-    """Fused attention of a block, forward and backward."""
+    """Fused attention between a block of queries and a block of keys: a record of two functions,
+    the forward and the backward pass."""
 
     attend: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     """(q (B, H, Q, K), k, v (B, G, S, K), is_causal) → output (B, H, Q, K), log-sum-exps
@@ -59,12 +60,16 @@ class BlockKernel(NamedTuple):
 def block_kernel(
     device_type: str, capability: int | None, dtype: torch.dtype, channels: int
 ) -> BlockKernel | None:
-    """Return the fused attention for blocks in `dtype` whose heads have `channels` channels; None
-    if there is none, so that the weights must be materialized.
+    """Return PyTorch's fused attention for blocks of the sequence, or None if none of its kernels
+    fits and attention weights must be materialized.
 
-    capability: a GPU's compute capability times ten, as `cuda_capability` gives it. Flash attention
-    is for 16 bits; its backward pass has no kernel for heads of 200 to 224 channels on GPUs for
-    desktops. Efficient attention is for 16 and 32 bits; both read 16 bytes at once.
+    device_type: `cpu` or `cuda`.
+    capability: a GPU's compute capability times ten, as `cuda_capability` gives it.
+    dtype: of queries, keys and values.
+    channels: channels of a head.
+
+    Flash attention is for 16 bits; its backward pass has no kernel for heads of 200 to 224 channels
+    on GPUs for desktops. Efficient attention is for 16 and 32 bits; both read 16 bytes at once.
     """
     if device_type == "cpu":
         return BlockKernel(_attend_on_cpu, _differentiate_on_cpu)
@@ -79,8 +84,9 @@ def block_kernel(
 
 
 def over_query_heads(gradient: Tensor, n_kv_heads: int) -> Tensor:
-    """Sum gradients (B, H, S, K) over the query heads that use a key or value head:
-    (B, G, S, K)."""
+    """Sum the gradients for keys or values, computed for each of the H query heads (B, H, S, K),
+    over the query heads that read the same one of the G KV heads. Returns (B, G, S, K); K is the
+    head size."""
     return gradient.unflatten(1, (n_kv_heads, -1)).sum(2)
 
 

@@ -22,16 +22,18 @@ from pentameter.planning.layouts.layout import Layout
 
 
 def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
-    """Return the positions (T / n,) of the tokens that the rank with `context` coordinate `rank`
-    computes, out of a sequence's positions (T,), for n ranks along `context`."""
+    """Return the positions of the tokens that one rank computes, (T / n,), out of a whole
+    sequence's `positions` (T,); n is the number of ranks along `context`, `rank` this rank's
+    coordinate there."""
     chunks = layout.positions(rank, len(positions))
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
 class HeadsAttention(DotProductAttention):
-    """The DotProductAttention of all-to-all mode: causal attention in full sequences, to H / n
-    heads on each of the n ranks in the group. `rank` is this one's number in it, and `alone` the
-    attention that it computes for its heads, without communication."""
+    """Causal attention for context parallelism in all-to-all mode, a DotProductAttention. The n
+    ranks of a group exchange tokens for heads, so that each computes H / n heads over full
+    sequences. `rank` is this rank's number in the group, and `alone` the attention that it computes
+    for its heads, without communication."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, alone: DotProductAttention) -> None:
         self._group_name, self._n_ranks = group.group_name, group.size()

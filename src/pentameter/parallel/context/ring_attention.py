@@ -43,13 +43,13 @@ TILE = 1024
 
 
 class RingAttention(DotProductAttention):
-    """The DotProductAttention of ring mode: causal attention over a group whose ranks each have
-    some chunks of the sequence.
+    """Causal attention for context parallelism in ring mode, a DotProductAttention: each rank of a
+    group has some chunks of the sequence, and keys and values travel around the ring.
 
     `chunk_starts` are the positions at which chunks start, rank after rank; all chunks have the
-    same size. Without a group, one rank has all chunks, and communicates nothing: for a trial.
-    `fused_dtype` is the dtype in which blocks on a GPU are computed by PyTorch's fused attention,
-    None for none; those on a CPU always are.
+    same size. Without a group, one rank has all chunks and communicates nothing, as in a trial. On
+    a GPU, `fused_dtype` is the dtype in which PyTorch's fused attention computes each block, None
+    to materialize its weights; on a CPU it is always fused.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class _Ring:
         ]
 
     def pass_on(self, tensor: Tensor) -> Arriving:
-        """Send a tensor to the next rank, and return the one that is arriving, in its shape, from
-        the rank before. Collective."""
+        """Start to send a tensor to the next rank in the ring, and to receive one of the same shape
+        from the previous rank. Return the exchange under way. Collective."""
         assert self._group is not None
         return pass_on(tensor, self._group)
 

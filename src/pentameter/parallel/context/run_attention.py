@@ -36,10 +36,15 @@ def run_attention(
     in_kernels: bool = False,
     ring_dtype: torch.dtype | None = None,
 ) -> DotProductAttention:
-    """Return the attention of a rank of `mesh`, for sequences of `context_length` tokens. With
-    `in_kernels`, attention to whole sequences drops weights in GPU kernels. `ring_dtype` is the
-    dtype in which a GPU's ring runs by fused attention, None for none. Raises ConfigError for an
-    unknown `parallel.context_mode`."""
+    """Return the object that computes attention on a rank of `mesh`, as the layout's context
+    parallelism requires, for sequences of `context_length` tokens. Raises ConfigError for an
+    unknown `parallel.context_mode`.
+
+    in_kernels: True to apply attention dropout inside GPU kernels, where a rank has whole
+        sequences.
+    ring_dtype: in ring mode on a GPU, the dtype in which PyTorch's fused attention computes each
+        block; None to do without it.
+    """
     alone = _kernel_attention() if in_kernels else PLAIN_ATTENTION
     if layout.context == 1:
         return alone
@@ -68,9 +73,9 @@ def chip_obstacle(gpu: GpuCapabilities) -> str | None:
 
 
 def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return a phrase that says why these kernels cannot compute a model's attention on `device`
-    with matmuls in `dtype`. None means that they were compiled, run, and agreed with stored weights
-    in fp64.
+    """Return a phrase that says why the GPU kernels that apply attention dropout cannot compute a
+    model's attention on `device`, with matmuls in `dtype`. None means that they were compiled, run,
+    and agreed with attention that stores its weights, in fp64.
 
     A missing kernel costs memory, never a run, so nothing is raised.
     """
@@ -90,7 +95,7 @@ def ring_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def _kernel_attention() -> DotProductAttention:
-    """Import Triton, and return the attention that drops weights in its kernels."""
+    """Return the attention that applies dropout inside Triton kernels. Imports Triton."""
     from pentameter.model.attention.dropout_kernels import KernelAttention
 
     return KernelAttention()

@@ -123,9 +123,10 @@ class RouterBalance:
 
     @torch.no_grad()
     def move(self, not_made: Tensor | None = None) -> None:
-        """Update each router's state by the step's token counts, all-reduced over the ranks that
-        route different tokens. `not_made`, float32 () on the device, is 1 if the optimizer step was
-        skipped: the state then stays; None means that it was made. Collective."""
+        """Update the balance state of every router after a step, by the numbers of tokens that
+        chose each expert, all-reduced over the ranks that route different tokens. Collective.
+        `not_made` is 1 on the device, float32 (), if the optimizer step was skipped: the state then
+        stays as it is. None means that the step was made."""
         if not self._routers:
             return
         counts = torch.stack([router.counts for router in self._routers.values()])

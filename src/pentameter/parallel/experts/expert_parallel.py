@@ -76,10 +76,12 @@ def parallelize_experts(model: nn.Module, mesh: Mesh, matmul: Matmul) -> dict[nn
 def _on_shards(
     matmul: Matmul, linear: GroupedLinear, adds_bias: bool, x: Tensor, groups: Groups
 ) -> Tensor:
-    """Return (S, outputs) for rows x (S, inputs) sorted by expert, each expert's one of the
-    `groups`, computed with this rank's shards of the experts' matrices. If the outputs of several
-    ranks are summed, one of them has `adds_bias` true; on the others the bias is multiplied by 0,
-    so that it still gets a gradient, of 0."""
+    """Multiply rows by the experts' matrices, of which this rank has shards: return (S, outputs)
+    for rows x (S, inputs) sorted by expert, where `groups` says which rows belong to which expert.
+
+    adds_bias: True to add the bias. Where the outputs of several ranks are summed, only one of them
+        does; on the others the bias is multiplied by 0, so that it still gets a gradient, of 0.
+    """
     bias = None if linear.bias is None else local(linear.bias)
     if bias is not None and not adds_bias:
         bias = bias * 0
@@ -88,9 +90,10 @@ def _on_shards(
 
 @dataclass
 class ExpertExchange(Exchange):
-    """The Exchange for sharded experts: brings rows to the ranks that hold their experts, and the
-    outputs back. `group_name` names the group of ranks that exchange rows; in it every `n_shards`
-    adjacent ranks hold shards of the same experts. `sent_bytes` is as in Exchange. Collective."""
+    """The Exchange for experts that are sharded over ranks: it sends each row to the ranks that
+    hold its expert, and sends the outputs back. `group_name` names the group of ranks that exchange
+    rows; in it, every `n_shards` adjacent ranks hold shards of the same experts. `sent_bytes`
+    counts as in Exchange. Methods are collective."""
 
     group_name: str
     n_shards: int
@@ -161,9 +164,9 @@ class ExpertExchange(Exchange):
         return torch.cat([block for block in blocks for _ in range(self.n_shards)])
 
     def _summed(self, returned: Tensor, n_sent: Sequence[int]) -> Tensor:
-        """Return the outputs (R, D), given those that came `returned`: one block for each shard of
-        the experts' matrices. Blocks for the same rows are added in rank order, in float32 at
-        least."""
+        """Return the outputs (R, D) of this rank's rows, from what other ranks have `returned`:
+        several blocks for the same rows if an expert's matrices are sharded, which are added in
+        rank order, in float32 at least. `n_sent` is the number of rows that went to each rank."""
         if self.n_shards == 1:
             return returned
         precise = torch.promote_types(returned.dtype, torch.float32)
@@ -208,8 +211,9 @@ class _Dispatched(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenShards(Tokens):
-    """The Tokens for ranks that hold the same tokens: `n` ranks of the named group, of which this
-    one is number `rank`. It takes this rank's shard of them, and all-gathers the outputs."""
+    """The Tokens for n ranks that hold the same tokens, in the group of this name: each rank takes
+    its shard of the tokens through the experts, and the outputs are all-gathered. `rank` is this
+    one's number in the group."""
 
     rank: int
     n: int
@@ -378,7 +382,8 @@ class _Start(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
-        """Start to send rows (R, D); return the tensor (S, D) in which rows arrive."""
+        """Start to send the rows (R, D) to other ranks. Return the tensor (S, D) in which the rows
+        from other ranks arrive; it must not be read before `_Finish`."""
         ctx.transfer = transfer
         return transfer.send(rows)
 
@@ -397,7 +402,8 @@ class _Finish(Function):
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, transfer: Transfer) -> Tensor:
-        """Return the rows (S, D) that have arrived in `arriving`."""
+        """Wait for the rows from other ranks, and return them: `arriving` (S, D), the tensor that
+        `_Start` returned, now complete."""
         ctx.transfer = transfer
         transfer.wait()
         return arriving.view_as(arriving)

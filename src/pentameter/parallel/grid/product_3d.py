@@ -27,11 +27,11 @@ from pentameter.parallel.tensor.collectives import gathered_shards, product_oper
 
 
 class Product3d(NamedTuple):
-    """A record of one 3-D matmul over l × l × l ranks (l along each of `depth`, `row` and
-    `tensor`): its sizes, its process groups by name (`inputs`, `row` and `results`), and the
-    computation.
+    """One matrix product in 3-D tensor parallelism, over l × l × l ranks (l along each of `depth`,
+    `row` and `tensor`): a record of its sizes and of its process groups' names (`inputs`, `row` and
+    `results`), with methods that compute it.
 
-    A rank's block of the weight is sharded along `row`, in its dimension `cut` (0 or 1): into
+    A rank's block of the weight is sharded along `row`, in its dimension `cut` (0 or 1), into
     shards of `most` entries, of which the last ones may be smaller. All-gathered, that dimension
     has `n_cut` entries.
     """

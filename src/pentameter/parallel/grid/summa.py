@@ -32,8 +32,9 @@ from pentameter.planning.layouts.sharding import shard_size
 
 
 class Summa(NamedTuple):
-    """A record of one matmul over q × q ranks with a weight that has `n_out` rows (N) over all
-    ranks, and the computation. `row` and `tensor` name the process groups along these dimensions;
+    """One matrix product in 2-D tensor parallelism by the algorithm SUMMA, over q × q ranks: a
+    record of its sizes and groups, with methods that compute it. `n_out` is N, the weight's rows
+    over all ranks. `row` and `tensor` name the process groups along these mesh dimensions;
     `precision` is the `train.precision` whose matmul multiplies blocks."""
 
     n_out: int
@@ -105,9 +106,9 @@ def _shapes(shape: tuple[int, int], n_blocks: int) -> list[tuple[int, int]]:
 def _each(
     held: Tensor, shapes: list[tuple[int, int]], group: dist.ProcessGroup
 ) -> Iterator[Tensor]:
-    """Yield every rank's block in turn, broadcast over the group; `held` is this rank's, `shapes`
-    are the (rows, columns) of each. The next broadcast overlaps with the caller's matmul.
-    Collective."""
+    """Yield the block of every rank in the group in turn, each broadcast by the rank that holds it.
+    `held` is this rank's block; `shapes` are the (rows, columns) of all. The next broadcast runs
+    while the caller uses the block. Collective."""
 
     def start_broadcast(step: int) -> tuple[Tensor, Any]:
         """Start to broadcast the block that the rank with index `step` holds; return the block,

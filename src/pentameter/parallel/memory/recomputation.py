@@ -119,8 +119,8 @@ class _Keeping(TorchDispatchMode):
         self._policy, self._results = policy, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and return its result. If the policy says so, also keep the result,
-        detached, without the history that autograd will attach to it."""
+        """Run the operation and return its result. If the policy says that results of this
+        operation are saved, also keep it, detached from autograd."""
         result = func(*args, **(kwargs or {}))
         if self._policy(None, func) is CheckpointPolicy.MUST_SAVE:
             self._results[func].append(map_leaves(_detached, result))
@@ -137,8 +137,8 @@ class _Giving(TorchDispatchMode):
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operation's next kept result; run it if results of this operation were not
-        kept."""
+        """Return the next result of this operation that the first forward pass has kept; run the
+        operation if none was kept."""
         if func in self._results:
             return self._results[func].popleft()
         return func(*args, **(kwargs or {}))

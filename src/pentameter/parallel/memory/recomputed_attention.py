@@ -34,8 +34,9 @@ class WithoutGenerator(CustomGraphPass):
     attention needs no generator state."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace recomputed attention nodes in the graph by the operation without the mark, in
-        place."""
+        """Change `graph` in place: replace each attention that is recomputed in the backward pass,
+        and marked so, by the same operation without the mark, which needs no state of the random
+        generator."""
         for node in graph.find_nodes(op="call_function", target=MARKED):
             if node.meta.get("recompute") in _AGAIN:
                 node.target = UNMARKED

@@ -27,12 +27,13 @@ buffers in advance, so that a BoundedStage finds none to drop."""
 
 
 class BoundedStage(PipelineStage):
-    """A PipelineStage that allocates a receive buffer when the receive is posted, and drops it when
-    the pass that reads it is done.
+    """A pipeline stage that holds the memory for a received message only from the moment at which
+    its receive is posted until the pass that reads it is done. PyTorch's PipelineStage, from which
+    it derives, holds one for every micro-batch.
 
-    Autograd keeps a received activation for the backward pass, as it does any input. A split
-    backward pass's second half adds to the weights' `.grad` without autograd's hooks; the stage
-    then calls `take_gradients`, in their place. All other arguments are PipelineStage's.
+    Autograd keeps a received activation for the backward pass, as it does any input.
+    `take_gradients` is called after the second half of a split backward pass, which adds to the
+    weights' `.grad` without autograd's hooks. All other arguments are PipelineStage's.
     """
 
     def __init__(self, *args: Any, take_gradients: Callable[[], None], **kwargs: Any) -> None:
@@ -105,11 +106,11 @@ class BoundedStage(PipelineStage):
 
 
 class SendingStage(BoundedStage):
-    """A BoundedStage that posts its messages itself, for schedules that would otherwise hold each
-    one until the step ends.
+    """A BoundedStage that starts each send and receive at once, for schedules of PyTorch that would
+    otherwise hold every message until the step ends.
 
-    Not for schedules that post a send and a receive as one call, as nccl needs if two ranks send to
-    each other at once.
+    It is not for schedules in which two ranks send to each other at once, where NCCL needs the send
+    and the receive in one call.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -175,10 +176,10 @@ class SendingStage(BoundedStage):
 
 
 class _WithoutMemory(dict[int, Any]):
-    """Dictionary from a micro-batch's number to PyTorch's receive information, whose buffers it
-    moves to `meta` until they are allocated.
+    """Dictionary from a micro-batch's number to PyTorch's record of what is received for it. It
+    moves the record's buffers to `meta`, where they take no memory, until the stage allocates them.
 
-    PyTorch allocates the buffers for all micro-batches at the first step, one after the other; this
+    PyTorch makes the buffers for all micro-batches at the first step, one after the other; this
     dictionary releases each before the next is made.
     """
 

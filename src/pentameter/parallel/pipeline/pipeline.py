@@ -140,9 +140,9 @@ class Pipeline:
         *,
         by_row: bool = False,
     ) -> None:
-        """Call `run`, a schedule's `step` or `eval`, on inputs, targets and dropout keys
-        (n · B, …), which it splits into micro-batches. `keys` None means no dropout. With `by_row`,
-        the last stage gives a loss for each row."""
+        """Run one step of a schedule: call `run`, its `step` or `eval`, on inputs, targets and
+        dropout keys (n · B, …), which it splits into n micro-batches. `keys` None means no dropout.
+        With `by_row`, the last stage computes a loss for each row."""
         arguments = (inputs,) if self._holds_first else ()
         context = {"targets": targets}
         if by_row:
@@ -155,8 +155,9 @@ class Pipeline:
         run(*arguments, target=leaves(targets)[0], **context)
 
     def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
-        """Record a micro-batch's loss (1,), or its rows' (B,), and return its sum times the step's
-        factor, (), from which the schedule runs the backward pass."""
+        """Loss function for PyTorch's schedule: record the loss that the last stage computed for a
+        micro-batch, (1,), or for each of its rows, (B,). Return its sum times the step's factor,
+        (), from which the backward pass starts."""
         self._losses.append(loss.detach())
         return loss.sum() * self._factor
 

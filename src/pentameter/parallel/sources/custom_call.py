@@ -58,13 +58,14 @@ def custom_call(
     def call_for_stream(
         model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
     ) -> Tensor:
-        """Return the residual stream (B, T, D)."""
+        """Call the slice, and return the residual stream (B, T, D) for the next stage."""
         return run(model, x).to(dtype)
 
     def call_for_logits(
         model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
     ) -> Tensor:
-        """Return logits (B, T, V) without targets, else their summed cross-entropy, 0-dim."""
+        """Call a slice that returns logits. Return them, (B, T, V), if there are no `targets`, else
+        their cross-entropy summed over the targets, 0-dim."""
         logits = run(model, x)
         if targets is None:
             return logits
@@ -79,7 +80,8 @@ def custom_call(
     def call_for_loss(
         model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
     ) -> Tensor:
-        """Return the module's own summed loss, 0-dim; its logits without targets."""
+        """Call a slice that computes its own loss. Return the summed loss, 0-dim; without
+        `targets`, the logits."""
         if targets is None:
             return run(model, x)
         loss = run(model, x, targets)

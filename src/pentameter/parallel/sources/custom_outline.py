@@ -111,10 +111,10 @@ def _table(
 
 
 def _adapted(whole: nn.Module, blocks: Sequence[str], config: Config, built_by: str) -> list[str]:
-    """Return the paths of the linear layers that [lora] adapts, within the sub-modules at `blocks`.
-    Without the output layer of `torch.nn.MultiheadAttention`, which is never called, as that module
-    reads its weight. Raises ConfigError, naming the build function `built_by`, if there are no
-    linear layers."""
+    """Return the paths of the linear layers within the sub-modules at `blocks` to which [lora] adds
+    adapters. The output layer of `torch.nn.MultiheadAttention` is left out: that module reads the
+    layer's weight and never calls it. Raises ConfigError, naming the build function `built_by`, if
+    there are no linear layers."""
     attentions = (each for each in whole.modules() if isinstance(each, nn.MultiheadAttention))
     uncalled = {each.out_proj for each in attentions}
     linear = [

@@ -36,7 +36,8 @@ else the stream, or (stream, inputs) if `ModelSlice.reads_inputs`. `keys` come f
 
 @dataclass(frozen=True)
 class ModelSlice:
-    """One pipeline stage's module, and how to run it and all-gather its weights."""
+    """The module of one pipeline stage, with the functions that run it and the list of its
+    sub-modules whose weights ZeRO gathers one by one."""
 
     model: nn.Module
     """The slice's module; parameters have the names that they have in the full model."""

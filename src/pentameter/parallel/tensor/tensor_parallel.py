@@ -46,8 +46,8 @@ from pentameter.planning.layouts.sharding import Sharding
 
 
 def _mixes_tokens(op: Operation) -> bool:
-    """Return whether the operation's matrix belongs to attention, which needs a sequence's tokens
-    in order: one of its axes is heads or KV heads."""
+    """Return True if the matrix of `op` belongs to attention (one of its axes is heads or KV
+    heads), which needs the tokens of a sequence in order."""
     return bool({op.contracts, op.result.axes[1]} & {"heads", "kv_heads"})
 
 
@@ -161,8 +161,14 @@ class TensorParallelContext(TensorContext):
     def __init__(
         self, sharding: Sharding, arithmetic: Arithmetic, mesh: Mesh, *, reads_at_once: bool
     ) -> None:
-        """`reads_at_once` says whether column-parallel matrices with the same input are computed as
-        one operation, which overlaps their communication with computation."""
+        """Set up one-dimensional tensor parallelism on this rank. Creates no groups.
+
+        sharding: how the layout shards activations and parameters.
+        arithmetic: the run's dtypes and matmul.
+        mesh: this rank's coordinates and process groups.
+        reads_at_once: True to multiply by all column-parallel matrices with the same input in one
+            operation, which overlaps communication with computation.
+        """
         super().__init__(sharding, arithmetic, mesh)
         self.columns_group = mesh.group_name("tensor")
         self.rank, self.size = self.coordinates["tensor"], self.layout.tensor

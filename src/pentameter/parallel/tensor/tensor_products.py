@@ -113,8 +113,8 @@ sum_stream = torch.library.custom_op("pentameter::sum_stream", summed, mutates_a
 
 
 def _all_tokens(x: Tensor, order: str, group_name: str) -> tuple[int, int]:
-    """Return the first two sizes of all tokens in the layout `order`, (B, T) or (n · B, t), given x
-    (B, t, …)."""
+    """Return the first two sizes of the tensor that holds all ranks' tokens in the layout `order`,
+    given this rank's x (B, t, …): (B, T), or (n · B, t) for `by_process`."""
     B, t, n = *x.shape[:2], group_named(group_name).size()
     return {"whole": (B, t), "by_time": (B, n * t), "by_process": (n * B, t)}[order]
 

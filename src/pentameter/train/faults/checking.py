@@ -53,19 +53,20 @@ class FaultChecks:
         self._checked_step = -1
 
     def is_due(self) -> bool:
-        """Return True if the present step is one after which a check is asked for."""
+        """Return True if `train.check_every` asks for a check after the present step."""
         train, step = self._run.config.train, self._run.state.step
         intervals = (train.check_copies, train.check_every)
         return step > 0 and any(each is not None and step % each == 0 for each in intervals)
 
     def before_update(self) -> None:
-        """Compare this rank's weights and optimizer state with what the last update left. `fault`
-        reports a difference later."""
+        """Compare this rank's weights and optimizer state with the sums that were recorded after
+        the last update: nothing may have changed them since. `fault` reports a difference later."""
         if self._is_full:
             self._memory.compare()
 
     def after_update(self) -> None:
-        """Record sums of the weights and optimizer state that an update has left."""
+        """Record sums over this rank's weights and optimizer state as the update has left them, for
+        `before_update` to compare."""
         if self._is_full:
             self._memory.note()
 
@@ -75,8 +76,8 @@ class FaultChecks:
         self._memory.forget()
 
     def fault(self) -> str | None:
-        """Make the checks. Return a description of the fault, the same on every rank, or None if
-        all is well. Collective."""
+        """Make all checks for silent corruption. Return a description of what is wrong, the same on
+        every rank; None if nothing is. Collective."""
         run = self._run
         if not self._is_full:
             return _replicas_fault(run)
@@ -117,14 +118,16 @@ def _replicas_fault(run: TrainingRun) -> str | None:
 
 
 def _held(run: TrainingRun) -> Groups:
-    """Return this rank's parameters and optimizer state, group → name → tensor. Collective."""
+    """Return the tensors that this rank holds, its parameters and its optimizer state, as group →
+    name → tensor. Collective."""
     model_state(run.engine.models)  # shards the parameters that FSDP left gathered
     held = dict(run.engine.named_parameters())  # no buffers: batch norm's differ by rank
     return {"model": held, "optimizer": optimizer_state(run.optimizer, held.items())}
 
 
 def _state_hash(run: TrainingRun) -> str:
-    """Return a hash of this rank's TrainState, without times, which differ between ranks."""
+    """Return a hash of this rank's TrainState, in which every rank should have the same. Durations
+    are left out, as they differ between ranks."""
     record = run.state.to_json()
     record["train_seconds"] = record["epoch"]["seconds"] = None
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -160,7 +163,7 @@ class MemorySums:
         self._has_changed: torch.Tensor | None = None
 
     def note(self) -> None:
-        """Note the present contents."""
+        """Record the sums of the tensors' present contents."""
         named = list(self._tensors())
         self._names = [name for name, _ in named]
         self._noted = _sums([tensor for _, tensor in named])
@@ -168,21 +171,22 @@ class MemorySums:
             self._has_changed = pad(self._has_changed, (0, len(named) - len(self._has_changed)))
 
     def compare(self) -> None:
-        """Compare the contents with those that were noted."""
+        """Compare the tensors' present contents with the recorded sums; `changed` tells the
+        result."""
         if self._noted is None:
             return
         differs = _sums([tensor for _, tensor in self._tensors()]) != self._noted
         self._has_changed = differs if self._has_changed is None else self._has_changed | differs
 
     def changed(self) -> str | None:
-        """Return the first tensor that has been found to differ from what was noted, with its
-        group; None if none was."""
+        """Return the name, with its group, of the first tensor that `compare` found changed since
+        its sum was recorded; None if there is none."""
         if self._has_changed is None or not self._has_changed.any():
             return None
         return self._names[int(self._has_changed.nonzero()[0])]
 
     def forget(self) -> None:
-        """Drop what was noted and found."""
+        """Drop the recorded sums, and any difference that was found."""
         self._noted = self._has_changed = None
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,9 +205,9 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's 64-bit words modulo 2⁶⁴, with the bytes of its end added, int64
-    (). It takes a quarter of the time of `content_hash`, which also tells words that change
-    places."""
+    """Return the sum of a tensor's bytes, read as 64-bit words, modulo 2⁶⁴, as int64 (); bytes left
+    over at the end are added as such. It takes a quarter of the time of `content_hash`, but does
+    not notice words that trade places."""
     content = tensor.contiguous().view(-1).view(torch.uint8)
     if content.storage_offset() % 8:
         content = content.clone()
@@ -215,9 +219,10 @@ def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GradientCheck:
-    """The comparison of the gradients that two data-parallel replicas compute of the same rows of
-    the latest step. Pairs of replicas take turns, so that each computes in one of ⌈replicas / 2⌉
-    checks; the micro-batch follows from the seed and the step. Methods are collective."""
+    """Has two data-parallel replicas of the model compute the gradients of the same rows of the
+    latest step, and compares them. Pairs of replicas take turns, so that each one is checked in one
+    of ⌈replicas / 2⌉ checks; which micro-batch is computed follows from the seed and the step.
+    Methods are collective."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -231,14 +236,16 @@ class GradientCheck:
         self._micro_batch = int(drawn[0]) % run.plan.n_micro_batches
 
     def fault(self) -> str | None:
-        """Return in words which replica computes other gradients, the same on every rank; None if
-        they are equal to the bit."""
+        """Make the comparison. Return words that name the replica whose gradients are wrong, the
+        same on every rank; None if all bits are equal."""
         self._run.world.activity.note("training", self._run.state.step)
         with keeping_buffers(self._run.engine.models):
             return self._difference()
 
     def _difference(self) -> str | None:
-        """Compare the first two replicas; if they differ, ask further ones, or both again."""
+        """Compare the gradients of the chosen two replicas. If they differ, have further replicas
+        compute them, or both again if there are only two, and return words that name the wrong one;
+        else None."""
         first, n = self._first, self._n_replicas
         asked = [first, (first + 1) % n]
         found = [self._gradients_of(replica) for replica in asked]
@@ -295,12 +302,13 @@ class GradientCheck:
 
 
 def _odd_replicas(asked: Sequence[int], found: Sequence[Hashes]) -> list[int]:
-    """Return the replicas whose gradients are wrong, as far as it can be told. `found` holds the
-    hashes that each replica in `asked` computed, in order; the first two differ.
+    """Return the replicas whose gradients are wrong, as far as that can be told. `found` has the
+    hashes of the gradients that each replica in `asked` computed, in the same order; the first two
+    differ.
 
-    The gradients that most computations gave are right; with two replicas, asked twice each, those
-    given three times. Without such a majority, a replica that differs from itself is wrong, and if
-    none does, any may be.
+    What most computations gave counts as right; with two replicas, which are asked twice each, what
+    three of the four gave. Without such a majority, a replica whose two results differ is wrong. If
+    there is none of these either, all are returned.
     """
     usual = max(found, key=found.count)
     if found.count(usual) * 2 > len(found):
@@ -318,7 +326,7 @@ def _replica_of(layout: Layout, rank: int) -> int:
 
 
 def _counterpart(layout: Layout, rank: int, replica: int) -> int:
-    """Return the rank in `replica` that has the same shards of the model as `rank` has in its own
-    replica."""
+    """Return the rank that holds, in the data-parallel replica number `replica`, the same shards of
+    the model as `rank` holds in its own replica."""
     data, shard = divmod(replica, layout.sizes["shard"])
     return layout.rank_of(**{**layout.coordinates(rank), "data": data, "shard": shard})

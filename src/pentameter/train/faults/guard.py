@@ -37,13 +37,15 @@ def _median(values: Tensor) -> Tensor:
 
 
 class Guard:
-    """Decides for each step in turn whether its update is left out. `device` is where losses and
-    norms are computed: the GPU's, or the CPU if the host has them as numbers.
+    """Decides for each step whether its update is left out, because the loss or the gradient norm
+    is not finite or is a spike. It computes on `device`: the GPU, or the CPU if losses and norms
+    are numbers on the host.
 
-    The history of losses and norms begins with that in `state`. With `halts`, once more than
-    `guard.skips` updates in a row were left out, every further one is too. The device may be
-    several steps ahead of the host, which reads later that the run must roll back or give up; the
-    weights then still are those of that step.
+    settings: the `[guard]` section.
+    state: the run's state, whose history of losses and norms it begins with.
+    halts: True to leave out every further update once more than `guard.skips` in a row were left
+        out. The host may learn that several steps later, and then rolls back or gives up; until
+        then the weights stay as they were.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class Guard:
         self._n_skipped = torch.tensor(state.consecutive_skips, device=device)
 
     def judge(self, loss: LossSum, norm: Tensor | float) -> Tensor:
-        """Return 1 to leave the step's update out, else 0, as float32 (). It is left out if loss or
-        gradient norm is not finite or a spike, or, with `halts`, if too many in a row were left out
-        before. `loss` is summed over all ranks, `norm` is that before clipping. A step that is not
-        left out enters the history."""
+        """Return 1 if this step's update is to be left out, else 0, as float32 () on the device. It
+        is left out if `loss` (summed over all ranks) or `norm` (of the gradient, before clipping)
+        is not finite or is a spike; with `halts` also if too many in a row were left out before.
+        The values of a step that is not left out are added to the history."""
         if isinstance(norm, Tensor):
             total, norm = (torch.as_tensor(each).double() for each in (loss.total, norm))
             values = torch.stack([total / loss.n_targets, norm])

@@ -37,8 +37,8 @@ def check_health(engine: Engine) -> list[str]:
 
 
 def _measured(engine: Engine) -> tuple[list[str], list[Health]]:
-    """Measure this rank; return the machine and the measurements of each rank, by rank. Collective.
-    Raises TrainingFailedError for a wrong result."""
+    """Measure this rank's speed and correctness; return (machine name of each rank, measurements of
+    each rank), both by rank. Collective. Raises TrainingFailedError for a wrong result."""
     health = measure_health(engine.device, engine.arithmetic.products)
     link_seconds, faults = measure_links(engine.mesh, engine.device)
     health = replace(health, link_seconds=link_seconds, faults=(*health.faults, *faults))
@@ -57,7 +57,7 @@ def _measured(engine: Engine) -> tuple[list[str], list[Health]]:
 
 
 def _better(first: Health, second: Health) -> Health:
-    """Return the best of two measurements of one rank."""
+    """Return a Health with the better value of each measurement in two Healths of the same rank."""
     return Health(
         max(first.product_flops, second.product_flops),
         max(first.copied_bytes_per_second, second.copied_bytes_per_second),

@@ -40,8 +40,9 @@ class OwnTime:
 
 
 class RankPace:
-    """Compares the ranks of a run. With a pipeline a rank is compared with those of its stage; if
-    it is the only one, with all others, by what the stages' matmuls take in `plan`. Creating one is
+    """Compares how long the ranks of a run work per step. With a pipeline, a rank is compared with
+    the other ranks of its stage. If it has the stage alone, it is compared with all other ranks,
+    relative to the time that the matmuls of each stage should take by `plan`. Creating one is
     collective."""
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -58,16 +59,16 @@ class RankPace:
         ]
 
     def numbers(self, own: OwnTime) -> list[int]:
-        """Return a number for each rank, to be all-reduced to their maxima: this rank's own time in
-        nanoseconds at its index, 0 elsewhere."""
+        """Return one number for each rank, to be all-reduced to their maxima, after which every
+        rank knows all times: this rank's own time in nanoseconds at its index, 0 elsewhere."""
         numbers = [0] * self._world.size
         numbers[self._world.rank] = max(1, round(1e9 * own.own_seconds))
         return numbers
 
     def metrics(self, step: int, maxima: Sequence[int], own: OwnTime) -> RankMetrics:
-        """Return the metrics of the slowest rank at `step`. `maxima` are the own times of all
-        ranks, from `numbers`. `own` holds this rank's times; a whole step takes equally long on
-        every rank."""
+        """Return the metrics of the slowest rank at `step`. `maxima` are the times of all ranks in
+        nanoseconds, as all-reduced from `numbers`; `own` has this rank's times, of which the time
+        of a whole step is the same on every rank."""
         relative = [
             nanoseconds / 1e9 / cost for nanoseconds, cost in zip(maxima, self._costs, strict=True)
         ]
@@ -89,8 +90,8 @@ class RankPace:
         )
 
     def _of_others(self, rank: int, relative: Sequence[float]) -> float:
-        """Return the median of the other ranks' values; if other ranks run the same stage, the
-        median of theirs."""
+        """Return the median of `relative` (one value for each rank) over the other ranks; over
+        those of the same pipeline stage if there are any."""
         others = [other for other in range(len(relative)) if other != rank]
         alike = [other for other in others if self._stages[other] == self._stages[rank]]
         return median(relative[other] for other in alike or others)

@@ -29,7 +29,8 @@ class HighestRows:
 
     @property
     def told(self) -> list[str]:
-        """Each row in words: its number, its loss, and data set, document and tokens."""
+        """One phrase for each of these rows: its number in the batch, its loss, and the data set,
+        document and tokens that it was read from."""
         return [
             f"row {row.row} ({loss:.4g}; {row.origin(self.source_names[row.source])})"
             for row, loss in self.rows
@@ -39,9 +40,9 @@ class HighestRows:
 def highest_rows(
     engine: Engine, batches: TrainingBatches, tokenizer: Tokenizer, step: int
 ) -> HighestRows:
-    """Return the rows with the highest loss in the batch of `step`, counted from 1, by the engine's
-    present weights and without dropout. Those whose loss is not finite come first. The same on
-    every rank. Collective."""
+    """Return the batch rows with the highest loss in the batch of `step` (counted from 1), computed
+    with the engine's present weights and without dropout; rows whose loss is not finite come first.
+    The result is the same on every rank. Collective."""
     losses = _row_losses(engine, batches, step - 1)
     # Equal rows by their number, on every rank alike.
     highest = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[:NAMED_ROWS]

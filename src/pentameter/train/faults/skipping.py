@@ -29,12 +29,13 @@ from pentameter.train.update import Update
 
 
 def skip(run: TrainingRun, checkpoints: RunCheckpoints, hooks: Hooks, update: Update) -> bool:
-    """Count and report the latest step, whose update was left out, and call `on_skip` hooks. Return
-    True if the run has rolled back after it. Collective. `update` has its numbers on the host.
+    """Count and report the latest step, whose update was left out, and call `on_skip` hooks.
+    `update` has the step's loss and norm on the host. Return True if the run was rolled back to an
+    earlier checkpoint because of it. Collective.
 
-    Raises TrainingFailedError after more than `guard.skips` such steps in a row if the run does not
-    roll back. fp16 finds its loss scale by overflows, so under it such steps count only once the
-    scale is 1.
+    Raises TrainingFailedError after more than `guard.skips` such steps in a row, if the run does
+    not roll back. In fp16 they count only once the loss scale is 1, as it is by overflows that the
+    scale is found.
     """
     state = run.state
     batch = run.batches.batch(state.step - 1)  # of all ranks

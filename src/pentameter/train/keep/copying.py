@@ -47,8 +47,8 @@ _GRACE_SECONDS = 1.0  # for the thread that copies to give up by itself
 
 @dataclass(frozen=True)
 class _Job:
-    """A job for the copying thread: a checkpoint to copy, and the steps of the earlier ones that a
-    run resumed from it may return to."""
+    """One job for the thread that copies checkpoints to `checkpoint.copy_to`: the step of the
+    checkpoint to copy, and the steps of earlier ones that a run resumed from it may need."""
 
     step: int
     needs: tuple[int, ...]
@@ -78,8 +78,8 @@ class _Copier:
         """Warnings about checkpoints left out, not yet printed."""
 
     def copy(self, job: _Job) -> int:
-        """Copy a job's checkpoints, and return the bytes that were written. A damaged one that the
-        newest needs is left out; any other error is raised."""
+        """Copy the checkpoints of a job, and return how many bytes were written. A damaged earlier
+        checkpoint is left out; any other error is raised."""
         n_bytes = 0
         for step in job.steps:
             path = self._folder.store.folder / step_folder_name(step)
@@ -116,11 +116,12 @@ class _Copier:
 
 
 class CheckpointCopies:
-    """The copies of the checkpoints of the run in `folder`, made by rank 0. The methods do nothing
-    without `checkpoint.copy_to`, and on other ranks (`remote` is None there).
+    """The copies of a run's checkpoints in a remote store (`checkpoint.copy_to`), made by rank 0 in
+    a thread; `folder` is the run folder. Without `checkpoint.copy_to`, and on other ranks, where
+    `remote` is None, the methods do nothing.
 
-    A run folder is on a disk that all machines of the run see. So one process can copy all of it,
-    and ranks need not agree on which copy is complete.
+    All machines of a run see its folder, so one process can copy everything, and ranks need not
+    agree on which copy is complete.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class CheckpointCopies:
 
     @property
     def steps_in_use(self) -> set[int]:
-        """Steps whose checkpoints are being copied, or are next: they must stay."""
+        """The steps whose checkpoints are being copied or will be next. These checkpoints must not
+        be removed."""
         with self._changed:
             jobs = (self._next, self._held, self._now)
             return {step for job in jobs if job is not None for step in job.steps}
@@ -162,8 +164,8 @@ class CheckpointCopies:
             self._start()
 
     def discard_after(self, step: int) -> None:
-        """Remove the copies of steps after `step`: the run gave up, and has removed these
-        checkpoints."""
+        """Remove the copies of steps after `step` from the remote store, when the run has given up
+        and removed these checkpoints."""
         if self._remote is None:
             return
         with self._changed:
@@ -172,7 +174,7 @@ class CheckpointCopies:
             self._start()
 
     def take_done(self) -> list[CopyMetrics]:
-        """Return the copies that were made, or have failed, since the last call."""
+        """Return the metrics of each copy that was made, or has failed, since the last call."""
         with self._changed:
             done = [*self._done]
             self._done.clear()
@@ -204,15 +206,17 @@ class CheckpointCopies:
             time.sleep(PAUSE_SECONDS)
 
     def take_word(self) -> str | None:
-        """Return a line that was not returned before, about a damaged checkpoint that is left out
-        or a store that has failed for some seconds; None if there is none."""
+        """Return a line to print that was not returned before: about a damaged checkpoint that was
+        not copied, or about a store that has failed for some seconds. None if there is no such
+        line."""
         if self._copier is not None and self._copier.words:
             return f"warning: {self._copier.words.popleft()}"
         word = self.attempts.take_word()
         return None if word is None else f"warning: {self.missing}: {word}"
 
     def _release(self) -> None:
-        """Begin the run's last copy; the thread ends once nothing is left to do."""
+        """Begin the copy that was held back until the run's end; the copying thread ends when
+        nothing is left to do."""
         self.attempts.limit(self._settings.copy_wait_seconds)
         with self._changed:
             self._has_ended = True
@@ -271,7 +275,7 @@ class CheckpointCopies:
                 self._record(job)
 
     def _record(self, job: _Job) -> None:
-        """Make a copy, and keep its result, or its error, for `take_done`."""
+        """Make the copies of one job, and keep the result, or the error, for `take_done`."""
         assert self._copier is not None  # else nothing is requested
         n_bytes, failure = 0, None
         try:
@@ -325,9 +329,9 @@ def open_copies(
 
 
 def _content(path: Path) -> bytes | None:
-    """Return a value that identifies the content of the checkpoint folder at `path`, from its
-    manifest. None if it cannot be read, as for a moment while another checkpoint is renamed to its
-    place."""
+    """Return bytes that identify what the checkpoint folder at `path` holds, from its manifest.
+    Return None if the manifest cannot be read, as happens for a moment while another checkpoint is
+    renamed to that path."""
     for _ in range(_READINGS):
         with suppress(PentameterError):
             return read_own_manifest(path).to_bytes()
@@ -337,9 +341,10 @@ def _content(path: Path) -> bytes | None:
 
 @dataclass
 class _Wait:
-    """The wait for `copies` at the end of a run. It ends after `seconds`, which count only while
-    the store fails or once `is_stopping` returns True. After SAY_AFTER_SECONDS, `say` is called
-    with a line: the store's answer, or that a copy is being made."""
+    """The wait for `copies` that are not made yet, at the end of a run. It lasts at most `seconds`,
+    which count only while the store fails or once `is_stopping` returns True. After
+    SAY_AFTER_SECONDS, `say` is called with a line to print: the store's answer, or that a copy is
+    being made."""
 
     copies: CheckpointCopies
     is_stopping: Callable[[], bool]

@@ -64,16 +64,17 @@ def restore_newer_copy(request: RunRequest, console: Console) -> RemoteCopies | 
 
 
 def _newest_there(request: RunRequest) -> tuple[str, int] | None:
-    """Return the run's id and the step of its newest complete checkpoint in the run folder; None if
-    it has none."""
+    """Return (the run's id, the step of its newest complete checkpoint) of the run in the run
+    folder; None if there is none."""
     with suppress(CorruptError):  # what is damaged here is no reason not to bring it back
         return newest_of_run(request.run_dir, request.verification.check)
     return None
 
 
 class _Restoring(threading.Thread):
-    """A thread that restores copies on rank 0, which meanwhile keeps the other ranks waiting. It is
-    a daemon, since a request that hangs must not keep alive a process that a signal stops."""
+    """A thread on rank 0 that restores checkpoints from `checkpoint.copy_to`, while rank 0 keeps
+    the other ranks waiting. It is a daemon thread, as a request that hangs must not keep alive a
+    process that a signal stops."""
 
     def __init__(
         self, request: RunRequest, url: str, console: Console, there: tuple[str, int] | None
@@ -146,8 +147,9 @@ class _Restoring(threading.Thread):
             )
 
     def _bring_back(self, copies: RemoteCopies, newer: list[Copy], fence: Fence) -> None:
-        """Restore the newest copy that is complete. `newer` lists those newer than the run folder,
-        newest first."""
+        """Restore the newest of the copies in `newer` that is complete. `newer` lists those that
+        are newer than every checkpoint in the run folder, the newest first. `fence` is asked before
+        each write."""
         assert copies.run_id is not None  # there are copies
         refuse_symlinks(self._path)
         refuse_foreign(self._path, RunIdentity(copies.run_id))

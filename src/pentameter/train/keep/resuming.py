@@ -38,8 +38,8 @@ NEW_FOLDER = "another --run-dir or --name to start anew"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The arguments of `Trainer` that say which run to start or resume, and the ranks that run
-    it."""
+    """What `Trainer` was asked to run: the configuration, the run folder, whether to start or
+    resume, the user's components, and the ranks that run it."""
 
     config: Config
     """The configuration as the user wrote it, before missing values are derived."""
@@ -228,8 +228,9 @@ def _refusal(
 
 
 def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
-    """Return "key: old → new" for each difference between `found` and `planned`. Schedule keys
-    derived from the run's length are replaced by train.steps, which the user set in `asked`."""
+    """Return "key: old → new" for each difference between `found` (the run's configuration so far)
+    and `planned` (the new one). Where a schedule key differs only because it follows from the run's
+    length, `train.steps` is named instead, the key that the user set in `asked`."""
     derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
     if found.train.steps != planned.train.steps:
         derived |= _from_length(found) & _from_length(planned)
@@ -247,8 +248,8 @@ def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
 
 
 def _from_length(config: Config) -> set[str]:
-    """Return the [schedule] keys whose values were derived from train.steps: decay_steps if it
-    reaches to the last step, and then cooldown_steps if it has its default."""
+    """Return the keys of [schedule] whose values follow from `train.steps`: decay_steps if the
+    decay ends at the last step, and then cooldown_steps if it has its default."""
     steps, schedule = config.train.steps, config.schedule
     if steps is None or schedule.decay_steps != steps - schedule.start_step:
         return set()

@@ -400,10 +400,10 @@ def _remove_unfinished(path: Path, warnings: list[str]) -> None:
 
 
 def _rewind(folder: RunFolder, record: SavedRun | None) -> Reached | None:
-    """Truncate the logs to their sizes in `record`, from when the checkpoint was saved, and remove
-    samples of later steps. If this folder has no checkpoint, empty the logs and remove those of
-    other ranks. Return the last step that was recorded and when, or None if this folder has no
-    checkpoint."""
+    """Set the run folder back to its checkpoint: truncate the logs to the sizes that `record` has
+    of them, and remove samples of later steps. If the folder has no checkpoint, empty the logs and
+    remove those of other ranks. Return the last step that was recorded before this, and when, or
+    None without a checkpoint."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not folder.holds_checkpoint:
         last_step, record, event = -1, None, None

@@ -78,8 +78,9 @@ newer one, that one was saved too late, and it goes back to the older."""
 
 @dataclass
 class _PendingSave:
-    """A save that is planned or being written, and not committed yet. `save` is the checkpoint
-    store's part of it; `is_best` says that the step's evaluation was the best so far."""
+    """A checkpoint that is being saved: planned or being written, but not committed yet. `save` is
+    the checkpoint store's record of it; `is_best` says that the step's evaluation was the best so
+    far."""
 
     save: Save
     is_best: bool
@@ -96,8 +97,8 @@ class _PendingSave:
         return not self.save.world.all_reduce_max(self.save.is_writing)
 
     def why_not_saved(self) -> object:
-        """Wait until this rank has written its files, and return the reason that the save is not
-        committed."""
+        """Wait until this rank has written its files, and return the reason why the checkpoint is
+        not committed, to be printed."""
         try:
             self.save.written()
         except Exception as error:
@@ -207,12 +208,14 @@ class RunCheckpoints:
         return not self._is_owed
 
     def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
-        """Wait for the pending save, if any, commit it, and remove old checkpoints. Collective.
+        """If a save is pending, wait until it is written, commit it, and remove old checkpoints.
+        Collective.
 
-        may_fail: a failure only prints a warning, even if `checkpoint.on_error` ends the run.
-        must_not_fail: a failure always raises StorageError. With neither, it does so if
-            `checkpoint.on_error` ends the run.
-        beside: remove old checkpoints in a thread while training goes on.
+        may_fail: True: a failure only prints a warning, even if `checkpoint.on_error` says that it
+            ends the run.
+        must_not_fail: True: a failure always raises StorageError. If neither is set,
+            `checkpoint.on_error` decides.
+        beside: True to remove old checkpoints in a thread while training goes on.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -263,8 +266,8 @@ class RunCheckpoints:
             self._refuse_faults("goes no further")
 
     def prove(self) -> None:
-        """Mark the newest checkpoint and the pending save as known good: a loss computed from their
-        weights was finite. Older checkpoints may then be removed."""
+        """Mark the newest checkpoint and the pending save as known good, after a finite loss was
+        computed with their weights. Older checkpoints may be removed from now on."""
         if self._pending is not None:
             self._pending.is_proved = True
         if self.last_step not in (None, self._left_step, self.run.state.proved_step):
@@ -272,8 +275,8 @@ class RunCheckpoints:
             self.old.prune(beside=self._is_asynchronous)
 
     def leave_for(self, step: int) -> Checkpoint | None:
-        """Commit a pending save, and return this run's checkpoint at `step`, for a rollback; None
-        if it is gone. Collective."""
+        """Prepare a rollback to `step`: commit a pending save, and return this run's checkpoint at
+        that step; None if it no longer exists. Collective."""
         self.commit_pending()
         self._left_step = self.last_step
         self.checks.forget()
@@ -320,9 +323,9 @@ class RunCheckpoints:
             raise TrainingFailedError(f"step {self.run.state.step} {consequence}: {wrong}; {self}")
 
     def _plan(self, doing: str) -> _PendingSave:
-        """Check that every tensor is finite and replicas are equal, then plan this step's save.
-        `doing` names the action in this rank's activity notes. Raises TrainingFailedError.
-        Collective."""
+        """Check that all tensors are finite and that replicas are equal, then plan the save of this
+        step, and return it. `doing` is noted as this rank's activity meanwhile. Raises
+        TrainingFailedError if a check fails. Collective."""
         start = time.perf_counter()
         run, world = self.run, self.run.world
         world.activity.note(doing, run.state.step)
@@ -370,9 +373,8 @@ class OldCheckpoints:
         self._removals: list[Future[None]] = []
 
     def begin(self) -> None:
-        """Remove old checkpoints that a killed process should still have removed, and ask for a
-        copy of the checkpoint to resume from, if `checkpoint.copy_to` has none. Called as the run
-        starts."""
+        """As a run starts: remove old checkpoints whose removal an earlier process did not finish,
+        and ask for a copy of the checkpoint to resume from if `checkpoint.copy_to` has none."""
         self.prune()
         if self.run.folder.holds_checkpoint:
             self.run.copies.request(self.run.state.step, self.returned_to)
@@ -441,8 +443,8 @@ def failure_ends_run(config: Config) -> bool:
 
 
 def advice(run: TrainingRun) -> str:
-    """Return advice to print for a loss that is not finite; it names the learning rate only if an
-    update was made."""
+    """Return advice to print with the message that a loss is not finite. It suggests a lower
+    learning rate only if an update was made."""
     if run.state.step > run.state.consecutive_skips:  # some update was made
         return (
             "Where that ends here again, lower optimizer.learning_rate="

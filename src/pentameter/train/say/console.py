@@ -41,8 +41,9 @@ COLUMN = " │ "
 
 
 class Console:
-    """Context manager: one rank's terminal and log file, through which everything is printed.
-    `world` None means a single process. With `quiet`, the log is written and nothing is printed."""
+    """Context manager for everything that one rank prints: lines go to its log file, and those of
+    rank 0 to the terminal, too. `world` None means a single process. With `quiet` nothing is
+    printed, only logged."""
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
@@ -142,8 +143,8 @@ class Console:
         self._tell_of_failure()
 
     def _tell_of_failure(self) -> None:
-        """If writing to stdout has failed, say so in the log, if one is open, and on stderr;
-        once."""
+        """If writing to stdout has failed, write that once to stderr and to the log, if one is
+        open."""
         if self._stream.failure is None or self._is_told or self._log is None:
             return
         self._is_told = True
@@ -153,8 +154,9 @@ class Console:
             print(f"pentameter: {told} {self._log.path} has all lines", file=sys.stderr, flush=True)
 
     def _fitted(self, columns: Sequence[str], n_taken: int = 0) -> str:
-        """Join as many first columns as fit in one terminal line with `n_taken` cells taken
-        already, but at least one. All of them if the output is no terminal."""
+        """Join columns into one line: as many of the first ones as the terminal has room for, if
+        `n_taken` character cells are taken already; at least one. If the output is no terminal,
+        join all."""
         n = len(columns)
         if self._rich.is_terminal:
             room = self._rich.width - n_taken
@@ -168,8 +170,9 @@ class Console:
         return 0 if self._log is None else self._log.sync()
 
     def status(self, columns: Sequence[str], below: str = "") -> None:
-        """Replace the live line by the columns that fit, with `below` on the line under it. Does
-        nothing without a terminal, or within REFRESH_SECONDS since the last call."""
+        """Replace the terminal's live line by those of the first `columns` that fit, and the line
+        under it by `below`. Does nothing if the output is no terminal, or within REFRESH_SECONDS of
+        the last call."""
         now = time.monotonic()
         if now - self._last_refresh >= REFRESH_SECONDS:
             self.show(self._fitted(columns), below)

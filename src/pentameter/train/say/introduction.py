@@ -78,8 +78,8 @@ def introduction(run: TrainingRun) -> list[str]:
 
 
 def _forms(compute: Compute) -> list[str]:
-    """Return the line on the faster forms of operations that a GPU's trials took, and on those that
-    they left, with the reason; [] without a trial."""
+    """Return the line that names the faster kernels that this GPU uses for some operations, and
+    those that it does not, with the reason; an empty list if none were tried."""
     taken = [str(compute.forms)] if str(compute.forms) else []
     left = [f"no {name.replace('_', ' ')} ({why})" for name, why in compute.form_obstacles.items()]
     return [f"tried   {' · '.join([*taken, *left])}"] if taken or left else []
@@ -145,8 +145,9 @@ def _sources(run: TrainingRun) -> list[str]:
 
 
 def _left_out(data: DataConfig) -> str:
-    """Return " · reads 1 GB of 5 GB" if `data.max_bytes` cuts the text, else an empty string. The
-    total is the files' size, for JSONL and compressed text an estimate of their content."""
+    """Return " · reads 1 GB of 5 GB" if `data.max_bytes` makes a run read only a part of the text,
+    else an empty string. The total is the files' size; for JSONL and compressed text it is
+    estimated."""
     if data.max_bytes is None:
         return ""
     whole = corpus_of(data.model_copy(update={"max_bytes": None})).n_bytes

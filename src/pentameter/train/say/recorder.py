@@ -58,7 +58,8 @@ class Recorder:
             run.events.write(step)
 
     def on_ranks(self, run: TrainingRun, event: Event) -> None:
-        """Write the event with all its fields."""
+        """Write the event about the slowest rank to metrics.jsonl and to the trackers, with all its
+        fields."""
         run.events.write(event)
 
     on_experts = on_skip = on_rollback = on_epoch = on_eval = on_copy = on_ranks

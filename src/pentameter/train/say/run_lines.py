@@ -62,8 +62,8 @@ class RunLines:
             )
 
     def _await(self, run: TrainingRun, *, evaluates: bool) -> None:
-        """Show on the live line the next action, the first evaluation if `evaluates`, else the next
-        step; in a compiled run also that it compiles."""
+        """Show on the live line what the run does next: its first evaluation if `evaluates`, else a
+        step; if the run is compiled, also that it compiles."""
         what = "the first evaluation" if evaluates else f"step {run.state.step + 1}"
         run.console.show(f"{what} compiles" if run.compute.compiled else what)
 
@@ -213,8 +213,9 @@ class _IdleExperts:
         self._has_found = False
 
     def first_found(self, metrics: ExpertMetrics) -> dict[int, int]:
-        """Return the layer's idle experts, each with the step since which it has been idle. Empty
-        if there are none, and after a call that found some."""
+        """Return expert → the step since which it has been idle, for the idle experts of the layer
+        that `metrics` describe. Only the first call that finds any returns them; after it the dict
+        is empty."""
         found = {}
         for expert, load in enumerate(metrics.loads):
             key = metrics.layer, expert
@@ -253,9 +254,9 @@ def _idle_words(metrics: ExpertMetrics, idle: Mapping[int, int], balance: str) -
 def _step_columns(
     step: StepMetrics, total_steps: int, *, is_first: bool, with_perplexity: bool
 ) -> list[str]:
-    """Return the columns of a step's line, the most important first: a narrow terminal drops the
-    last ones. `is_first` marks this process's first step, which may have compiled: it gets no time
-    left."""
+    """Return the columns of the line about a step, the most important first, as a narrow terminal
+    drops the last ones. `is_first` marks the first step of this process, which may have compiled:
+    the time left is then not predicted from it."""
     left = "" if is_first else f" · {rough_duration(step.eta_seconds):>6} left"
     took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
     return [

@@ -155,7 +155,9 @@ def disk_warnings(plan: Plan, checkpoints: Path) -> list[str]:
 
 
 def _answer_warnings(config: Config, dataset: Dataset, init_from: Path | None) -> list[str]:
-    """Return a warning if the first answer in a data source has no token that ends it."""
+    """Return a warning if, in one of the data sources with conversations, the first answer does not
+    end with a token that marks its end: a model trained on it would not learn to stop. Else an
+    empty list."""
     train, tokenizer = dataset.split("train"), dataset.tokenizer
     ends = {*tokenizer.special_tokens.values(), tokenizer.end_of_text}
     first_answers = [

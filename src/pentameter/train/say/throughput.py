@@ -102,7 +102,7 @@ class Throughput:
         return OwnTime(own / n, whole / n, n) if n and self._busy is not None else None
 
     def close(self) -> None:
-        """Close the clock of this rank's own time."""
+        """Stop measuring this rank's own time."""
         if self._busy is not None:
             self._busy.close()
 
@@ -124,9 +124,10 @@ class Throughput:
         return model_flops(self._flops_per_token or 0, self.tokens_per_second)
 
     def _raise_ceiling(self) -> None:
-        """If the latest step was faster than the measured peak, the machine was busy when that was
-        measured: measure it again, at most MOST_MEASUREMENTS times. Afterwards the peak is at least
-        the step's FLOPs per second."""
+        """If the latest step was faster than the measured peak rate of matmuls, the machine was
+        busy when that was measured: measure it again, at most MOST_MEASUREMENTS times in all.
+        Afterwards the peak is at least the step's own FLOPs per second, so that MFU never exceeds
+        1."""
         if self._measure_again is None or self._achieved_flops <= self._ceiling_flops:
             return
         if self._n_measured < MOST_MEASUREMENTS:

@@ -120,9 +120,10 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, event: Event) -> None:
-        """Send an event to every tracker: its finite numbers as curves EVENT/KEY, an evaluation's
-        as SPLIT/KEY, those of a layer as EVENT/layer-LAYER/KEY. Strings are sent as texts, such as
-        the reason of a skipped step, except a checkpoint's path. Events in UNTOLD are not sent."""
+        """Send an event to every tracker. Its finite numbers become curves named EVENT/KEY (an
+        evaluation's SPLIT/KEY, a layer's EVENT/layer-LAYER/KEY). Its strings, such as the reason of
+        a skipped step, are sent as texts, except a checkpoint's path. Events of the kinds in UNTOLD
+        are not sent."""
         if isinstance(event, UNTOLD):
             return
         values, step = event.values(), event.step

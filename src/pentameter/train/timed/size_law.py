@@ -54,9 +54,13 @@ the law was fitted on."""
 
 
 def loss_above_floor(n_parameters: float, n_tokens: float, n_unique_tokens: float) -> float:
-    """Return the expected loss in bits per byte, less the text's own constant E, for a model with
-    `n_parameters` in its blocks' matrices after `n_tokens` from a training split with
-    `n_unique_tokens`."""
+    """Return a model's expected loss in bits per byte, minus the part that no model can avoid (the
+    constant E of the fitted law).
+
+    n_parameters: parameters in the matrices of the model's blocks.
+    n_tokens: tokens that the training reads.
+    n_unique_tokens: tokens in the training split; what is read again counts less.
+    """
     fresh = n_tokens
     if n_tokens > n_unique_tokens:
         more = n_tokens / n_unique_tokens - 1
@@ -81,8 +85,9 @@ def best_size(
 
 
 def sizes_within(sizes: Sequence[Size], d_model: int | None, n_layers: int | None) -> list[Size]:
-    """Return the sizes that have the width and depth that the user chose (None: any). For a chosen
-    width, depth and context length are those of the size nearest in width."""
+    """Return `sizes` restricted to the width and depth that the user chose; None leaves one open.
+    For a chosen width the result is one size with it, whose depth and context length are those of
+    the size nearest in width. A chosen depth replaces that of every size left."""
     found = list(sizes)
     if d_model is not None:
         near = min(found, key=lambda size: abs(size.d_model - d_model))

@@ -176,14 +176,15 @@ class _LengthChooser:
         return open_dataset(config.data, progress=self._progress)
 
     def _without_length(self) -> dict[str, Any]:
-        """Return settings that leave the lengths of the run and of its schedule open (None), unless
-        the user set them."""
+        """Return settings (dotted path → None) that leave open how long the run and its schedule
+        are, except for those that the user set."""
         return self._obeying(
             {"train.steps": None, "train.epochs": None, "schedule.decay_steps": None}
         )
 
     def _obeying(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `settings` (dotted path → value) without the keys that the user has set."""
+        """Return those of `settings` (dotted path → value) whose keys the user has not set, as what
+        the user set stays."""
         return {path: value for path, value in settings.items() if path not in self._given}
 
     def _with_steps(self, config: Config, steps: int) -> Config:
@@ -211,9 +212,9 @@ class _LengthChooser:
         return measure_pace(config, dataset, seconds)
 
     def _of_length(self, dataset: Dataset, pace: Pace, reasons: tuple[str, ...]) -> Choice:
-        """Return the Choice with as many steps as fit into the time left at the measured `pace`; a
-        line about them is appended to `reasons`. Raises ConfigError if they are fewer than
-        FEWEST_STEPS."""
+        """Return the Choice of as many steps as fit into the time left, given the measured `pace`
+        (seconds per step and per evaluation). `reasons` are lines to print, to which one about the
+        steps is appended. Raises ConfigError if fewer than FEWEST_STEPS fit."""
         budget, config = self._budget, self._load({**self._settings, **self._without_length()})
         closing = budget.closing_seconds + pace.evaluation_seconds
         left = budget.left - closing - pace.evaluation_seconds  # the first
@@ -339,9 +340,15 @@ class _SizeChooser(_LengthChooser):
     def _take(
         self, chosen: Size, asked: Config, vocab_size: int, flops: float, n_unique: int
     ) -> None:
-        """Add the settings for the model size `chosen`, trained with `flops` FLOPs on `n_unique`
-        tokens of text: model, batch, dropout, weight decay and learning rate, except those that the
-        user set."""
+        """Add to the chosen settings those that follow from a model size: model, batch, dropout,
+        weight decay and learning rate, except what the user set.
+
+        chosen: the model size.
+        asked: the configuration with what the user set.
+        vocab_size: entries of the vocabulary.
+        flops: FLOPs that the run has time for.
+        n_unique: tokens in the training split.
+        """
         n_tokens = flops / self._flops_per_token(asked, chosen, vocab_size)
         passes = n_tokens / n_unique
         settings = _model_settings(chosen)

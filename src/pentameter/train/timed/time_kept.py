@@ -29,8 +29,8 @@ WINDOW_STEPS = 50
 
 @dataclass(frozen=True)
 class MovedEnd:
-    """A new length for a run: `steps` in all, and the learning rate falls in the last
-    `cooldown_steps`."""
+    """A new length for a run that would miss its time: `steps` in all, with the learning rate
+    falling over the last `cooldown_steps`."""
 
     steps: int
     cooldown_steps: int

@@ -148,8 +148,8 @@ class TimedRun:
 
 
 def check_timed(resume: str, n_processes: int) -> None:
-    """Raise ConfigError if a run with this `resume` and so many processes cannot be given a
-    time."""
+    """Raise ConfigError if a run with this value of `--resume` and `n_processes` processes cannot
+    be given a time (`--time`)."""
     if n_processes > 1:
         raise ConfigError(
             "--time measures the steps of one process, and several were asked for; write the "

@@ -77,9 +77,9 @@ def measure_pace(config: Config, dataset: Dataset, seconds: float) -> Pace:
 
 
 def _seconds_of(act: Callable[[int], None], seconds: float) -> tuple[float, float]:
-    """Call `act` with 0, 1, … for about `seconds` after the first call, and at least FEWEST_STEPS,
-    at most MOST_STEPS more times. Return the seconds of the first call, and the median of the
-    others."""
+    """Time the function `act`: call it with 0, 1, 2, … for about `seconds` after the first call, at
+    least FEWEST_STEPS and at most MOST_STEPS more times. Return (seconds of the first call, median
+    seconds of the later ones)."""
     times: list[float] = []
     deadline = math.inf
     for number in itertools.count():
