@@ -24,6 +24,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from pentameter.generation.captured import Captured, can_be_captured
 from pentameter.generation.loop import chosen_kernels
 from pentameter.generation.sampling import Floats
 from pentameter.keyed import bits, make_key
@@ -189,6 +190,7 @@ class Slots:
         self._device, self._dtype = weight.device, weight.dtype
         self._vocab_size = vocab_size
         self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
+        self._steps = Captured(weight.device, is_on=False)
         self.context_length = context_length = model.config.context_length
         self.n_slots = n_slots
         # The memory of every slot begins at the same alignment. Padding rows write to its last
@@ -234,7 +236,8 @@ class Slots:
         n_seen = _rounded_up(start + T, _KEY_UNIT)
         under_way = _Pass(self._memory, slice(slot, slot + 1), numbers, n_seen, first=start)
         positions = numbers.clamp(max=self.context_length - 1)
-        return self._pass(padded, positions, under_way, slice(n_real - 1, n_real))[0]
+        asked = slice(n_real - 1, n_real)
+        return on_host(self._pass(padded.to(self._device), positions, under_way, asked))[0]
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
@@ -256,27 +259,30 @@ class Slots:
             write_at[slot - first] = number
         last = max(numbers)
         n_seen = next(size for size in self.shapes.key_sizes if size > last)
-        positions, places = (
-            torch.tensor(each, device=self._device) for each in (numbers, write_at)
-        )
-        slots = slice(first, first + n_rows)
-        under_way = _Pass(self._memory, slots, positions, n_seen, write_at=places)
-        return self._pass(torch.tensor([tokens]), positions, under_way, slice(None))
+        inputs = torch.tensor([tokens, numbers, write_at])
+        compute = partial(self._written, slice(first, first + n_rows), n_seen)
+        return on_host(self._steps((first, n_rows, n_seen), inputs, compute))
 
-    def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Floats:
-        """Return logits (n, V) for the tokens in the slice `asked` of `tokens` (1, T). `positions`
-        (T,) are their positions in the model; `under_way` is their pass."""
+    def _written(self, slots: slice, n_seen: int, inputs: Tensor) -> Tensor:
+        """Return logits (n_rows, V) on the device after one more token for each of the `slots`.
+        `inputs` (3, n_rows) are tokens, their positions, and where each is stored."""
+        tokens, positions, write_at = inputs
+        under_way = _Pass(self._memory, slots, positions, n_seen, write_at=write_at)
+        return self._pass(tokens[None], positions, under_way, slice(None))
+
+    def _pass(self, tokens: Tensor, positions: Tensor, under_way: _Pass, asked: slice) -> Tensor:
+        """Return logits (n, V) on the device for the tokens in the slice `asked` of `tokens`
+        (1, T). `positions` (T,) are their positions in the model; `under_way` is their pass."""
         model, self._attention.under_way = self._model, under_way
         with self._kernels():
-            x = model.embed(tokens.to(self._device), positions)
+            x = model.embed(tokens, positions)
             rotary = rotation(positions, model.config, x.dtype)
             for block in model.blocks.values():
                 x = block(x, Positions(positions, positions, rotary), None, under_way)
             x = x[:, asked]
             if model.has_final_norm:
                 x = model.final_norm(x)
-            logits = model.logits(x)[0, :, : self._vocab_size]
-        return on_host(logits)
+            return model.logits(x)[0, :, : self._vocab_size]
 
     # -- which shapes give the same bits ---------------------------------------------------------
 
@@ -286,6 +292,7 @@ class Slots:
         slot and beside any other rows. They are used from now on, and returned. All slots are zero
         afterwards."""
         whole, everyone = self.shapes, self.n_slots
+        self._steps = Captured(self._device, is_on=False)
         _make_up([*self._memory.keys, *self._memory.values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
         if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
@@ -298,6 +305,8 @@ class Slots:
             self.shapes = Shapes(tuple(batches), (*keys, self._n_keys))
         for each in self._memory.all:
             each.zero_()
+        is_on = can_be_captured(self._device, self._model.config)
+        self._steps = Captured(self._device, is_on=is_on)
         return self.shapes
 
     def _agree(

@@ -6,7 +6,8 @@ new tokens (queries), S all tokens (keys), the last Q being the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -85,6 +86,19 @@ def attend_by(model: nn.Module, attention: DotProductAttention) -> None:
     for module in model.modules():
         if isinstance(module, CausalAttention):
             module.attend = attention
+
+
+@contextmanager
+def attending_by(model: nn.Module, attention: DotProductAttention) -> Iterator[None]:
+    """Have every attention sub-layer in `model` compute by `attention` inside the `with` block."""
+    modules = [module for module in model.modules() if isinstance(module, CausalAttention)]
+    before = [module.attend for module in modules]
+    attend_by(model, attention)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.attend = own
 
 
 class Sinks(nn.Module):

@@ -105,3 +105,22 @@ class KVCache:
         """Set `length` to 0, so that new tokens overwrite the old ones; the memory stays
         allocated."""
         self.length = 0
+
+
+class NewestTokenCache(KVCache):
+    """The memory of a `cache` for one more token per sequence at `position`, a tensor (1,) on the
+    device. All layers read the first n_keys positions, whatever they hold."""
+
+    def __init__(self, cache: KVCache, position: Tensor, n_keys: int) -> None:
+        self.keys, self.values, self.length = cache.keys, cache.values, 0
+        self._position, self._n_keys = position, n_keys
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, H, 1, K) at the position, and return (B, H, n_keys, K) of each."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self._position, k.to(keys.dtype))
+        values.index_copy_(2, self._position, v.to(values.dtype))
+        return keys[:, :, : self._n_keys], values[:, :, : self._n_keys]
+
+    def advance(self, n_tokens: int) -> None:
+        """Leave `length` at 0: the position says where the token is."""

@@ -97,6 +97,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighting) -> Tensor:
     return attention(q, k, v, attn_mask=~hidden)
 
 
+class NewestTokenAttention(DotProductAttention):
+    """Attention of one new token per sequence, all at one `position`, a tensor (1,) on the device,
+    to keys (B, G, S, K) of which those after it hold nothing yet. So neither shapes nor memory
+    depend on the position."""
+
+    def __init__(self, position: Tensor) -> None:
+        self._position = position
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Weighting = ALL_KEYS) -> Tensor:
+        """Return each query's weighted mean value, (B, H, 1, K), from q (B, H, 1, K), k and v
+        (B, G, S, K)."""
+        n_keys = k.shape[2]
+        if (n_keys, how.window) not in self._masks:
+            key = torch.arange(n_keys, device=q.device)
+            seen = key <= self._position
+            if how.window is not None:
+                seen &= key > self._position - how.window
+            self._masks[n_keys, how.window] = seen[None]
+        mask = self._masks[n_keys, how.window]
+        if how.sinks is not None:
+            return _attend_beside_sinks(how.sinks, q, k, v, attn_mask=mask)
+        return attend_fused(q, k, v, attn_mask=mask)
+
+
 def attend_fused(
     q: Tensor,
     k: Tensor,
